@@ -1,0 +1,1 @@
+"""Penstock: a durable message broker; one log, many doors."""

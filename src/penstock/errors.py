@@ -1,0 +1,112 @@
+"""Every error that Penstock raises, in one tree.
+
+    PenstockError
+    ├── PeerError              what was sent or asked is wrong: change it
+    │   ├── CorruptBatch       bytes that are not a batch
+    │   ├── UnsupportedBatch   a batch of a newer version
+    │   ├── BatchTooLarge      larger than a batch may be
+    │   ├── OffsetOutOfRange   an offset that the log does not hold
+    │   └── OutOfSequence      a producer left a gap, or is not known
+    ├── BrokerError            this process cannot do it now: try again
+    │   ├── Overloaded         too many bytes wait for the disk
+    │   ├── Closed             stopped, or stopping
+    │   └── UnknownTopic       no topic has that id
+    └── DiskError              the data directory is in the way: look at it
+        ├── DirectoryInUse     another process has it open
+        ├── BadDirectory       files that do not belong there, or do not fit together
+        ├── LogDamaged         bytes that were durable are not what was written
+        ├── AppendFailed       a write failed and was taken back; there may be room again later
+        └── LogFailed          an fsync failed: the log takes nothing more until a restart
+
+Each leaf has one code, which is what a peer sees on the wire.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    code: ClassVar[str] = "ERROR"
+
+
+class PeerError(PenstockError):
+    code = "PEER"
+
+
+class CorruptBatch(PeerError):
+    code = "CORRUPT_BATCH"
+
+
+class UnsupportedBatch(PeerError):
+    code = "UNSUPPORTED_BATCH"
+
+
+class BatchTooLarge(PeerError):
+    code = "BATCH_TOO_LARGE"
+
+
+class OffsetOutOfRange(PeerError):
+    code = "OFFSET_OUT_OF_RANGE"
+
+    def __init__(self, offset: int, start: int, end: int) -> None:
+        super().__init__(f"offset {offset} is not in the log, which holds {start} to {end}")
+        self.offset = offset
+        self.start = start
+        self.end = end
+
+
+class OutOfSequence(PeerError):
+    code = "OUT_OF_SEQUENCE"
+
+
+class BrokerError(PenstockError):
+    code = "BROKER"
+
+
+class Overloaded(BrokerError):
+    code = "OVERLOADED"
+
+
+class Closed(BrokerError):
+    code = "CLOSED"
+
+
+class UnknownTopic(BrokerError):
+    code = "UNKNOWN_TOPIC"
+
+
+class DiskError(PenstockError):
+    code = "DISK"
+
+
+class DirectoryInUse(DiskError):
+    code = "DIRECTORY_IN_USE"
+
+
+class BadDirectory(DiskError):
+    code = "BAD_DIRECTORY"
+
+
+class LogDamaged(DiskError):
+    """Offsets `first` to `last` (the latter not included) cannot be read; all others can."""
+
+    code = "LOG_DAMAGED"
+
+    def __init__(self, path: Path, position: int, first: int, last: int | None, reason: str) -> None:
+        until = "the end" if last is None else str(last)
+        super().__init__(f"{path}: damaged at byte {position}, offsets {first} to {until}: {reason}")
+        self.path = path
+        self.position = position
+        self.first = first
+        self.last = last
+        self.reason = reason
+
+
+class AppendFailed(DiskError):
+    code = "APPEND_FAILED"
+
+
+class LogFailed(DiskError):
+    code = "LOG_FAILED"
