@@ -1,0 +1,241 @@
+"""The seam between the log and the disk: the few calls whose order decides what survives a power cut.
+
+`OsFiles` makes them; `penstock.testing.FaultyFiles` makes them fail, and keeps only what was synced.
+What POSIX promises, and so what the log may rely on:
+
+- written bytes survive the end of the process, and survive a power cut only after `File.sync`;
+- a name that was created, renamed or removed survives a power cut only after `sync_directory`;
+- a renamed file replaces the one of that name at once and whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, Protocol
+
+from penstock.batch import Buffer
+from penstock.errors import DirectoryInUse
+
+# Up to here a sync of each file, a few at a time; above, one sync of the file system: 1,000 dirty files
+# took 134 ms the first way and 30 ms the second.
+SYNC_EACH_MAX: Final = 16
+_SYNC_THREADS: Final = 8
+
+
+class File(Protocol):
+    def read(self, length: int, position: int) -> bytes:
+        """Up to `length` bytes; fewer only at the end of the file."""
+        ...
+
+    def view(self) -> memoryview:
+        """The whole file, mapped into memory; it must not change any more."""
+        ...
+
+    def write(self, data: Buffer, position: int) -> None:
+        """Write all of `data`, or raise OSError with any part of it written."""
+        ...
+
+    def truncate(self, length: int) -> None: ...
+
+    def size(self) -> int: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Files(Protocol):
+    def open(self, path: Path) -> File:
+        """An existing file, for reading and writing."""
+        ...
+
+    def create(self, path: Path) -> File:
+        """A new and empty file, in place of one that has this name."""
+        ...
+
+    def sizes(self, directory: Path) -> dict[str, int]:
+        """The names in a directory with the size of each, none if there is no such directory."""
+        ...
+
+    def make_directory(self, path: Path) -> None:
+        """Make it durably, and those above it that are not there."""
+        ...
+
+    def remove_directory(self, path: Path) -> None: ...
+
+    def rename(self, path: Path, to: Path) -> None: ...
+
+    def remove(self, path: Path) -> None: ...
+
+    def sync_directory(self, path: Path) -> None: ...
+
+    def sync(self, files: Sequence[File]) -> list[OSError | None]:
+        """Sync each of the files; the error of each, if it had one."""
+        ...
+
+    def lock(self, path: Path) -> File:
+        """Hold `path` until the file is closed or the process ends; refuse if another process does."""
+        ...
+
+
+class OsFile:
+    """A file descriptor. It is closed with its last reader, so that a segment can be dropped while it is read."""
+
+    __slots__ = ("_descriptor", "_path")
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._descriptor = -1
+        self._path = path
+        self._descriptor = os.open(path, flags | os.O_CLOEXEC, 0o640)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def read(self, length: int, position: int) -> bytes:
+        data = os.pread(self._descriptor, length, position)
+        if len(data) == length or not data:
+            return data
+        # A short read is the end of the file, or a signal.
+        parts = [data]
+        position += len(data)
+        length -= len(data)
+        while length and (data := os.pread(self._descriptor, length, position)):
+            parts.append(data)
+            position += len(data)
+            length -= len(data)
+        return b"".join(parts)
+
+    def view(self) -> memoryview:
+        if not self.size():
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
+
+    def write(self, data: Buffer, position: int) -> None:
+        written = os.pwrite(self._descriptor, data, position)
+        while written < len(data):
+            more = os.pwrite(self._descriptor, memoryview(data)[written:], position + written)
+            if not more:
+                raise OSError(errno.EIO, "the disk takes no more bytes", str(self._path))
+            written += more
+
+    def truncate(self, length: int) -> None:
+        os.ftruncate(self._descriptor, length)
+
+    def size(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def sync(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+class OsFiles:
+    """The real disk."""
+
+    def __init__(self, *, read_only: bool = False) -> None:
+        self._open_flags = os.O_RDONLY if read_only else os.O_RDWR
+        self._pool: ThreadPoolExecutor | None = None
+        self._syncfs = _find_syncfs()
+
+    def open(self, path: Path) -> OsFile:
+        return OsFile(path, self._open_flags)
+
+    def create(self, path: Path) -> OsFile:
+        return OsFile(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+
+    def sizes(self, directory: Path) -> dict[str, int]:
+        try:
+            with os.scandir(directory) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries}
+        except FileNotFoundError:
+            return {}
+
+    def make_directory(self, path: Path) -> None:
+        if path.is_dir():
+            return
+        self.make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        self.sync_directory(path.parent)
+
+    def remove_directory(self, path: Path) -> None:
+        path.rmdir()
+
+    def rename(self, path: Path, to: Path) -> None:
+        path.rename(to)
+
+    def remove(self, path: Path) -> None:
+        path.unlink()
+
+    def sync_directory(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync(self, files: Sequence[File]) -> list[OSError | None]:
+        if len(files) == 1:
+            return [_try_sync(files[0])]
+        if len(files) > SYNC_EACH_MAX and self._syncfs is not None:
+            return self._syncfs(files)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_SYNC_THREADS, "penstock-sync")
+        return list(self._pool.map(_try_sync, files))
+
+    def lock(self, path: Path) -> OsFile:
+        lock = OsFile(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read(64, 0).decode(errors="replace").strip() or "unknown"
+            lock.close()
+            raise DirectoryInUse(
+                f"{path.parent} is in use by process {holder}: stop it first, or choose another directory"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n".encode(), 0)
+        return lock
+
+
+def _try_sync(file: File) -> OSError | None:
+    try:
+        file.sync()
+    except OSError as error:
+        return error
+    return None
+
+
+def _find_syncfs() -> _Syncfs | None:
+    """Linux tells syncfs' caller of a failed write-back only since 5.8; before that it must not be relied on."""
+    release = os.uname().release.split(".")
+    if os.uname().sysname != "Linux" or (int(release[0]), int(release[1])) < (5, 8):
+        return None
+    return _Syncfs()
+
+
+class _Syncfs:
+    def __init__(self) -> None:
+        self._call = ctypes.CDLL(None, use_errno=True).syncfs
+
+    def __call__(self, files: Sequence[File]) -> list[OSError | None]:
+        """All files are on one file system. If it fails nobody knows which of them lost pages: all of them did."""
+        first = files[0]
+        assert isinstance(first, OsFile)
+        if self._call(first.fileno()) == 0:
+            return [None] * len(files)
+        number = ctypes.get_errno()
+        return [OSError(number, f"syncfs: {os.strerror(number)}")] * len(files)
