@@ -137,7 +137,7 @@ COLUMN_READERS: Final[Sequence[Callable[[Columns], object]]] = (
 def stored(lists: Lists, compression: Compression = Compression.NONE, base_offset: int = 1000) -> bytearray:
     """The bytes of a batch of these lists as a log holds them."""
     batch = encode(**lists, compression=compression)
-    batch.stamp(base_offset, append_time=base_offset + 1, durable_end=base_offset)
+    batch.stamp(base_offset, append_time=base_offset + 1, durable_bytes=base_offset % 1000)
     assert isinstance(batch.data, bytearray)
     return batch.data
 
@@ -148,7 +148,7 @@ def stored(lists: Lists, compression: Compression = Compression.NONE, base_offse
 def sign(data: bytearray) -> bytearray:
     """Make both checksums right, the header's over the other."""
     struct.pack_into("<I", data, 56, crc32c(memoryview(data)[60:]))
-    struct.pack_into("<I", data, 0, crc32c(memoryview(data)[4:60]))
+    struct.pack_into("<I", data, 0, crc32c(memoryview(data)[4:96]))
     return data
 
 

@@ -57,7 +57,8 @@ STAMPS = st.fixed_dictionaries(
     {
         "base_offset": OFFSET,
         "append_time": I64,
-        "durable_end": U64,
+        "log": U32,
+        "durable_bytes": U32,
         "epoch": U32,
         "source": U64,
         "position": U64,
@@ -153,7 +154,7 @@ def test_the_bytes_are_as_drawn() -> None:
         producer=3,
         sequence=4,
     )
-    batch.stamp(10, append_time=11, durable_end=9, epoch=1, source=5, position=6)
+    batch.stamp(10, append_time=11, log=8, durable_bytes=9, epoch=1, source=5, position=6)
 
     columns = b"".join(
         [
@@ -168,9 +169,9 @@ def test_the_bytes_are_as_drawn() -> None:
         ]
     )
     flags = 0b1_0101_1111_1100
-    broker = struct.pack("<QIIqQQQ", 10, 9, 1, 11, 5, 6, 9)
+    broker = struct.pack("<QIIqQQII", 10, 9, 1, 11, 5, 6, 8, 9)
     producer = struct.pack("<IHHIQQq", 2, 1, flags, len(columns), 3, 4, 7) + columns
-    header_crc, crc = 0x04FDDC07, 0x5F430E43  # computed by another program
+    header_crc, crc = 0x635857E0, 0x5F430E43  # computed by another program
     length = len(broker) + 4 + len(producer)
     assert batch.data == struct.pack("<II", header_crc, length) + broker + struct.pack("<I", crc) + producer
 
@@ -402,7 +403,7 @@ def test_a_length_that_no_batch_has_is_refused_before_the_batch_is_there(length:
 
 def test_an_offset_that_no_log_reaches_is_refused() -> None:
     batch = encode([b"a"], timestamp=0)
-    batch.stamp(OFFSET_MAX + 1, append_time=0, durable_end=0)
+    batch.stamp(OFFSET_MAX + 1, append_time=0, durable_bytes=0)
     with pytest.raises(CorruptBatch):
         parse(batch.data)
 
@@ -454,7 +455,7 @@ CONTROLS = st.builds(Control, U64, U64, U64, st.binary(max_size=40))
 
 def stored_control(control: Control) -> bytearray:
     batch = encode_control(control)
-    batch.stamp(5, append_time=6, durable_end=5)
+    batch.stamp(5, append_time=6, durable_bytes=5)
     assert isinstance(batch.data, bytearray)
     return batch.data
 

@@ -2,8 +2,8 @@
 
 All numbers are little-endian; every batch and every column begins on a multiple of 8 bytes.
 
-    stamped by the broker, under header_crc
-      0  u32 header_crc     crc32c of bytes 4 to 60
+    stamped by the broker
+      0  u32 header_crc     crc32c of the rest of the header, bytes 4 to 96
       4  u32 length         bytes that follow this field; the batch is 8 + length long, a multiple of 8
       8  u64 base_offset    offset of the first message
      16  u32 span           the next batch begins at base_offset + span or later
@@ -11,7 +11,8 @@ All numbers are little-endian; every batch and every column begins on a multiple
      24  i64 append_time    µs, never going back within a log
      32  u64 source         where it came from, if not from a producer (0: a producer) ...
      40  u64 position       ... and its place there
-     48  u64 durable_end    all offsets below this were durable when the batch was written
+     48  u32 log            which log it was stamped for: a number drawn when the log was made
+     52  u32 durable_bytes  so much of its segment was durable when the batch was written
     made by the producer, under crc
      56  u32 crc            crc32c of byte 60 to the end
      60  u32 count          messages
@@ -86,9 +87,9 @@ _BINARY: Final = {
 }
 _FLAGS: Final = (1 << 13) - 1
 
-_HEADER: Final = struct.Struct("<IIQIIqQQQIIHHIQQq")
-_HEADER_CRC: Final = slice(4, 60)
-_STAMP: Final = struct.Struct("<QIIqQQQ")
+_HEADER: Final = struct.Struct("<IIQIIqQQIIIIHHIQQq")
+_HEADER_CRC: Final = slice(4, HEADER_BYTES)
+_STAMP: Final = struct.Struct("<QIIqQQII")
 _STAMP_AT: Final = 8
 _CRC_AT: Final = 56
 _CRC: Final = slice(60, None)
@@ -100,22 +101,22 @@ _BLANK_HEADER: Final = bytes(HEADER_BYTES)
 _PADDING: Final = tuple(bytes(n) for n in range(8))
 
 
+NO_SEGMENT: Final = (1 << 64) - 1
+
+
 class Control(NamedTuple):
     """What a log notes for its own recovery, in a control batch.
 
     `reserved`: no offset below it will be given out again. `previous`: the base offset of the segment
     before this one (`NO_SEGMENT` if it is the first), so that a segment that went missing is noticed.
-    `dropped`: segments between that one and this that begin up to here were cut off by a truncation.
+    `dropped`: behind `previous` the log was cut off, up to the segment that begins here (`NO_SEGMENT`: it was not).
     `snapshot`: at the head of a segment, what the log knew of its producers.
     """
 
     reserved: int
     previous: int
-    dropped: int = 0
+    dropped: int = NO_SEGMENT
     snapshot: bytes = b""
-
-
-NO_SEGMENT: Final = (1 << 64) - 1
 
 
 class Batch:
@@ -127,11 +128,12 @@ class Batch:
         "count",
         "crc",
         "data",
-        "durable_end",
+        "durable_bytes",
         "epoch",
         "flags",
         "header_crc",
         "length",
+        "log",
         "plain_length",
         "position",
         "producer",
@@ -150,7 +152,8 @@ class Batch:
     append_time: int
     source: int
     position: int
-    durable_end: int
+    log: int
+    durable_bytes: int
     crc: int
     count: int
     version: int
@@ -172,7 +175,8 @@ class Batch:
             self.append_time,
             self.source,
             self.position,
-            self.durable_end,
+            self.log,
+            self.durable_bytes,
             self.crc,
             self.count,
             self.version,
@@ -202,14 +206,16 @@ class Batch:
         base_offset: int,
         *,
         append_time: int,
-        durable_end: int,
+        log: int = 0,
+        durable_bytes: int = 0,
         epoch: int = 0,
         source: int = 0,
         position: int = 0,
     ) -> None:
         """Write the broker's fields in place. The bytes under the producer's checksum are not touched."""
         data = self.data
-        _STAMP.pack_into(data, _STAMP_AT, base_offset, self.span, epoch, append_time, source, position, durable_end)
+        stamp = (base_offset, self.span, epoch, append_time, source, position, log, durable_bytes)
+        _STAMP.pack_into(data, _STAMP_AT, *stamp)
         self.header_crc = crc32c(memoryview(data)[_HEADER_CRC])
         _U32.pack_into(data, 0, self.header_crc)
         self.base_offset = base_offset
@@ -217,11 +223,16 @@ class Batch:
         self.append_time = append_time
         self.source = source
         self.position = position
-        self.durable_end = durable_end
+        self.log = log
+        self.durable_bytes = durable_bytes
+
+    def is_whole(self) -> bool:
+        """Whether the producer's part is what the producer made."""
+        return crc32c(memoryview(self.data)[_CRC]) == self.crc
 
     def check(self) -> None:
-        """Raise unless the producer's part is what the producer made, in a version that we know."""
-        if crc32c(memoryview(self.data)[_CRC]) != self.crc:
+        """Raise unless the batch is whole, and of a version that we know."""
+        if not self.is_whole():
             raise CorruptBatch(f"checksum of the batch at offset {self.base_offset} is wrong")
         if self.version != VERSION:
             raise UnsupportedBatch(
@@ -325,7 +336,7 @@ def accept(data: Buffer) -> Batch:
     if not batch.count or batch.flags & _DELTAS or batch.span != batch.count:
         raise CorruptBatch("a producer's batch has at least one message and no holes")
     batch.columns().check()
-    batch.stamp(0, append_time=0, durable_end=0)
+    batch.stamp(0, append_time=0)
     return batch
 
 
@@ -336,7 +347,7 @@ def size_at(buffer: Buffer, position: int = 0) -> int:
     """
     if len(buffer) - position < HEADER_BYTES:
         return 0
-    header = memoryview(buffer)[position : position + _HEADER_CRC.stop]
+    header = memoryview(buffer)[position : position + HEADER_BYTES]
     if crc32c(header[_HEADER_CRC]) != _U32.unpack_from(header)[0]:
         raise CorruptBatch("checksum of the batch header is wrong")
     size: int = _U32.unpack_from(header, 4)[0] + 8
@@ -524,7 +535,7 @@ def _sign(
     sequence: int,
     timestamp: int,
 ) -> Batch:
-    header = (0, len(data) - 8, 0, span, 0, 0, 0, 0, 0, 0, count, VERSION, flags, plain_length)
+    header = (0, len(data) - 8, 0, span, 0, 0, 0, 0, 0, 0, 0, count, VERSION, flags, plain_length)
     _HEADER.pack_into(data, 0, *header, producer, sequence, timestamp)
     _U32.pack_into(data, _CRC_AT, crc32c(memoryview(data)[_CRC]))
     return Batch(data)
@@ -548,8 +559,7 @@ def _plain(batch: Batch) -> memoryview:
     body = memoryview(batch.data)[HEADER_BYTES:]
     if not batch.count or batch.flags & ~_FLAGS:
         raise CorruptBatch(f"{batch.count} messages with flags {batch.flags:#x}")
-    compression = batch.compression
-    if compression is Compression.NONE:
+    if not batch.flags & _COMPRESSION:
         if batch.plain_length != len(body):
             raise CorruptBatch(f"{len(body)} bytes of columns where the header says {batch.plain_length}")
         return body
@@ -561,7 +571,7 @@ def _plain(batch: Batch) -> memoryview:
     plain_length = batch.plain_length
     if plain_length > min(PLAIN_BYTES_MAX, PACKING_RATIO_MAX * len(body)) or batch.count > len(body):
         raise CorruptBatch(f"{len(body)} bytes claim to hold {batch.count} messages in {plain_length}")
-    plain = _unpack(body[_U64.size : _U64.size + packed_length], plain_length, compression)
+    plain = _unpack(body[_U64.size : _U64.size + packed_length], plain_length, batch.compression)
     if len(plain) != plain_length:
         raise CorruptBatch(f"{len(plain)} bytes of columns where the header says {plain_length}")
     return memoryview(plain)

@@ -1,0 +1,629 @@
+"""The log of one partition: an endless row of batches, of which segments hold a stretch each.
+
+Offsets go
+
+    start ............ committed ... written ... end
+      │ may be read        │            │         └ the next batch gets this one
+      │                    │            └ with the operating system
+      │                    └ as durable as the policy promises: acknowledged, may be read
+      └ older ones were dropped
+
+One thread owns a log: it appends, and it alone moves these marks. What waits for the disk is handed to a worker
+and back, so neither ever waits for the other:
+
+    write = log.begin_write()       the owner: all that was appended since the last time
+    write.run()                     a worker: stamps, rolls, writes; touches only the active segment's writing side
+    log.finish_write(write)         the owner: readers may see it, `written` moves
+    sync = log.begin_sync() …       the same three steps for making it durable
+
+`storage/store.py` does this for all logs together, in rounds. `read_disk`, `retain`, `compact` and `verify` may be
+called from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final, Protocol
+
+from penstock.batch import NO_SEGMENT, Batch, Control, encode_control
+from penstock.clock import Clock
+from penstock.errors import (
+    AppendFailed,
+    Closed,
+    DiskError,
+    LogFailed,
+    OffsetOutOfRange,
+    PenstockError,
+)
+from penstock.storage import compaction, recovery, retention
+from penstock.storage.files import File, Files
+from penstock.storage.policy import Cleanup, Durability, Policy
+from penstock.storage.producers import Producers
+from penstock.storage.segment import Found, OpenSegments, Reader, Segment
+from penstock.storage.tail import Tail, TailBudget
+
+logger = logging.getLogger(__name__)
+
+# Under `flush`, offsets that readers saw can be lost with the power. So they are reserved durably, this many
+# ahead, before they are given out; after an unclean stop the log goes on behind the reservation.
+RESERVE_AHEAD: Final = 1 << 20
+
+# Called with the offset of a batch: it is committed, or why it was refused after all.
+Done = Callable[[int, PenstockError | None], None]
+
+
+class Owner(Protocol):
+    """Who runs the rounds of this log."""
+
+    def appended(self, log: Log, size: int) -> None:
+        """Batches wait to be written; raises Overloaded, before anything is changed, if too many do."""
+        ...
+
+    def settled(self, size: int) -> None:
+        """Batches of that many bytes do not wait any more."""
+        ...
+
+
+class State(Enum):
+    OPEN = "open"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Log:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        policy: Policy,
+        files: Files,
+        clock: Clock,
+        owner: Owner,
+        open_segments: OpenSegments,
+        tail_budget: TailBudget,
+        reader: Reader = "pread",
+    ) -> None:
+        """Open the log in `directory`, recover it if need be, or begin it if there is none."""
+        self.directory = directory
+        self.policy = policy
+        self.state = State.OPEN
+        # Why it takes nothing more, once it failed.
+        self.failure: LogFailed | None = None
+        self._files = files
+        self._clock = clock
+        self._owner = owner
+        self._open_segments = open_segments
+        self._reader: Reader = reader
+        self._tail = Tail(tail_budget)
+        files.make_directory(directory)
+        found = recovery.recover(files, open_segments, directory, reader)
+        # Replaced as a whole, under the lock, so that any thread may read it without.
+        self._segments: tuple[Segment, ...] = tuple(found.segments)
+        self._segments_lock = threading.Lock()
+        self._producers = found.producers
+        self._closed_cleanly = found.closed
+        self._opened_at = found.end
+        self.end = self.written = self.durable = self.committed = found.end
+        # Offsets below are durably reserved, or will be when what is written is synced.
+        self._reserved = self._reserved_written = found.reserved
+        self._append_time = found.append_time
+        self._number = secrets.randbits(32) if found.log is None else found.log
+        self._pending: list[Batch] = []
+        self._pending_bytes = 0
+        # A log has one sync under way at the most: of two, only one would be told that it failed.
+        self._writing: Write | None = None
+        self._syncing: Sync | None = None
+        # Who waits for `committed` to reach the end of a batch: that end, the offset to tell, and whom.
+        self._waiting: deque[tuple[int, int, Done]] = deque()
+        self._unsynced_messages = 0
+        self._unsynced_since_us: int | None = None
+        self._compacted_base = -1
+        if not self._segments:
+            self._segments = (self._create_segment(0, Control(0, NO_SEGMENT), self._next_append_time()),)
+        for segment in self._segments:
+            segment.log = self._number
+
+    @property
+    def start(self) -> int:
+        return self._segments[0].base
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self._segments
+
+    # In.
+
+    def append(self, batch: Batch, *, source: int = 0, position: int = 0, done: Done | None = None) -> int:
+        """Take a batch that is the log's from now on, and return the offset of its first message.
+
+        `done` is called once, as soon as that is decided. A batch that is in the log already is not stored
+        again; its offset is that of the first time, and `done` may be called before this returns.
+        """
+        assert isinstance(batch.data, bytearray), "a batch is stamped in place: take it from `encode` or `accept`"
+        if self.state is not State.OPEN:
+            raise self.failure or Closed(f"{self.directory}: the log is closed")
+        seen = self._producers.find(batch, source, position)
+        if seen is not None:
+            # It waits behind all that was appended so far, the first one among them.
+            self._when_committed(self.end, seen, done)
+            return seen
+        size = len(batch.data)
+        self._owner.appended(self, size)
+        offset = batch.base_offset = self.end
+        batch.source = source
+        batch.position = position
+        self.end = offset + batch.span
+        if batch.producer or source:
+            self._producers.note(batch)
+        self._pending.append(batch)
+        self._pending_bytes += size
+        self._when_committed(self.end, offset, done)
+        return offset
+
+    def begin_write(self) -> Write | None:
+        """All that waits, for a worker to write; None if nothing does, or not now."""
+        if not self._pending or self._writing or self.state is not State.OPEN:
+            return None
+        parts = self._plan(self._pending)
+        if len(parts) > 1 and self._syncing:
+            return None
+        batches, self._pending = self._pending, []
+        size, self._pending_bytes = self._pending_bytes, 0
+        control = None
+        if self.policy.durability is Durability.FLUSH and self.end + RESERVE_AHEAD // 2 > self._reserved_written:
+            control = Control(self.end + RESERVE_AHEAD, self._previous())
+        self._writing = Write(self, batches, size, control, parts)
+        return self._writing
+
+    def finish_write(self, write: Write) -> None:
+        assert write is self._writing
+        self._writing = None
+        self._owner.settled(write.size)
+        if self.state is not State.OPEN:
+            return  # it failed or was deleted meanwhile, and whoever waits was told
+        self._publish(write)
+        self.written = write.end
+        if write.control is not None and write.error is None:
+            self._reserved_written = write.control.reserved
+        self._note_unsynced(write)
+        if isinstance(write.error, LogFailed):
+            self._fail(write.error)
+        elif write.error is not None:
+            self._reject(write.end, write.error)
+        self._commit()
+
+    def begin_sync(self) -> Sync | None:
+        """What is written and not yet durable, for a worker to sync; None if there is nothing, or not now."""
+        if self.durable == self.written and self._reserved == self._reserved_written:
+            return None
+        if self.state is not State.OPEN or self._syncing or (self._writing and self._writing.syncs):
+            return None
+        self._unsynced_messages = 0
+        self._unsynced_since_us = None
+        active = self._segments[-1]
+        self._syncing = Sync(self, active, active.size, self.written, self._reserved_written)
+        return self._syncing
+
+    def finish_sync(self, sync: Sync, error: OSError | None) -> None:
+        if sync is self._syncing:
+            self._syncing = None
+        if error is not None:
+            self._fail(LogFailed(f"{sync.segment.path}: fsync failed: {error.strerror}"))
+        elif self.state is State.OPEN:
+            sync.segment.synced = max(sync.segment.synced, sync.position)
+            self.durable = max(self.durable, sync.written)
+            self._reserved = max(self._reserved, sync.reserved)
+            if self.durable == self.written:
+                self._unsynced_messages = 0
+                self._unsynced_since_us = None
+        self._commit()
+
+    def sync_due_us(self, messages: int, interval_us: int) -> int | None:
+        """When what is written must be synced, on the monotonic clock (0: now); None if all of it is."""
+        if self._unsynced_since_us is None or self.state is not State.OPEN:
+            return None
+        if self._unsynced_messages >= messages or self.committed < self.written:
+            return 0
+        return self._unsynced_since_us + interval_us
+
+    # Out.
+
+    def read(self, offset: int, bytes_max: int) -> list[Batch]:
+        """Committed batches, from the one that holds `offset` (it may begin earlier): at least one if there is
+        any, then as many as fit in `bytes_max`. None at the end. Their insides are checked by who opens them.
+        """
+        batches = self.read_tail(offset, bytes_max)
+        return self.read_disk(offset, bytes_max) if batches is None else batches
+
+    def read_tail(self, offset: int, bytes_max: int) -> list[Batch] | None:
+        """As `read`, from memory only: None if `offset` must be read from disk. For the owner's thread."""
+        if not self.start <= offset <= self.end:
+            raise OffsetOutOfRange(offset, self.start, self.end)
+        if offset >= self.committed:
+            return []
+        return self._tail.read(offset, bytes_max, self.committed)
+
+    def read_disk(self, offset: int, bytes_max: int) -> list[Batch]:
+        """As `read`, from disk only. For any thread."""
+        while True:
+            segments = self._segments
+            try:
+                return self._read_segments(segments, offset, bytes_max)
+            except FileNotFoundError:
+                # Retention was faster, unless someone else took the file away.
+                if segments == self._segments:
+                    raise
+
+    def _read_segments(self, segments: Sequence[Segment], offset: int, bytes_max: int) -> list[Batch]:
+        committed = self.committed
+        place = bisect_right(segments, offset, key=_base) - 1
+        if place < 0 or offset > self.end:
+            raise OffsetOutOfRange(offset, segments[0].base, self.end)
+        while offset < committed:
+            segment = segments[place]
+            following = segments[place + 1] if place + 1 < len(segments) else None
+            found = segment.read(offset, bytes_max, following.base if following else None)
+            if found:
+                if following and found[-1].end > following.base:
+                    raise recovery.overlap(segment, following, found[-1].end)
+                return [batch for batch in found if batch.end <= committed]
+            if following is None:
+                break
+            # The offsets from here to the next segment were never given out, unless a segment is missing.
+            recovery.check_follows(segment, following, offset)
+            place += 1
+        return []
+
+    def offset_at(self, append_time: int) -> int:
+        """The first offset that was appended at that time (µs since 1970) or later; the end if there is none."""
+        while True:
+            segments = self._segments
+            try:
+                place = max(0, bisect_left(segments, append_time, key=Segment.begun_at) - 1)
+                for segment in segments[place:]:
+                    offset = segment.offset_at(append_time)
+                    if offset is not None and offset < self.committed:
+                        return offset
+                return self.committed
+            except FileNotFoundError:
+                if segments == self._segments:
+                    raise
+
+    # Upkeep.
+
+    def retain(self) -> int:
+        """Drop the segments that the policy does not keep, oldest first; how many it were."""
+        expired = retention.expired(self._segments, self.policy, self._clock.now_us())
+        for _ in range(expired):
+            with self._segments_lock:
+                segment, self._segments = self._segments[0], self._segments[1:]
+            try:
+                self._remove(segment)
+            except OSError:
+                # It is still there, so it is not dropped: or the log would have a gap when it is opened again.
+                with self._segments_lock:
+                    self._segments = (segment, *self._segments)
+                raise
+        return expired
+
+    def compact(self) -> int:
+        """Keep the latest message of each key; how many messages were dropped."""
+        segments = self._segments
+        dropped = compaction.compact(
+            segments, self.policy, self.durable, self._clock.now_us(), self._files, self._replace
+        )
+        self._compacted_base = segments[-1].base
+        return dropped
+
+    @property
+    def compaction_due(self) -> bool:
+        """Whether the policy asks for compaction, and segments were sealed since the last one."""
+        return self.policy.cleanup is Cleanup.COMPACT and self._compacted_base != self._segments[-1].base
+
+    def verify(self) -> recovery.Report:
+        return recovery.verify(self._segments)
+
+    def truncate(self, offset: int) -> None:
+        """Drop the batches that reach beyond `offset`. Their offsets are not given out again.
+
+        If it is interrupted some of them may come back: call it again.
+        """
+        self.flush()
+        if self.failure is not None:
+            raise self.failure
+        if not self.start <= offset <= self.end:
+            raise OffsetOutOfRange(offset, self.start, self.end)
+        segments = self._segments
+        place = bisect_right(segments, offset, key=_base) - 1
+        cut = segments[place]
+        kept, producers = _keep_below(cut, offset)
+        if kept == cut.written and place == len(segments) - 1:
+            return
+        if segments[-1].base == self.end:
+            self.end += 1  # two segments cannot have one name
+        # From here on the log goes `cut`, `active`: recovery removes what is between them.
+        control = Control(
+            reserved=max(self.end, self._reserved_written),
+            previous=cut.base,
+            dropped=segments[-1].base,
+            snapshot=producers.snapshot(offset),
+        )
+        active = self._create_segment(self.end, control, self._next_append_time())
+        self.written = self.durable = self.committed = self.end
+        self._closed_cleanly = False
+        self._producers = producers
+        self._segments = (*segments[: place + 1], active)
+        cut.sealed = True
+        self._tail.clear()
+        for segment in segments[place + 1 :]:
+            self._remove(segment)
+        compaction.rewrite(cut, _batches_until(cut, kept), self._files, self._replace)
+
+    # Both ways at once, in the calling thread; and the end.
+
+    def flush(self) -> None:
+        """Write and sync all that was appended. What failed was told to those who wait for it."""
+        write = self.begin_write()
+        if write is not None:
+            write.run()
+            self.finish_write(write)
+        sync = self.begin_sync()
+        if sync is not None:
+            [error] = self._files.sync([sync.file])
+            self.finish_sync(sync, error)
+
+    def close(self) -> None:
+        """Make everything durable, note that it is, and let go of the files."""
+        if self.state is State.CLOSED:
+            return
+        self.flush()
+        if self.state is State.OPEN:
+            self._note_close()
+        self.state = State.CLOSED
+        self._reject(self.committed, Closed(f"{self.directory}: the log is closed"))
+        for segment in self._segments:
+            self._open_segments.drop(segment)
+
+    def abandon(self) -> None:
+        """Take nothing more, because the log is being deleted. A worker may still be writing to it."""
+        self._reject(self.committed, Closed(f"{self.directory}: the log is deleted"))
+        self.state = State.CLOSED
+
+    def _note_close(self) -> None:
+        if self._closed_cleanly and self.end == self._opened_at:
+            return
+        try:
+            self._segments[-1].write_control(Control(self.end, self._previous()), self.end, self._append_time)
+        except (AppendFailed, LogFailed) as error:
+            logger.warning("%s: cannot note a clean stop, the next start recovers: %s", self.directory, error)
+
+    def _when_committed(self, end: int, offset: int, done: Done | None) -> None:
+        if done is None:
+            return
+        if end <= self.committed:
+            done(offset, None)
+        else:
+            self._waiting.append((end, offset, done))
+
+    def _commit(self) -> None:
+        if self.state is not State.OPEN:
+            return
+        committed = self.durable
+        if self.policy.durability is Durability.FLUSH and self.written <= self._reserved:
+            committed = self.written
+        self.committed = max(self.committed, committed)
+        waiting = self._waiting
+        while waiting and waiting[0][0] <= self.committed:
+            _, offset, done = waiting.popleft()
+            done(offset, None)
+
+    def _reject(self, offset: int, error: PenstockError) -> None:
+        """Take back all that was appended from `offset` on, and tell why."""
+        self._owner.settled(self._pending_bytes)
+        self._pending = []
+        self._pending_bytes = 0
+        self._producers.forget(offset)
+        self.end = offset
+        rejected = []
+        while self._waiting and self._waiting[-1][0] > offset:
+            rejected.append(self._waiting.pop())
+        for _, appended_at, done in reversed(rejected):
+            done(appended_at, error)
+
+    def _fail(self, error: LogFailed) -> None:
+        if self.state is State.OPEN:
+            logger.error("%s: takes no more appends until a restart: %s", self.directory, error)
+            self.state = State.FAILED
+            self.failure = error
+            self._reject(self.committed, error)
+
+    def _plan(self, batches: Sequence[Batch]) -> list[Part]:
+        """Which batches go to the active segment, and which to new ones: each with what its head must know."""
+        size = self._segments[-1].written
+        base = self._segments[-1].base
+        part = Part(None, [])
+        parts = [part]
+        for batch in batches:
+            if size + len(batch.data) > self.policy.segment_bytes and batch.base_offset > base:
+                base = batch.base_offset
+                part = Part(self._producers.snapshot(base), [])
+                parts.append(part)
+                size = 0
+            part.batches.append(batch)
+            size += len(batch.data)
+        return parts
+
+    def _publish(self, write: Write) -> None:
+        """Let readers see what was written. The order matters to those in other threads."""
+        for segment in (self._segments[-1], *write.created):
+            segment.size = segment.written
+        if write.created:
+            with self._segments_lock:
+                sealed = self._segments[-1]
+                self._segments = (*self._segments, *write.created)
+            for segment in (sealed, *write.created[:-1]):
+                segment.sealed = True
+                self._open_segments.touch(segment)
+        for batch in write.done:
+            self._tail.add(batch)
+            if batch.producer or batch.source:
+                self._producers.settle(batch)
+
+    def _note_unsynced(self, write: Write) -> None:
+        if not write.done:
+            return
+        self._unsynced_messages += sum(batch.count for batch in write.done)
+        if self._unsynced_since_us is None:
+            self._unsynced_since_us = self._clock.monotonic_us()
+
+    def _previous(self) -> int:
+        return self._segments[-2].base if len(self._segments) > 1 else NO_SEGMENT
+
+    def _create_segment(self, base: int, control: Control, append_time: int) -> Segment:
+        segment = Segment(self._files, self._open_segments, self.directory, base, 0, self._reader)
+        segment.create(control, self._number, append_time)
+        return segment
+
+    def _next_append_time(self) -> int:
+        """Now, or when the last batch was appended: a clock that was set back does not put them out of order."""
+        self._append_time = max(self._clock.now_us(), self._append_time)
+        return self._append_time
+
+    def _replace(self, old: Segment, new: Segment) -> None:
+        with self._segments_lock:
+            self._segments = tuple(new if segment is old else segment for segment in self._segments)
+        self._open_segments.drop(old)
+
+    def _remove(self, segment: Segment) -> None:
+        """Oldest first and each for good, so that no power cut leaves a gap."""
+        self._open_segments.drop(segment)
+        self._files.remove(segment.path)
+        self._files.sync_directory(self.directory)
+        with contextlib.suppress(FileNotFoundError):
+            self._files.remove(segment.index_path)
+
+
+@dataclass(slots=True)
+class Part:
+    """Batches for one segment: a new one if there is a snapshot for its head."""
+
+    snapshot: bytes | None
+    batches: list[Batch]
+
+
+class Write:
+    """What one log hands to a worker to be written, and how that went."""
+
+    __slots__ = ("control", "created", "done", "end", "error", "log", "size", "_parts", "_previous", "_segment")
+
+    def __init__(self, log: Log, batches: list[Batch], size: int, control: Control | None, parts: list[Part]) -> None:
+        self.log = log
+        self.size = size
+        self.control = control
+        self._parts = parts
+        self._segment = log.segments[-1]
+        self._previous = log._previous()
+        self.created: list[Segment] = []
+        self.done: list[Batch] = []
+        self.end = log.written
+        self.error: DiskError | None = None
+
+    @property
+    def syncs(self) -> bool:
+        """Whether running it syncs: because a segment is sealed, or because the policy asks for it."""
+        return len(self._parts) > 1 or self.log.policy.durability is Durability.FSYNC
+
+    def run(self) -> None:
+        try:
+            for part in self._parts:
+                self._write(part)
+        except DiskError as error:
+            self.error = error
+
+    def sync(self) -> Sync:
+        """What must be synced for this write to be durable."""
+        reserved = self.control.reserved if self.control and not self.error else 0
+        return Sync(self.log, self._segment, self._segment.written, self.end, reserved)
+
+    def _write(self, part: Part) -> None:
+        batches = part.batches
+        if not batches:
+            return
+        log = self.log
+        append_time = log._next_append_time()
+        offset = batches[0].base_offset
+        reserved = self.control.reserved if self.control else log._reserved_written
+        if part.snapshot is not None:
+            full = self._segment
+            full.write_control(Control(reserved, self._previous), offset, append_time)
+            full.save_index()
+            control = Control(max(offset, reserved), full.base, snapshot=part.snapshot)
+            self._segment = log._create_segment(offset, control, append_time)
+            self.created.append(self._segment)
+            self._previous = full.base
+        segment = self._segment
+        durable_bytes = segment.durable_bytes
+        for batch in batches:
+            batch.stamp(
+                batch.base_offset,
+                append_time=append_time,
+                log=log._number,
+                durable_bytes=durable_bytes,
+                source=batch.source,
+                position=batch.position,
+            )
+        if self.control is not None and not self.done:
+            reservation = encode_control(self.control)
+            reservation.stamp(offset, append_time=append_time, log=log._number, durable_bytes=durable_bytes)
+            segment.write([reservation, *batches])
+        else:
+            segment.write(batches)
+        self.done += batches
+        self.end = batches[-1].end
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """What one log hands to a worker to be synced: all that is written up to a position, and an offset."""
+
+    log: Log
+    segment: Segment
+    position: int
+    written: int
+    reserved: int
+
+    @property
+    def file(self) -> File:
+        return self.segment.file
+
+
+def _base(segment: Segment) -> int:
+    return segment.base
+
+
+def _keep_below(segment: Segment, offset: int) -> tuple[int, Producers]:
+    """Where the first batch begins that reaches beyond `offset`, and what is known of producers up to there."""
+    producers = Producers.restore(segment.head().snapshot)
+    for found in segment.scan():
+        if isinstance(found, Found):
+            if found.batch.end > offset:
+                return found.position, producers
+            if found.batch.count:
+                producers.note(found.batch)
+                producers.settle(found.batch)
+    return segment.written, producers
+
+
+def _batches_until(segment: Segment, position: int) -> Iterator[Batch]:
+    for found in segment.scan():
+        if isinstance(found, Found) and found.position < position:
+            yield found.batch

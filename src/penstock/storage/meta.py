@@ -1,0 +1,143 @@
+"""`meta.db`: what the logs hold, as tables for queries. A projection: delete it and it comes back.
+
+state       the state topic's latest value of each key
+applied     up to which offset of the state topic that is so
+segments    the segments of every log, as of the last upkeep
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+_VERSION: Final = 1
+_SCHEMA: Final = """
+    CREATE TABLE state (kind TEXT, key TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID;
+    CREATE TABLE applied (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), "offset" INTEGER NOT NULL);
+    CREATE TABLE segments (
+        topic INTEGER, partition INTEGER, base_offset INTEGER, end_offset INTEGER NOT NULL,
+        size_bytes INTEGER NOT NULL, created_us INTEGER NOT NULL, sealed INTEGER NOT NULL,
+        PRIMARY KEY (topic, partition, base_offset)
+    ) WITHOUT ROWID;
+    INSERT INTO applied VALUES (0, 0);
+"""
+
+
+class Change(NamedTuple):
+    """The value that a key has from now on; None: it is gone."""
+
+    kind: str
+    key: str
+    value: Any
+
+
+class SegmentRow(NamedTuple):
+    topic: int
+    partition: int
+    base_offset: int
+    end_offset: int
+    size_bytes: int
+    created_us: int
+    sealed: int
+
+
+class Meta:
+    def __init__(self, path: Path | None) -> None:
+        """Open the file, made anew where it cannot be used; without a path, in memory."""
+        self._lock = threading.Lock()
+        if path is None:
+            self._database = _create(":memory:")
+            return
+        try:
+            self._database = _open(path)
+        except sqlite3.DatabaseError as error:
+            logger.warning("%s: built again from the logs: %s", path, error)
+            self._database = _recreate(path)
+
+    def applied(self) -> int:
+        """The state topic is projected up to this offset."""
+        with self._lock:
+            return int(self._database.execute('SELECT "offset" FROM applied').fetchone()[0])
+
+    def state(self) -> list[Change]:
+        with self._lock:
+            rows = self._database.execute("SELECT kind, key, value FROM state").fetchall()
+        return [Change(kind, key, json.loads(value)) for kind, key, value in rows]
+
+    def apply(self, changes: Iterable[Change], offset: int) -> None:
+        with self._lock, self._database:
+            for kind, key, value in changes:
+                if value is None:
+                    self._database.execute("DELETE FROM state WHERE kind = ? AND key = ?", (kind, key))
+                else:
+                    row = (kind, key, json.dumps(value))
+                    self._database.execute("INSERT OR REPLACE INTO state VALUES (?, ?, ?)", row)
+            self._database.execute('UPDATE applied SET "offset" = ?', (offset,))
+
+    def forget_state(self) -> None:
+        """Begin the projection again."""
+        with self._lock, self._database:
+            self._database.execute("DELETE FROM state")
+            self._database.execute('UPDATE applied SET "offset" = 0')
+
+    def segments(self) -> list[SegmentRow]:
+        with self._lock:
+            rows = self._database.execute("SELECT * FROM segments ORDER BY topic, partition, base_offset").fetchall()
+        return [SegmentRow._make(row) for row in rows]
+
+    def replace_segments(self, rows: Iterable[SegmentRow]) -> None:
+        with self._lock, self._database:
+            self._database.execute("DELETE FROM segments")
+            self._database.executemany("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    if not path.exists():
+        return _create(str(path))
+    database = _connect(str(path))
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    if version != _VERSION or database.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+        database.close()
+        raise sqlite3.DatabaseError(f"version {version}, or damaged")
+    return database
+
+
+def _recreate(path: Path) -> sqlite3.Connection:
+    try:
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        return _create(str(path))
+    except (sqlite3.Error, OSError) as error:
+        logger.warning("%s: cannot be made, kept in memory until the next start: %s", path, error)
+        return _create(":memory:")
+
+
+def _create(name: str) -> sqlite3.Connection:
+    database = _connect(name)
+    with closing(database.cursor()) as cursor:
+        cursor.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+    return database
+
+
+def _connect(name: str) -> sqlite3.Connection:
+    database = sqlite3.connect(name, check_same_thread=False)
+    try:
+        # Consistent after a power cut, and only a little behind: the rest is applied again from the state topic.
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+    except sqlite3.DatabaseError:
+        database.close()
+        raise
+    return database

@@ -1,0 +1,326 @@
+"""What a log does when it is opened, and what `verify` tells about it without changing anything.
+
+Only the last segment can be unfinished, so only it is walked. Where the walk meets something that is not a
+batch there are two cases, and `durable_bytes`, which every batch carries, tells them apart:
+
+- a torn tail: the power went before these bytes were synced, so nobody was told of them. They are cut off.
+- damage: a later batch knows that these bytes were durable. Nothing is touched, and the log is refused.
+
+What is kept is synced before it is served: until then it may be only in the memory of the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from penstock.batch import NO_SEGMENT, OFFSET_MAX, VERSION
+from penstock.errors import BadDirectory, LogDamaged, UnsupportedBatch
+from penstock.storage.files import Files
+from penstock.storage.index import Index
+from penstock.storage.producers import Producers
+from penstock.storage.segment import Damage, Found, OpenSegments, Reader, Segment, log_name
+
+logger = logging.getLogger(__name__)
+
+ASIDE_SUFFIX: Final = ".aside"  # a segment that is being rewritten; not yet part of the log
+_REWRITE_BYTES: Final = 1 << 20
+_NAME: Final = re.compile(r"([0-9]{20})\.(log|index|log\.aside)")
+
+
+@dataclass(slots=True)
+class Recovered:
+    segments: list[Segment]
+    end: int = 0
+    append_time: int = 0
+    log: int | None = None
+    # Where the last control batch says that offsets are reserved up to, and whether it is the last of all.
+    reserved: int = 0
+    closed: bool = False
+    producers: Producers = field(default_factory=Producers)
+
+
+def find_segments(
+    files: Files, open_segments: OpenSegments, directory: Path, reader: Reader
+) -> tuple[list[Segment], list[str]]:
+    """The segments of a log by their offsets, and what in its directory is not right."""
+    sizes = files.sizes(directory)
+    segments: list[Segment] = []
+    problems = []
+    for name in sorted(sizes):
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[1]) > OFFSET_MAX:
+            problems.append(f"{directory / name} is not a file of a log: move it elsewhere")
+        elif match[2] == "log":
+            segments.append(Segment(files, open_segments, directory, int(match[1]), sizes[name], reader))
+    problems += [
+        f"{segment.path} is empty, but is not the last segment: restore it from a copy"
+        for segment in segments[:-1]
+        if not segment.size
+    ]
+    return segments, problems
+
+
+def recover(files: Files, open_segments: OpenSegments, directory: Path, reader: Reader) -> Recovered:
+    """Find the end of a log, after whatever happened to it. No segments: it is a new one."""
+    segments, problems = find_segments(files, open_segments, directory, reader)
+    if problems:
+        raise BadDirectory(problems[0])
+    _clear_away(files, directory, segments)
+    complete = False
+    while segments:
+        recovered = _walk(segments, complete=complete)
+        if recovered is not None:
+            _finish_truncation(files, segments)
+            return recovered
+        # The last segment was being created: the one before it is complete, and goes on.
+        unborn = segments.pop()
+        complete = True
+        unborn.release()
+        logger.warning("%s: was being created when the process ended, removed", unborn.path)
+        files.remove(unborn.path)
+        files.sync_directory(directory)
+    return Recovered([])
+
+
+def examine(segments: Sequence[Segment]) -> Iterator[tuple[Segment, Examined]]:
+    """All that a log holds, and whatever is wrong with it where it is wrong; the rest comes all the same."""
+    dropped = _dropped(segments)
+    segments = [segment for segment in segments if segment not in dropped]
+    end = 0
+    for place, segment in enumerate(segments):
+        previous = segments[place - 1] if place else None
+        following = segments[place + 1] if place + 1 < len(segments) else None
+        if previous is not None and (misplaced := _misplaced(previous, segment, end)):
+            yield segment, misplaced
+        for found in _examine_segment(segment, previous, following, complete=following is not None):
+            if isinstance(found, Found):
+                end = found.batch.end
+            elif isinstance(found, LogDamaged):
+                end = max(end, found.last or 0)  # what is lost there is not lost once more
+            yield segment, found
+
+
+def verify(segments: Sequence[Segment], progress: Callable[[int], object] | None = None) -> Report:
+    """Read every byte of a log, and tell what is there; `progress` is told of bytes that were read."""
+    report = Report(segments=len(segments), bytes=sum(segment.size for segment in segments))
+    for _, found in examine(segments):
+        match found:
+            case Found(batch=batch):
+                report.batches += 1
+                report.messages += batch.count
+                report.end = batch.end
+                if progress is not None:
+                    progress(len(batch.data))
+            case TornTail(size=size):
+                report.torn_bytes = size
+            case LogDamaged():
+                report.damage.append(found)
+            case UnsupportedBatch():
+                report.unsupported.append(found)
+    return report
+
+
+class TornTail(NamedTuple):
+    """Bytes that recovery cuts off: nobody was told that they are there."""
+
+    path: Path
+    size: int
+    position: int
+    first: int
+    reason: str
+
+
+Examined = Found | TornTail | LogDamaged | UnsupportedBatch
+
+
+@dataclass(slots=True)
+class Report:
+    segments: int = 0
+    batches: int = 0
+    messages: int = 0
+    bytes: int = 0
+    end: int = 0
+    damage: list[LogDamaged] = field(default_factory=list)
+    unsupported: list[UnsupportedBatch] = field(default_factory=list)
+    torn_bytes: int = 0
+
+
+def _clear_away(files: Files, directory: Path, segments: list[Segment]) -> None:
+    """Remove what an interrupted compaction or retention left."""
+    logs = {segment.path.name for segment in segments}
+    for name in files.sizes(directory):
+        orphan = name.endswith(".index") and name.removesuffix(".index") + ".log" not in logs
+        if orphan or name.endswith(ASIDE_SUFFIX):
+            files.remove(directory / name)
+
+
+def _walk(segments: list[Segment], *, complete: bool) -> Recovered | None:
+    """Recover from the last segment, of which all was durable if it is `complete`.
+
+    None if not even its head was written.
+    """
+    active = segments[-1]
+    active.sealed = False
+    recovered = Recovered(segments, end=active.base)
+    index = Index()
+    size = durable_bytes = 0
+    previous = segments[-2] if len(segments) > 1 else None
+    for found in _examine_segment(active, previous, None, complete=complete):
+        if isinstance(found, TornTail):
+            logger.warning(
+                "%s: a torn tail of %d bytes, never acknowledged, is cut off at byte %d, offset %d (%s)", *found
+            )
+            break
+        if not isinstance(found, Found):
+            raise found
+        _apply(found, recovered)
+        index.add(found.batch, found.position)
+        size = found.position + len(found.batch.data)
+        durable_bytes = max(durable_bytes, found.batch.durable_bytes)
+    if not size:
+        if active.holds_batches() or (previous is None and active.base):
+            raise LogDamaged(active.path, 0, active.base, None, "it does not begin with its head")
+        return None
+    _make_durable(active, durable_bytes, size)
+    active.resume(index, size)
+    recovered.end = max(recovered.end, recovered.reserved)
+    return recovered
+
+
+def _make_durable(segment: Segment, start: int, size: int) -> None:
+    """Cut the file off at `size`, and sync what is behind `start`, written once more.
+
+    If a sync failed before the process ended, the pages may be in memory, marked as clean, and not on the disk.
+    """
+    file = segment.file
+    if size < segment.size:
+        file.truncate(size)
+    for position in range(start, size, _REWRITE_BYTES):
+        file.write(file.read(min(_REWRITE_BYTES, size - position), position), position)
+    file.sync()
+
+
+def _finish_truncation(files: Files, segments: list[Segment]) -> None:
+    for dropped in _dropped(segments):
+        logger.warning("%s: was dropped by a truncation, removed", dropped.path)
+        files.remove(dropped.path)
+        files.sync_directory(dropped.path.parent)
+        segments.remove(dropped)
+    if len(segments) > 1:
+        check_follows(segments[-2], segments[-1], segments[-1].base)
+
+
+def _dropped(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments that a truncation had dropped when it was interrupted."""
+    try:
+        head = segments[-1].head()
+    except (IndexError, LogDamaged, UnsupportedBatch):
+        return []
+    if head.dropped == NO_SEGMENT:
+        return []
+    return [segment for segment in segments[:-1] if head.previous < segment.base <= head.dropped]
+
+
+def _examine_segment(
+    segment: Segment, previous: Segment | None, following: Segment | None, *, complete: bool
+) -> Iterator[Examined]:
+    """`complete`: all of it was durable, as when the next segment was begun."""
+    if complete and not segment.size:
+        last = following.base if following else None
+        yield LogDamaged(segment.path, 0, segment.base, last, "the file is empty")
+    scan = segment.scan(check=True)
+    for found in scan:
+        if isinstance(found, Found):
+            yield _supported(segment, found)
+            continue
+        rest: list[Found | Damage] = [found, *scan]
+        for item, was_durable in zip(rest, _were_durable(rest), strict=True):
+            if isinstance(item, Found):
+                yield _supported(segment, item)
+            elif was_durable or complete:
+                yield item.error(segment.path, following.base if following else None)
+            else:
+                yield TornTail(segment.path, segment.size - item.position, item.position, item.first, item.reason)
+                return
+
+
+def _were_durable(rest: list[Found | Damage]) -> list[bool]:
+    """Of each damage: whether what comes after it shows that the bytes there had been synced."""
+    proofs = []
+    durable_bytes = 0
+    for item in reversed(rest):
+        if isinstance(item, Found):
+            # The head is synced before anything else is written.
+            durable_bytes = max(durable_bytes, item.batch.durable_bytes, 1)
+        proofs.append(durable_bytes > item.position)
+    return proofs[::-1]
+
+
+def _supported(segment: Segment, found: Found) -> Found | UnsupportedBatch:
+    if found.batch.version == VERSION:
+        return found
+    try:
+        found.batch.check()
+    except UnsupportedBatch as error:
+        return UnsupportedBatch(f"{segment.path}: at byte {found.position}: {error}")
+    return found
+
+
+def _apply(found: Found, recovered: Recovered) -> None:
+    batch = found.batch
+    recovered.end = batch.end
+    recovered.log = batch.log
+    recovered.append_time = batch.append_time
+    recovered.closed = False
+    if batch.count:
+        recovered.producers.note(batch)
+        recovered.producers.settle(batch)
+        return
+    control = batch.control()
+    if found.position == 0:
+        recovered.producers = Producers.restore(control.snapshot)
+    recovered.reserved = control.reserved
+    recovered.closed = found.position > 0 and control.reserved == batch.base_offset
+
+
+def _misplaced(previous: Segment, segment: Segment, end: int) -> LogDamaged | None:
+    if end > segment.base:
+        return overlap(previous, segment, end)
+    try:
+        check_follows(previous, segment, end)
+    except LogDamaged as damage:
+        # A head that is damaged is told of when the segment is read.
+        return damage if damage.path != segment.path else None
+    except UnsupportedBatch:
+        pass
+    return None
+
+
+def check_follows(previous: Segment, segment: Segment, end: int) -> None:
+    """LogDamaged if there once was anything between the two, of which the first ends at `end`."""
+    head = segment.head()
+    if head.previous > segment.base:
+        reason = f"{segment.path.name} comes next, and is the first segment of a log"
+        raise LogDamaged(previous.path, previous.size, end, segment.base, reason)
+    if head.previous != previous.base:
+        missing = segment.path.with_name(log_name(head.previous))
+        reason = f"the segment before {segment.path.name}, {missing.name}, is missing"
+        raise LogDamaged(missing, 0, end, segment.base, reason)
+    with contextlib.suppress(LogDamaged):
+        previous.head()
+    if previous.log not in (None, segment.log):
+        raise LogDamaged(segment.path, 0, segment.base, None, f"it is of another log than {previous.path.name}")
+    # What a truncation cut off is not missing.
+    if end < segment.base and head.dropped == NO_SEGMENT and previous.end() < segment.base:
+        raise LogDamaged(previous.path, previous.size, end, segment.base, "the file is cut short")
+
+
+def overlap(previous: Segment, segment: Segment, end: int) -> LogDamaged:
+    reason = f"it overlaps {previous.path.name}, which ends at offset {end}"
+    return LogDamaged(segment.path, 0, segment.base, end, reason)

@@ -1,0 +1,452 @@
+"""A segment: one file of batches, named by the offset it begins with, and the sparse index beside it.
+
+It begins with a control batch, the head, that is durable before anything else is written. The last segment of
+a log is the active one and grows; all others are sealed: they end with another control batch, the foot, and are
+synced, indexed, and never written again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from penstock.batch import HEADER_BYTES, Batch, Control, encode_control, parse, size_at
+from penstock.errors import AppendFailed, CorruptBatch, LogDamaged, LogFailed
+from penstock.storage.files import File, Files
+from penstock.storage.index import INDEX_EVERY_BYTES, Index
+
+logger = logging.getLogger(__name__)
+
+Reader = Literal["pread", "mmap"]
+
+_WINDOW_BYTES: Final = 1 << 20
+_U32_MAX: Final = (1 << 32) - 1
+
+
+class Found(NamedTuple):
+    position: int
+    batch: Batch
+
+
+class Damage(NamedTuple):
+    """From `position` to `stop` there is no batch: offsets `first` to `last` are lost, or all from `first` on."""
+
+    position: int
+    stop: int
+    first: int
+    last: int | None
+    reason: str
+
+    def error(self, path: Path, following: int | None = None) -> LogDamaged:
+        """`following`: where the next segment begins, if this one is not the last."""
+        last = following if self.last is None else self.last
+        return LogDamaged(path, self.position, self.first, last, self.reason)
+
+
+def log_name(base: int) -> str:
+    return f"{base:020d}.log"
+
+
+class OpenSegments:
+    """The sealed segments that have a file open; the least recently read are let go.
+
+    A reader that still holds the file of one keeps it open until it is done.
+    """
+
+    def __init__(self, segments_max: int = 256) -> None:
+        self._segments: OrderedDict[Segment, None] = OrderedDict()
+        self._segments_max = segments_max
+        self._lock = threading.Lock()
+
+    def touch(self, segment: Segment) -> None:
+        with self._lock:
+            self._segments[segment] = None
+            self._segments.move_to_end(segment)
+            if len(self._segments) > self._segments_max:
+                self._segments.popitem(last=False)[0].release()
+
+    def drop(self, segment: Segment) -> None:
+        with self._lock:
+            self._segments.pop(segment, None)
+        segment.release()
+
+
+class Segment:
+    """`synced` bytes are durable, `size` is what readers may look at, `written` where the one writer stands; in a
+    sealed one all three are equal."""
+
+    __slots__ = (
+        "_file",
+        "_files",
+        "_index",
+        "_open",
+        "_pinned",
+        "_reader",
+        "_view",
+        "base",
+        "head_time",
+        "log",
+        "path",
+        "sealed",
+        "size",
+        "synced",
+        "written",
+    )
+
+    def __init__(
+        self, files: Files, open_segments: OpenSegments, directory: Path, base: int, size: int, reader: Reader
+    ) -> None:
+        """A segment that is on disk; nothing is opened before it is needed."""
+        self._files = files
+        self._open = open_segments
+        self._reader = reader
+        self._file: File | None = None
+        self._view: memoryview | None = None
+        self._index: Index | None = None
+        self.path = directory / log_name(base)
+        self.base = base
+        self.size = self.written = self.synced = size
+        self.sealed = True
+        self._pinned = False
+        # Which log its batches must be of; None: of whichever the first is of.
+        self.log: int | None = None
+        # When the head was written, once someone needed to know.
+        self.head_time: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.path.name}, {self.size} bytes>"
+
+    @property
+    def file(self) -> File:
+        file = self._file
+        if file is not None:
+            return file
+        file = self._files.open(self.path)
+        if self._pinned and self._file is not None:
+            return self._file  # what has the name now may be another file
+        self._file = file
+        if self.sealed:
+            self._open.touch(self)
+        return file
+
+    @property
+    def index_path(self) -> Path:
+        return self.path.with_suffix(".index")
+
+    # Writing: one thread at a time, and only to the active segment.
+
+    def create(self, control: Control, log: int, append_time: int) -> None:
+        """Make the file with its head, all of it durable."""
+        head = encode_control(control)
+        head.stamp(self.base, append_time=append_time, log=log)
+        try:
+            self._file = self._files.create(self.path)
+            self._file.write(head.data, 0)
+            self._file.sync()
+            self._files.sync_directory(self.path.parent)
+        except OSError as error:
+            self._remove_unborn()
+            raise AppendFailed(f"{self.path}: cannot be created: {error.strerror}") from error
+        self._index = Index()
+        self._index.add(head, 0)
+        self.head_time = append_time
+        self.size = self.written = self.synced = len(head.data)
+        self.sealed = False
+        self.log = log
+
+    def resume(self, index: Index, size: int) -> None:
+        """Go on writing where recovery found the end."""
+        self._index = index
+        self.size = self.written = self.synced = size
+        self.sealed = False
+
+    def write(self, batches: Sequence[Batch]) -> None:
+        """Write all of them, or nothing: a part that was written is taken back before AppendFailed is raised."""
+        start = self.written
+        data = batches[0].data if len(batches) == 1 else b"".join([batch.data for batch in batches])
+        try:
+            self.file.write(data, start)
+        except OSError as error:
+            self._take_back(start)
+            raise AppendFailed(f"{self.path}: cannot write {len(data)} bytes: {error.strerror}") from error
+        index = self.index
+        for batch in batches:
+            index.add(batch, start)
+            start += len(batch.data)
+        self.written = start
+
+    def write_control(self, control: Control, offset: int, append_time: int) -> None:
+        """Write a note of the log's own, and sync all that was written."""
+        note = encode_control(control)
+        assert self.log is not None
+        note.stamp(offset, append_time=append_time, log=self.log, durable_bytes=self.durable_bytes)
+        self.write([note])
+        try:
+            self.file.sync()
+        except OSError as error:
+            raise LogFailed(f"{self.path}: fsync failed: {error.strerror}") from error
+        self.synced = self.written
+
+    @property
+    def durable_bytes(self) -> int:
+        """`synced`, as a batch can tell it."""
+        return min(self.synced, _U32_MAX)
+
+    def save_index(self) -> None:
+        try:
+            index_file = self._files.create(self.index_path)
+            index_file.write(self.index.encode(self.written), 0)
+            index_file.close()
+        except OSError as error:
+            # It will be built from the log when it is needed.
+            logger.warning("%s: cannot save the index: %s", self.index_path, error.strerror)
+
+    def replaced(self, index: Index, size: int) -> Segment:
+        """The segment that stands now where this one did."""
+        segment = Segment(self._files, self._open, self.path.parent, self.base, size, self._reader)
+        segment.log = self.log
+        segment._index = index
+        segment.save_index()
+        return segment
+
+    def _remove_unborn(self) -> None:
+        # Durably: found again behind batches that were written meanwhile, it would look like an overlap.
+        self._file = None
+        try:
+            if self.path.name in self._files.sizes(self.path.parent):
+                self._files.remove(self.path)
+            self._files.sync_directory(self.path.parent)
+        except OSError as error:
+            raise LogFailed(f"{self.path}: cannot be created, nor removed: {error.strerror}") from error
+
+    def _take_back(self, length: int) -> None:
+        # Synced, so that what was refused does not come back after a power cut in place of what is written next.
+        try:
+            self.file.truncate(length)
+            self.file.sync()
+        except OSError as error:
+            raise LogFailed(f"{self.path}: a write failed and cannot be taken back: {error.strerror}") from error
+
+    # Reading: any thread.
+
+    @property
+    def index(self) -> Index:
+        index = self._index
+        if index is None:
+            index = self._index = self._load_index() or self._build_index()
+        return index
+
+    def read(self, offset: int, bytes_max: int, following: int | None = None) -> list[Batch]:
+        """Batches from the one with `offset` on, or the next one if there is none: at least one if there is any,
+        then as many as fit in `bytes_max`. Control batches are left out. The next segment begins at `following`."""
+        try:
+            return self._read(*self.index.floor(offset), offset, bytes_max)
+        except CorruptBatch:
+            # The index led astray, or the log is damaged: an index built again leads around damage.
+            index = self._build_index()
+            self._index = index
+        position, expected = index.floor(offset)
+        try:
+            return self._read(position, expected, offset, bytes_max)
+        except CorruptBatch:
+            for found in self.scan(position):
+                if isinstance(found, Damage):
+                    raise found.error(self.path, following) from None
+            raise
+
+    def offset_at(self, append_time: int) -> int | None:
+        """The first offset that was appended at `append_time` or later, None if all are older."""
+        damaged_at = None
+        for found in self.scan(self.index.position_at(append_time)):
+            if isinstance(found, Damage):
+                damaged_at = found.first  # it may be there: whoever reads there is told
+            elif found.batch.count:
+                if found.batch.append_time >= append_time:
+                    return found.batch.base_offset if damaged_at is None else damaged_at
+                damaged_at = None
+        return damaged_at
+
+    def scan(self, position: int = 0, *, check: bool = False) -> Iterator[Found | Damage]:
+        """All that the segment holds from `position` on: batches, and damage where there should be one.
+
+        Headers are always checked, what is behind them if `check` is set. Damage is passed over, up to the
+        next place where a whole batch begins. A whole batch of a newer version is a batch like any other.
+        """
+        window = _Window(self, self.size)
+        log = self.log
+        expected = self.base
+        append_time = 0
+        while position < self.size:
+            try:
+                batch = window.batch_at(position)
+                if batch.base_offset < expected or batch.append_time < append_time:
+                    raise CorruptBatch(f"a batch at offset {batch.base_offset} where {expected} is next")
+                if batch.log != log is not None:
+                    raise CorruptBatch("a batch of another log")
+                if check and not batch.is_whole():
+                    raise CorruptBatch("checksum of the batch is wrong")
+            except CorruptBatch as error:
+                found = window.find(position + 8, log, expected, append_time)
+                last = found.batch.base_offset if found else None
+                stop = found.position if found else self.size
+                yield Damage(position, stop, expected, last, str(error))
+                position = stop
+                continue
+            yield Found(position, batch)
+            position += len(batch.data)
+            log = batch.log
+            expected = batch.end
+            append_time = batch.append_time
+
+    def head(self) -> Control:
+        """What the head says; LogDamaged if it is not whole."""
+        try:
+            head = _Window(self, self.size).batch_at(0)
+            if head.base_offset != self.base or head.count or head.log != (head.log if self.log is None else self.log):
+                raise CorruptBatch("it does not begin with the head of this segment")
+            control = head.control()
+        except CorruptBatch as error:
+            raise LogDamaged(self.path, 0, self.base, None, str(error)) from error
+        self.head_time = head.append_time
+        self.log = head.log
+        return control
+
+    def holds_batches(self) -> bool:
+        """Whether there is a whole batch anywhere, of whatever log and offset."""
+        window = _Window(self, self.size)
+        return self.size > 0 and window.find(0, None, 0, -(1 << 63)) is not None
+
+    def end(self) -> int:
+        """Where the last thing in it ends. In one that is sealed that is a note, the foot, at the offset with which
+        the next segment begins: if it ends earlier the file was cut short."""
+        end = self.base
+        for found in self.scan(self.index.last_position()):
+            if isinstance(found, Found):
+                end = found.batch.end
+        return end
+
+    def begun_at(self) -> int:
+        if self.head_time is None:
+            self.head()
+        assert self.head_time is not None
+        return self.head_time
+
+    def release(self) -> None:
+        """Let go of the file and the index; they are opened again when they are needed."""
+        if not self._pinned:
+            self._file = None
+            self._view = None
+            self._index = None
+
+    def pin(self) -> None:
+        """Keep the file open, because another one will have its name: readers of this one go on with this one."""
+        if self._file is None:
+            self._file = self._files.open(self.path)
+        self._pinned = True
+
+    def content(self, position: int, length: int) -> memoryview:
+        if self._reader == "mmap" and self.sealed:
+            view = self._view
+            if view is None:
+                view = self._view = self.file.view()
+            return view[position : position + length]
+        return memoryview(self.file.read(length, position))
+
+    def _read(self, position: int, expected: int | None, offset: int, bytes_max: int) -> list[Batch]:
+        limit = self.size
+        log = self.log
+        batches: list[Batch] = []
+        # The index may lead to a place a few batches early: read that much more.
+        length = max(HEADER_BYTES, bytes_max + INDEX_EVERY_BYTES)
+        taken = 0
+        while position < limit:
+            chunk = self.content(position, min(length, limit - position))
+            available = len(chunk)
+            at = 0
+            while at < available:
+                try:
+                    size = size_at(chunk, at)
+                except CorruptBatch:
+                    if batches:
+                        return batches
+                    raise
+                if not size or size > available - at:
+                    break
+                batch = Batch(chunk[at : at + size])
+                at += size
+                if batch.log != log is not None or batch.base_offset != expected is not None:
+                    raise CorruptBatch("not the batch that should be there")
+                expected = None
+                if not batch.count or batch.base_offset + batch.span <= offset:
+                    continue
+                taken += size
+                if taken > bytes_max and batches:
+                    return batches
+                batches.append(batch)
+            if batches:
+                return batches
+            if not at:
+                # One batch that is larger than the chunk.
+                length = size_at(chunk)
+                if not available < length <= limit - position:
+                    raise CorruptBatch("the batch is cut short")
+            position += at
+        return batches
+
+    def _load_index(self) -> Index | None:
+        try:
+            file = self._files.open(self.index_path)
+            return Index.decode(file.read(file.size(), 0), self.size)
+        except OSError:
+            return None
+
+    def _build_index(self) -> Index:
+        index = Index()
+        for found in self.scan():
+            if isinstance(found, Damage):
+                index.interrupt()
+            else:
+                index.add(found.batch, found.position)
+        return index
+
+
+class _Window:
+    """The bytes of a segment, read a megabyte at a time."""
+
+    def __init__(self, segment: Segment, size: int) -> None:
+        self._segment = segment
+        self._size = size
+        self._start = 0
+        self._chunk = memoryview(b"")
+
+    def batch_at(self, position: int) -> Batch:
+        size = size_at(self._bytes(position, HEADER_BYTES))
+        if not size or position + size > self._size:
+            raise CorruptBatch("the batch is cut short")
+        return parse(self._bytes(position, size))
+
+    def find(self, position: int, log: int | None, expected: int, append_time: int) -> Found | None:
+        """The next whole batch that may follow in this log, body and all. Messages can hold batches as well, but
+        those are of other logs, or old."""
+        while position + HEADER_BYTES <= self._size:
+            try:
+                batch = self.batch_at(position)
+                follows = batch.base_offset >= expected and batch.append_time >= append_time
+                if follows and batch.log == (batch.log if log is None else log) and batch.is_whole():
+                    return Found(position, batch)
+            except CorruptBatch:
+                pass
+            position += 8
+        return None
+
+    def _bytes(self, position: int, length: int) -> memoryview:
+        at = position - self._start
+        if at < 0 or at + length > len(self._chunk):
+            self._chunk = self._segment.content(position, min(max(length, _WINDOW_BYTES), self._size - position))
+            self._start = position
+            at = 0
+        return self._chunk[at : at + length]

@@ -1,0 +1,510 @@
+"""The store: a data directory with all its logs, and the rounds that make them durable together.
+
+    <data>/LOCK                             who has the directory open
+    <data>/meta.db                          a projection for queries
+    <data>/topics/<topic id>/<partition>/   a log; topic 0 is the state topic
+
+A store and its logs belong to one thread. Alone it is driven by `flush`, which writes and syncs in the calling
+thread. In an event loop it is driven by `run`: two lanes, each with one round at a time in a worker thread.
+
+    synced    topics with `fsync`: writes and syncs all that is dirty; also the syncs that `flush` topics are due
+    written   topics with `flush`: writes only, so that their readers never wait for somebody's fsync
+
+What arrives while a round runs goes into the next: the more is going on, the more messages share a sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from penstock.batch import Batch
+from penstock.clock import Clock, SystemClock
+from penstock.errors import (
+    BadDirectory,
+    LogDamaged,
+    LogFailed,
+    Overloaded,
+    PenstockError,
+    UnknownTopic,
+    UnsupportedBatch,
+)
+from penstock.storage.files import Files, OsFiles
+from penstock.storage.log import Log, Sync, Write
+from penstock.storage.meta import Change, Meta, SegmentRow
+from penstock.storage.policy import Cleanup, Durability, Policy, Topic
+from penstock.storage.segment import OpenSegments, Reader, Segment
+from penstock.storage.state import STATE_TOPIC, State
+from penstock.storage.tail import TailBudget
+
+logger = logging.getLogger(__name__)
+
+_STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    reader: Reader = "pread"
+    # Bytes that wait for a write, over all logs: what a crash of the process can cost, and a bound on memory.
+    unflushed_bytes_max: int = 64 << 20
+    tail_bytes_max: int = 64 << 20
+    open_segments_max: int = 256
+    # Under `flush` a log is synced when this many messages are written, or this long after the first of them.
+    flush_messages: int = 500
+    flush_ms: int = 100
+    upkeep_ms: int = 10_000
+
+
+class Store:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        settings: Settings | None = None,
+        files: Files | None = None,
+        clock: Clock | None = None,
+        meta: Meta | None = None,
+    ) -> None:
+        self.directory = directory
+        self.settings = settings or Settings()
+        self._files: Files = files or OsFiles()
+        self._clock: Clock = clock or SystemClock()
+        self._open_segments = OpenSegments(self.settings.open_segments_max)
+        self._tail_budget = TailBudget(self.settings.tail_bytes_max)
+        self._logs: dict[tuple[int, int], Log] = {}
+        # Logs that cannot be opened. The others are served all the same.
+        self.refused: dict[tuple[int, int], PenstockError] = {}
+        self._topics: dict[int, Topic] = {}
+        # Logs with batches that no round has taken yet.
+        self._dirty: dict[Log, None] = {}
+        self.unflushed_bytes = 0
+        # Logs with batches that are written and not yet synced.
+        self._unsynced: dict[Log, None] = {}
+        self._lanes: _Lanes | None = None
+        self._readers: ThreadPoolExecutor | None = None
+        self._files.make_directory(directory)
+        self._lock = self._files.lock(directory / "LOCK")
+        self._meta = meta or Meta(directory / "meta.db")
+        try:
+            self._state_log = self._open_log(STATE_TOPIC, 0, _STATE_POLICY)
+            self._state = State(self._state_log, self._meta)
+            self._open_topics()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Topics. These wait for the disk.
+
+    @property
+    def topics(self) -> list[Topic]:
+        return list(self._topics.values())
+
+    def log(self, topic_id: int, partition: int = 0) -> Log:
+        """The log of a partition; why it was refused, if it could not be opened."""
+        place = (topic_id, partition)
+        if place in self.refused:
+            raise self.refused[place]
+        if place not in self._logs:
+            raise UnknownTopic(f"there is no partition {partition} of a topic with id {topic_id}")
+        return self._logs[place]
+
+    def create_topic(self, name: str, *, partitions: int = 1, policy: Policy | None = None) -> Topic:
+        """A new topic with its logs. It is in the state topic before there is any file of it."""
+        number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
+        topic = Topic(number, name, partitions, policy or Policy())
+        self._write_state([_topic_change(topic), Change("store", "next_topic", number + 1)])
+        self._add(topic)
+        return topic
+
+    def alter_topic(self, topic: Topic) -> None:
+        """Change a topic's name or policy, or give it more partitions; never fewer."""
+        if topic.partitions < self._topic(topic.id).partitions:
+            raise ValueError(f"topic {topic.name} cannot have fewer partitions than before")
+        self._write_state([_topic_change(topic)])
+        self._add(topic)
+
+    def delete_topic(self, topic_id: int) -> None:
+        """Forget a topic and remove its files. Interrupted, it is finished at the next start."""
+        topic = self._topic(topic_id)
+        self._write_state([Change("topic", str(topic_id), {"deleted": True})])
+        del self._topics[topic_id]
+        for partition in range(topic.partitions):
+            self.refused.pop((topic_id, partition), None)
+            log = self._logs.pop((topic_id, partition), None)
+            if log is not None:
+                self._dirty.pop(log, None)
+                self._unsynced.pop(log, None)
+                log.abandon()
+        self._remove_files(topic_id)
+
+    # Rounds.
+
+    def appended(self, log: Log, size: int) -> None:
+        if self.unflushed_bytes + size > self.settings.unflushed_bytes_max and self.unflushed_bytes:
+            raise Overloaded(f"{self.unflushed_bytes} bytes wait for the disk: try again later")
+        self.unflushed_bytes += size
+        self._dirty[log] = None
+        if self._lanes is not None:
+            self._lanes.wake(log)
+
+    def settled(self, size: int) -> None:
+        self.unflushed_bytes -= size
+
+    def flush(self) -> None:
+        """Write and sync all that was appended, here and now."""
+        self._finish(self._run_here(Round(self._files, self._take_writes(None), [], sync=True)))
+        self._finish(self._run_here(Round(self._files, [], self._take_syncs(None), sync=True)))
+
+    async def run(self) -> None:
+        """Drive the rounds and the upkeep, until cancelled; `close` does the rest."""
+        with ThreadPoolExecutor(3, "penstock-flush") as workers:
+            lanes = self._lanes = _Lanes(self, asyncio.get_running_loop(), workers)
+            for log in list(self._dirty):
+                lanes.wake(log)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._keep_up(workers))
+                    await lanes.crash
+            finally:
+                self._lanes = None
+                await lanes.stop()
+
+    async def append(self, log: Log, batch: Batch) -> int:
+        """Append, and wait until the batch is committed."""
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def done(offset: int, error: PenstockError | None) -> None:
+            if future.done():
+                return  # whoever waited was cancelled
+            if error is None:
+                future.set_result(offset)
+            else:
+                future.set_exception(error)
+
+        log.append(batch, done=done)
+        return await future
+
+    async def read(self, log: Log, offset: int, bytes_max: int) -> list[Batch]:
+        """Read from memory at once, or from disk in another thread."""
+        batches = log.read_tail(offset, bytes_max)
+        if batches is not None:
+            return batches
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(4, "penstock-read")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, log.read_disk, offset, bytes_max)
+
+    def upkeep(self) -> None:
+        """Drop what the policies do not keep, compact, and bring `meta.db` up to date."""
+        self._upkeep()
+        self._project(self._take_projection())
+
+    def segments(self) -> list[SegmentRow]:
+        """The segments of every log, as of the last upkeep."""
+        return self._meta.segments()
+
+    def close(self) -> None:
+        """Make everything durable and let go of the directory. `run` must have ended."""
+        assert self._lanes is None, "stop `run` first"
+        self.flush()
+        for log in [log for log in self._logs.values() if log is not self._state_log]:
+            log.close()
+        self._project(self._take_projection())
+        self._state_log.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._readers is not None:
+            self._readers.shutdown()
+        self._meta.close()
+        self._lock.close()
+
+    def _run_here(self, round_: Round) -> Round:
+        round_.run()
+        return round_
+
+    def _take_writes(self, durability: Durability | None) -> list[Write]:
+        writes = []
+        for log in list(self._dirty):
+            if durability in (None, log.policy.durability) and (write := log.begin_write()):
+                del self._dirty[log]
+                writes.append(write)
+        return writes
+
+    def _take_syncs(self, now_us: int | None) -> list[Sync]:
+        """The syncs that are due by now; None: all."""
+        syncs = []
+        for log in list(self._unsynced):
+            due_us = self._sync_due_us(log)
+            if due_us is None:
+                del self._unsynced[log]
+            elif (now_us is None or due_us <= now_us) and (sync := log.begin_sync()):
+                syncs.append(sync)
+        return syncs
+
+    def _finish(self, round_: Round) -> None:
+        for write in round_.writes:
+            write.log.finish_write(write)
+            self._unsynced[write.log] = None
+        for sync, error in zip(round_.syncs, round_.errors, strict=True):
+            sync.log.finish_sync(sync, error)
+
+    def _sync_due_us(self, log: Log) -> int | None:
+        return log.sync_due_us(self.settings.flush_messages, self.settings.flush_ms * 1000)
+
+    def _next_sync_us(self) -> int | None:
+        """When the next sync of a `flush` topic is due, on the monotonic clock."""
+        due = [self._sync_due_us(log) for log in self._unsynced]
+        return min((due_us for due_us in due if due_us is not None), default=None)
+
+    def _take_synced_round(self) -> Round | None:
+        writes = self._take_writes(Durability.FSYNC)
+        syncs = self._take_syncs(self._clock.monotonic_us())
+        return Round(self._files, writes, syncs, sync=True) if writes or syncs else None
+
+    def _take_written_round(self) -> Round | None:
+        writes = self._take_writes(Durability.FLUSH)
+        return Round(self._files, writes, [], sync=False) if writes else None
+
+    def _write_state(self, changes: list[Change]) -> None:
+        errors: list[PenstockError] = []
+        self._state.write(changes, lambda _, error: errors.append(error) if error else None)
+        self._dirty.pop(self._state_log, None)
+        self._state_log.flush()
+        if errors:
+            raise errors[0]
+
+    def _topic(self, topic_id: int) -> Topic:
+        try:
+            return self._topics[topic_id]
+        except KeyError:
+            raise UnknownTopic(f"there is no topic with id {topic_id}") from None
+
+    def _open_topics(self) -> None:
+        known = {str(STATE_TOPIC)}
+        for key, value in self._state.items("topic"):
+            if value.get("deleted"):
+                self._remove_files(int(key))
+            else:
+                known.add(key)
+                self._add(Topic.from_json(int(key), value))
+        unknown = self._files.sizes(self.directory / "topics").keys() - known
+        if unknown:
+            raise BadDirectory(
+                f"{self.directory / 'topics' / min(unknown)} is of no known topic: move it elsewhere, "
+                f"or restore {self.directory / 'topics' / str(STATE_TOPIC)}, which names the topics"
+            )
+
+    def _add(self, topic: Topic) -> None:
+        self._topics[topic.id] = topic
+        for partition in range(topic.partitions):
+            log = self._logs.get((topic.id, partition))
+            if log is not None:
+                log.policy = topic.policy
+                continue
+            try:
+                self._open_log(topic.id, partition, topic.policy)
+            except (LogDamaged, BadDirectory, UnsupportedBatch) as error:
+                logger.error("partition %d of topic %s is refused: %s", partition, topic.name, error)
+                self.refused[topic.id, partition] = error
+
+    def _open_log(self, topic_id: int, partition: int, policy: Policy) -> Log:
+        log = self._logs[topic_id, partition] = Log(
+            self.directory / "topics" / str(topic_id) / str(partition),
+            policy=policy,
+            files=self._files,
+            clock=self._clock,
+            owner=self,
+            open_segments=self._open_segments,
+            tail_budget=self._tail_budget,
+            reader=self.settings.reader,
+        )
+        return log
+
+    def _remove_files(self, topic_id: int) -> None:
+        """Remove the files of a topic that is marked as deleted, then the mark."""
+        directory = self.directory / "topics" / str(topic_id)
+        for partition in self._files.sizes(directory):
+            for name in self._files.sizes(directory / partition):
+                self._files.remove(directory / partition / name)
+            self._files.remove_directory(directory / partition)
+        if directory.name in self._files.sizes(directory.parent):
+            self._files.remove_directory(directory)
+            self._files.sync_directory(directory.parent)
+        self._write_state([Change("topic", str(topic_id), None)])
+
+    async def _keep_up(self, workers: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.settings.upkeep_ms / 1000)
+            await loop.run_in_executor(workers, self._upkeep)
+            projection = self._take_projection()
+            if await loop.run_in_executor(workers, self._write_projection, projection):
+                self._state.projected(projection.changes)
+
+    def _upkeep(self) -> None:
+        for log in list(self._logs.values()):
+            try:
+                log.retain()
+                if log.compaction_due:
+                    log.compact()
+            except (PenstockError, OSError) as error:
+                logger.error("%s: upkeep failed, tried again later: %s", log.directory, error)
+
+    def _take_projection(self) -> _Projection:
+        changes, offset = self._state.unprojected()
+        return _Projection(changes, offset, {place: (log.segments, log.committed) for place, log in self._logs.items()})
+
+    def _project(self, projection: _Projection) -> None:
+        if self._write_projection(projection):
+            self._state.projected(projection.changes)
+
+    def _write_projection(self, projection: _Projection) -> bool:
+        """Bring `meta.db` up to date; whether that worked. If not it is only behind, and is tried again."""
+        try:
+            self._meta.apply(projection.changes, projection.offset)
+            self._meta.replace_segments(list(_segment_rows(projection)))
+        except sqlite3.Error as error:
+            logger.warning("%s: cannot be written, tried again later: %s", self.directory / "meta.db", error)
+            return False
+        return True
+
+
+class _Projection(NamedTuple):
+    """What `meta.db` should say."""
+
+    changes: list[Change]
+    offset: int
+    logs: dict[tuple[int, int], tuple[tuple[Segment, ...], int]]
+
+
+def _segment_rows(projection: _Projection) -> Iterator[SegmentRow]:
+    for (topic_id, partition), (segments, committed) in projection.logs.items():
+        for segment, following in zip(segments, [*segments[1:], None], strict=True):
+            end = committed if following is None else following.base
+            try:
+                created_us = segment.begun_at()
+            except (PenstockError, OSError):
+                created_us = 0  # its head is damaged, or the segment is gone
+            yield SegmentRow(topic_id, partition, segment.base, end, segment.size, created_us, following is not None)
+
+
+class Round:
+    """Writes and syncs of several logs, for a worker."""
+
+    def __init__(self, files: Files, writes: list[Write], syncs: list[Sync], *, sync: bool) -> None:
+        self._files = files
+        self._sync = sync
+        self.writes = writes
+        self.syncs = syncs
+        self.errors: list[OSError | None] = []
+
+    def run(self) -> None:
+        for write in self.writes:
+            write.run()
+        if self._sync:
+            self.syncs += [
+                write.sync() for write in self.writes if write.done and not isinstance(write.error, LogFailed)
+            ]
+        if self.syncs:
+            self.errors = self._files.sync([sync.file for sync in self.syncs])
+
+
+class _Lane:
+    """One round at a time, in a worker. It runs on callbacks: a task would cost a turn of the loop each time."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        workers: ThreadPoolExecutor,
+        take: Callable[[], Round | None],
+        finish: Callable[[Round], None],
+        crash: asyncio.Future[None],
+    ) -> None:
+        self._loop = loop
+        self._workers = workers
+        self._take = take
+        self._finish = finish
+        self._crash = crash
+        self._running: asyncio.Future[None] | None = None
+        self._awake = False
+        self._stopped = False
+
+    def wake(self) -> None:
+        """There is something to take. All that is appended in this turn of the loop goes with it."""
+        if not self._awake and self._running is None:
+            self._awake = True
+            self._loop.call_soon(self._start)
+
+    def _start(self) -> None:
+        self._awake = False
+        if self._stopped or self._running is not None:
+            return
+        round_ = self._take()
+        if round_ is not None:
+            self._running = self._loop.run_in_executor(self._workers, round_.run)
+            self._running.add_done_callback(lambda running: self._done(running, round_))
+
+    def _done(self, running: asyncio.Future[None], round_: Round) -> None:
+        self._running = None
+        try:
+            running.result()
+            self._finish(round_)
+        except Exception as error:  # noqa: BLE001 - whoever waits for `crash` supervises the lane
+            if not self._crash.done():
+                self._crash.set_exception(error)
+            return
+        self._start()
+
+    async def stop(self) -> None:
+        """Wait for the round that runs, and begin none."""
+        self._stopped = True
+        if self._running is not None:
+            await asyncio.wait([self._running])
+
+
+class _Lanes:
+    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop, workers: ThreadPoolExecutor) -> None:
+        self._store = store
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+        # Ends when a round raised what it must not: a fault of ours.
+        self.crash: asyncio.Future[None] = loop.create_future()
+        self._synced = _Lane(loop, workers, store._take_synced_round, self._finish, self.crash)
+        self._written = _Lane(loop, workers, store._take_written_round, self._finish, self.crash)
+
+    def wake(self, log: Log) -> None:
+        lane = self._written if log.policy.durability is Durability.FLUSH else self._synced
+        lane.wake()
+
+    def _finish(self, round_: Round) -> None:
+        self._store._finish(round_)
+        # What one lane could not take while the other had the same log.
+        for log in self._store._dirty:
+            self.wake(log)
+        due_us = self._store._next_sync_us()
+        if self._timer is not None:
+            self._timer.cancel()
+        if due_us is not None:
+            delay = max(0, due_us - self._store._clock.monotonic_us()) / 1e6
+            self._timer = self._loop.call_later(delay, self._synced.wake)
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.gather(self._written.stop(), self._synced.stop())
+
+
+def _topic_change(topic: Topic) -> Change:
+    return Change("topic", str(topic.id), topic.to_json())

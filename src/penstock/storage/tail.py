@@ -1,0 +1,81 @@
+"""The batches that were appended last, in memory, so that a reader who keeps up never touches the disk.
+
+One budget for all logs: the batch that was appended first goes first, whichever log it is of.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+from penstock.batch import Batch
+
+
+class TailBudget:
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        # The batches of all logs, oldest first: whose each is, how often that tail had been cleared, its size.
+        self._order: deque[tuple[Tail, int, int]] = deque()
+
+    def add(self, tail: Tail, clears: int, size: int) -> None:
+        self._order.append((tail, clears, size))
+        self._bytes += size
+        while self._bytes > self._bytes_max:
+            tail, clears, size = self._order.popleft()
+            self._bytes -= size
+            tail.drop(clears)
+
+
+class Tail:
+    """The last batches of one log. Only the thread that appends may read it."""
+
+    def __init__(self, budget: TailBudget) -> None:
+        self._budget = budget
+        self._clears = 0
+        # Batches are dropped from the front: `_first` is where those that are still here begin.
+        self._batches: list[Batch] = []
+        self._offsets: list[int] = []
+        self._first = 0
+
+    def add(self, batch: Batch) -> None:
+        self._batches.append(batch)
+        self._offsets.append(batch.base_offset)
+        self._budget.add(self, self._clears, len(batch.data))
+
+    def read(self, offset: int, bytes_max: int, committed: int) -> list[Batch] | None:
+        """As `Log.read`, or None if the batch with `offset` is not here any more."""
+        batches = self._batches
+        place = bisect_right(self._offsets, offset, self._first) - 1
+        if place < self._first:
+            return None
+        if batches[place].end <= offset:
+            # A hole in the offsets: the next batch is the one.
+            place += 1
+        found: list[Batch] = []
+        taken = 0
+        while place < len(batches):
+            batch = batches[place]
+            taken += len(batch.data)
+            if batch.end > committed or (taken > bytes_max and found):
+                break
+            found.append(batch)
+            place += 1
+        return found
+
+    def drop(self, clears: int) -> None:
+        """Forget the oldest batch, unless it went with `clear`."""
+        if clears != self._clears:
+            return
+        self._first += 1
+        # The list is cut now and then, not each time: that would move all that is left in it.
+        if self._first * 2 > len(self._batches):
+            del self._batches[: self._first]
+            del self._offsets[: self._first]
+            self._first = 0
+
+    def clear(self) -> None:
+        self._clears += 1
+        self._batches.clear()
+        self._offsets.clear()
+        self._first = 0

@@ -1,0 +1,1242 @@
+"""A data directory: its topics, what it remembers, and the rounds that make many logs durable together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import sqlite3
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import uvloop
+
+from penstock.batch import Batch, encode
+from penstock.errors import (
+    AppendFailed,
+    BadDirectory,
+    Closed,
+    DirectoryInUse,
+    LogFailed,
+    PenstockError,
+    UnknownTopic,
+)
+from penstock.storage import store as store_module
+from penstock.storage.files import SYNC_EACH_MAX, OsFiles
+from penstock.storage.log import Log, State
+from penstock.storage.meta import Meta
+from penstock.storage.policy import Cleanup, Durability, Policy, Topic
+from penstock.storage.store import Settings, Store
+from penstock.testing import FaultyFiles, ManualClock, PowerCut
+from tests.logs import append, values
+from tests.watched import Call, WatchedFiles
+
+DATA = Path("/data")
+SMALL = Policy(segment_bytes=4096)
+FLUSH = Policy(durability=Durability.FLUSH)
+# Two of these do not fit into one small segment.
+LARGE = Random(0).randbytes(3000)
+
+
+def open_store(files: Any, *, meta: Meta | None = None, clock: ManualClock | None = None, **settings: Any) -> Store:
+    """A store in memory. Its `meta.db` is gone with it, and is built again from the state topic each time."""
+    return Store(
+        DATA,
+        files=files,
+        meta=meta or Meta(None),
+        clock=clock or ManualClock(),
+        settings=Settings(**settings),
+    )
+
+
+def append_flushed(store: Store, topic: Topic, *items: bytes, partition: int = 0) -> None:
+    append(store.log(topic.id, partition), *items)
+    store.flush()
+
+
+def by_name(store: Store) -> dict[str, Topic]:
+    return {topic.name: topic for topic in store.topics}
+
+
+# Topics
+
+
+def test_a_new_store_has_no_topics_and_a_new_topic_has_empty_logs() -> None:
+    with open_store(FaultyFiles()) as store:
+        assert store.topics == []
+        topic = store.create_topic("orders", partitions=3, policy=SMALL)
+        assert store.topics == [topic] == [Topic(topic.id, "orders", 3, SMALL)]
+        assert [store.log(topic.id, partition).end for partition in range(3)] == [0, 0, 0]
+
+
+def test_a_topic_or_partition_that_is_not_there_is_refused() -> None:
+    with open_store(FaultyFiles()) as store:
+        topic = store.create_topic("orders", partitions=2)
+        for topic_id, partition in ((topic.id, 2), (topic.id + 1, 0), (topic.id, -1)):
+            with pytest.raises(UnknownTopic):
+                store.log(topic_id, partition)
+        with pytest.raises(UnknownTopic):
+            store.delete_topic(topic.id + 1)
+        with pytest.raises(UnknownTopic):
+            store.alter_topic(Topic(topic.id + 1, "other", 1, SMALL))
+
+
+def end_by_close(store: Store, disk: FaultyFiles) -> FaultyFiles:
+    store.close()
+    return disk
+
+
+def end_by_kill(store: Store, disk: FaultyFiles) -> FaultyFiles:
+    disk.kill()
+    return disk
+
+
+def end_by_power_cut(store: Store, disk: FaultyFiles) -> FaultyFiles:
+    return disk.power_cut()
+
+
+End = Callable[[Store, FaultyFiles], FaultyFiles]
+ENDS: list[End] = [end_by_close, end_by_kill, end_by_power_cut]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_topics_their_policies_and_messages_are_back_after_every_end(end: End) -> None:
+    disk = FaultyFiles()
+    store = open_store(disk)
+    plain = store.create_topic("plain")
+    full = store.create_topic(
+        "full",
+        partitions=3,
+        policy=Policy(
+            durability=Durability.FLUSH,
+            segment_bytes=5000,
+            cleanup=Cleanup.COMPACT,
+            retain_ms=1,
+            retain_bytes=2,
+            tombstone_ms=3,
+        ),
+    )
+    append_flushed(store, plain, b"a")
+    append_flushed(store, full, b"b", partition=2)
+    disk = end(store, disk)
+    with open_store(disk) as store:
+        assert store.topics == [plain, full]
+        assert values(store.log(plain.id)) == [b"a"]
+        assert [values(store.log(full.id, partition)) for partition in range(3)] == [[], [], [b"b"]]
+        assert store.create_topic("next").id > full.id
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_topic_may_be_renamed_get_another_policy_and_more_partitions(end: End) -> None:
+    """ST-42: more partitions, never fewer."""
+    disk = FaultyFiles()
+    store = open_store(disk)
+    topic = store.create_topic("before", partitions=2)
+    append_flushed(store, topic, b"a", partition=1)
+    altered = Topic(topic.id, "after", 4, Policy(segment_bytes=4096, durability=Durability.FLUSH))
+    store.alter_topic(altered)
+    assert store.topics == [altered]
+    assert {store.log(topic.id, partition).policy for partition in range(4)} == {altered.policy}
+    append_flushed(store, altered, b"b", partition=3)
+    disk = end(store, disk)
+    with open_store(disk) as store:
+        assert store.topics == [altered]
+        assert [values(store.log(topic.id, partition)) for partition in range(4)] == [[], [b"a"], [], [b"b"]]
+
+
+def test_a_topic_never_gets_fewer_partitions() -> None:
+    with open_store(FaultyFiles()) as store:
+        topic = store.create_topic("orders", partitions=2)
+        with pytest.raises(ValueError, match="fewer partitions"):
+            store.alter_topic(Topic(topic.id, "orders", 1, topic.policy))
+        assert store.topics == [topic]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_deleted_topic_is_gone_with_its_files_and_its_id_is_not_used_again(end: End) -> None:
+    disk = FaultyFiles()
+    store = open_store(disk)
+    kept = store.create_topic("kept")
+    gone = store.create_topic("gone", partitions=2, policy=SMALL)
+    for number in range(3):
+        append_flushed(store, gone, b"%d:" % number + LARGE)
+    append_flushed(store, kept, b"a")
+    waiting: list[PenstockError | None] = []
+    log = store.log(gone.id, 1)
+    log.append(encode([b"waits"], timestamp=0), done=lambda _, error: waiting.append(error))
+    store.delete_topic(gone.id)
+    assert len(waiting) == 1, "whoever waits is told"
+    with pytest.raises(Closed):
+        append(log, b"b")
+    disk = end(store, disk)
+    assert disk.sizes(DATA / "topics").keys() == {"0", str(kept.id)}
+    with open_store(disk) as store:
+        assert store.topics == [kept]
+        assert values(store.log(kept.id)) == [b"a"]
+        with pytest.raises(UnknownTopic):
+            store.log(gone.id)
+        again = store.create_topic("gone")
+        assert again.id not in (kept.id, gone.id)
+        assert values(store.log(again.id)) == []
+
+
+def test_a_deletion_is_finished_at_the_next_start_wherever_it_was_cut() -> None:
+    cuts = finished = 0
+    while True:
+        disk = FaultyFiles(seed=cuts)
+        store = open_store(disk)
+        kept = store.create_topic("kept", policy=SMALL)
+        gone = store.create_topic("gone", partitions=2, policy=SMALL)
+        for number in range(3):
+            append_flushed(store, gone, b"%d:" % number + LARGE)
+            append_flushed(store, kept, b"%d:" % number + LARGE)
+        expected = values(store.log(gone.id))
+        disk.cut_after = disk.calls + cuts
+        try:
+            store.delete_topic(gone.id)
+            break
+        except PowerCut:
+            disk = disk.power_cut()
+        for _ in range(2):
+            with open_store(disk) as store:
+                assert len(values(store.log(kept.id))) == 3
+                if gone in store.topics:
+                    assert values(store.log(gone.id)) == expected, "all of it, or nothing"
+                else:
+                    assert store.topics == [kept]
+                    assert disk.sizes(DATA / "topics").keys() == {"0", str(kept.id)}
+                    finished += 1
+        cuts += 1
+    assert cuts > 10
+    assert finished > 10
+
+
+def test_a_creation_that_was_cut_leaves_a_whole_topic_or_none() -> None:
+    cuts = 0
+    while True:
+        disk = FaultyFiles(seed=cuts)
+        store = open_store(disk)
+        disk.cut_after = disk.calls + cuts
+        try:
+            store.create_topic("orders", partitions=2)
+            break
+        except PowerCut:
+            disk = disk.power_cut()
+        with open_store(disk) as store:
+            for topic in store.topics:
+                assert (topic.name, topic.partitions) == ("orders", 2)
+                append_flushed(store, topic, b"a", partition=1)
+            store.create_topic("next")
+        cuts += 1
+    assert cuts > 5
+
+
+@pytest.mark.parametrize("call", ["create", "write", "make_directory"])
+def test_a_topic_whose_creation_failed_may_be_completed_or_deleted(call: str) -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        for after in range(4):
+            disk.fail(call, errno.ENOSPC, after=after)
+            with contextlib.suppress(AppendFailed, OSError):
+                store.create_topic(f"orders {after}", partitions=3)
+            disk.heal()
+        for topic in store.topics:
+            store.delete_topic(topic.id)
+        assert store.topics == []
+        assert disk.sizes(DATA / "topics").keys() == {"0"}
+        topic = store.create_topic("orders")
+        append_flushed(store, topic, b"a")
+        assert values(store.log(topic.id)) == [b"a"]
+
+
+def test_a_change_that_could_not_be_written_did_not_happen() -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        topic = store.create_topic("orders")
+        for change in (
+            lambda: store.create_topic("other"),
+            lambda: store.alter_topic(Topic(topic.id, "renamed", 1, topic.policy)),
+            lambda: store.delete_topic(topic.id),
+        ):
+            disk.fail("write", errno.ENOSPC, path_suffix="topics/0/0/" + "0" * 20 + ".log")
+            with pytest.raises(AppendFailed):
+                change()
+            assert store.topics == [topic]
+    with open_store(disk) as store:
+        assert store.topics == [topic]
+
+
+def test_a_directory_of_an_unknown_topic_is_refused_and_nothing_is_deleted() -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        topic = store.create_topic("orders")
+        append_flushed(store, topic, b"a")
+    stranger = DATA / "topics" / "77" / "0" / ("0" * 20 + ".log")
+    disk.make_directory(stranger.parent)
+    disk.set_content(stranger, b"somebody's messages")
+    for _ in range(2):
+        with pytest.raises(BadDirectory, match="move it elsewhere") as refusal:
+            open_store(disk)
+        assert str(DATA / "topics" / "77") in str(refusal.value)
+    assert disk.content(stranger) == b"somebody's messages"
+    disk.rename(DATA / "topics" / "77", DATA / "elsewhere")
+    with open_store(disk) as store:
+        assert values(store.log(topic.id)) == [b"a"]
+
+
+def test_a_directory_has_one_store_at_a_time(tmp_path: Path) -> None:
+    with Store(tmp_path), pytest.raises(DirectoryInUse, match=str(os.getpid())):
+        Store(tmp_path)
+    Store(tmp_path).close()
+
+
+def test_a_store_that_could_not_be_opened_lets_go_of_the_directory(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    (tmp_path / "topics" / "77").mkdir()
+    with pytest.raises(BadDirectory):
+        Store(tmp_path)
+    (tmp_path / "topics" / "77").rmdir()
+    Store(tmp_path).close()
+
+
+# meta.db, a projection
+
+
+def prepare(directory: Path) -> dict[str, Topic]:
+    """Topics that were created, altered and deleted; the messages of each are its name."""
+    with Store(directory) as store:
+        topics = [store.create_topic(f"topic {number}", partitions=1 + number % 2) for number in range(5)]
+        store.delete_topic(topics[1].id)
+        store.alter_topic(Topic(topics[2].id, "renamed", 3, SMALL))
+        for topic in store.topics:
+            append_flushed(store, topic, topic.name.encode())
+        return by_name(store)
+
+
+def check(directory: Path, topics: dict[str, Topic]) -> None:
+    with Store(directory) as store:
+        assert by_name(store) == topics
+        for topic in store.topics:
+            assert values(store.log(topic.id)) == [topic.name.encode()]
+        check_segments(store)
+        later = store.create_topic("later")
+        assert later.id > max(topic.id for topic in topics.values())
+        store.delete_topic(later.id)
+
+
+def check_segments(store: Store) -> None:
+    """ST-22, ST-39: what `segments` tells after an upkeep is what is on the disk."""
+    store.upkeep()
+    rows = store.segments()
+    paths = sorted(store.directory.glob("topics/*/*/*.log"))
+    assert (
+        sorted(
+            store.directory / "topics" / str(row.topic) / str(row.partition) / f"{row.base_offset:020d}.log"
+            for row in rows
+        )
+        == paths
+    )
+    for row in rows:
+        log = store._logs[row.topic, row.partition]
+        bases = [segment.base for segment in log.segments]
+        following = [base for base in bases if base > row.base_offset]
+        path = log.directory / f"{row.base_offset:020d}.log"
+        assert row.size_bytes == path.stat().st_size
+        assert row.end_offset == min([*following, log.end])
+        assert row.sealed == bool(following)
+        assert row.created_us > 1_700_000_000_000_000
+
+
+META_FILES = ("meta.db", "meta.db-wal", "meta.db-shm")
+
+
+def remove_all(directory: Path) -> None:
+    for name in META_FILES:
+        (directory / name).unlink(missing_ok=True)
+
+
+def remove_main_file(directory: Path) -> None:
+    (directory / "meta.db").unlink()
+
+
+def garble(directory: Path) -> None:
+    remove_all(directory)
+    (directory / "meta.db").write_bytes(Random(1).randbytes(20_000))
+
+
+def garble_a_page(directory: Path) -> None:
+    data = bytearray((directory / "meta.db").read_bytes())
+    data[5000:9000] = Random(1).randbytes(4000)
+    remove_all(directory)
+    (directory / "meta.db").write_bytes(data)
+
+
+def empty(directory: Path) -> None:
+    remove_all(directory)
+    (directory / "meta.db").touch()
+
+
+def cut_short(directory: Path) -> None:
+    data = (directory / "meta.db").read_bytes()
+    remove_all(directory)
+    (directory / "meta.db").write_bytes(data[: len(data) // 2 + 100])
+
+
+def make_newer(directory: Path) -> None:
+    with contextlib.closing(sqlite3.connect(directory / "meta.db")) as database:
+        database.execute("PRAGMA user_version = 99")
+
+
+HARMS = [remove_all, remove_main_file, garble, garble_a_page, empty, cut_short, make_newer]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_without_meta_db_everything_comes_back(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    topics = prepare(tmp_path)
+    harm(tmp_path)
+    check(tmp_path, topics)
+    check(tmp_path, topics)
+
+
+@pytest.mark.parametrize("harm", [None, remove_main_file, garble])
+def test_after_a_kill_everything_comes_back(tmp_path: Path, harm: Callable[[Path], None] | None) -> None:
+    killed = tmp_path / "killed"
+    with Store(tmp_path / "alive") as store:
+        topics = [store.create_topic(f"topic {number}") for number in range(3)]
+        store.upkeep()
+        store.delete_topic(topics[0].id)
+        store.alter_topic(Topic(topics[1].id, "renamed", 2, SMALL))
+        for topic in store.topics:
+            append_flushed(store, topic, topic.name.encode())
+        # A copy taken now is what a process that is killed now leaves behind.
+        shutil.copytree(tmp_path / "alive", killed)
+        known = by_name(store)
+    if harm is not None:
+        harm(killed)
+    check(killed, known)
+
+
+def test_a_meta_db_of_yesterday_catches_up(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    yesterday = (tmp_path / "meta.db").read_bytes()
+    with Store(tmp_path) as store:
+        topics = by_name(store)
+        store.delete_topic(topics["topic 0"].id)
+        store.alter_topic(Topic(topics["topic 3"].id, "topic 3", 5, SMALL))
+        new = store.create_topic("new")
+        append_flushed(store, new, b"new")
+        topics = by_name(store)
+    remove_all(tmp_path)
+    (tmp_path / "meta.db").write_bytes(yesterday)
+    check(tmp_path, topics)
+
+
+def test_a_meta_db_of_tomorrow_is_not_believed(tmp_path: Path) -> None:
+    """The state topic was restored from a copy, and knows less than meta.db says."""
+    topics = prepare(tmp_path / "data")
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    with Store(tmp_path / "data") as store:
+        for number in range(5):
+            store.create_topic(f"new {number}")
+    shutil.copy(tmp_path / "data" / "meta.db", tmp_path / "copy" / "meta.db")
+    check(tmp_path / "copy", topics)
+
+
+def test_segments_tells_of_rolls_and_retention_after_an_upkeep(tmp_path: Path) -> None:
+    """ST-22"""
+    with Store(tmp_path) as store:
+        topic = store.create_topic("orders", partitions=2, policy=Policy(segment_bytes=4096, retain_bytes=10_000))
+        for number in range(8):
+            append_flushed(store, topic, b"%d:" % number + LARGE)
+        check_segments(store)
+        rows = [row for row in store.segments() if (row.topic, row.partition) == (topic.id, 0)]
+        assert [(row.base_offset, row.end_offset, row.sealed) for row in rows] == [(5, 6, 1), (6, 7, 1), (7, 8, 0)]
+        store.delete_topic(topic.id)
+        check_segments(store)
+
+
+def test_upkeep_keeps_what_its_policy_keeps_in_every_topic() -> None:
+    clock = ManualClock()
+    disk = FaultyFiles()
+    with open_store(disk, clock=clock, tail_bytes_max=0) as store:
+        forever = store.create_topic("forever", policy=SMALL)
+        bounded = store.create_topic("bounded", policy=Policy(segment_bytes=4096, retain_ms=1000))
+        compacted = store.create_topic("compacted", policy=Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT))
+        for _ in range(3):
+            for topic in store.topics:
+                append(store.log(topic.id), LARGE, keys=[b"k"])
+            store.flush()
+        clock.advance(2_000_000)
+        store.upkeep()
+        assert [len(values(store.log(topic.id))) for topic in (forever, bounded, compacted)] == [3, 1, 1]
+        assert [store.log(topic.id).start for topic in (forever, bounded, compacted)] == [0, 2, 0]
+
+
+@pytest.fixture
+def small_state_topic(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Policy(cleanup=Cleanup.COMPACT, segment_bytes=4096, tombstone_ms=1000)
+    monkeypatch.setattr(store_module, "_STATE_POLICY", policy)
+
+
+@pytest.mark.usefixtures("small_state_topic")
+@pytest.mark.parametrize("end", ENDS)
+def test_compaction_of_the_state_topic_keeps_the_state(end: End) -> None:
+    clock = ManualClock()
+    disk = FaultyFiles()
+    store = open_store(disk, clock=clock)
+    kept = store.create_topic("kept")
+    for number in range(100):
+        store.alter_topic(Topic(kept.id, f"kept {number}", 1, SMALL))
+        store.delete_topic(store.create_topic("gone").id)
+    clock.advance(10_000_000)
+    size_before = sum(disk.sizes(DATA / "topics/0/0").values())
+    store.upkeep()
+    assert sum(disk.sizes(DATA / "topics/0/0").values()) < size_before / 5
+    disk = end(store, disk)
+    with open_store(disk, clock=clock) as store:
+        assert store.topics == [Topic(kept.id, "kept 99", 1, SMALL)]
+        assert store.create_topic("next").id == 102
+
+
+@pytest.mark.usefixtures("small_state_topic")
+def test_a_meta_db_from_before_a_compaction_does_not_bring_back_what_was_deleted() -> None:
+    """Its next batches to apply are gone, and with them the tombstones of what it still knows."""
+    clock = ManualClock()
+    disk = FaultyFiles()
+    meta = Meta(None)
+    store = open_store(disk, meta=meta, clock=clock)
+    gone = store.create_topic("gone")
+    store.upkeep()
+    yesterday, applied = meta.state(), meta.applied()
+    store.delete_topic(gone.id)
+    for number in range(100):
+        store.delete_topic(store.create_topic(f"other {number}").id)
+    clock.advance(10_000_000)
+    store.upkeep()
+    store.close()
+    stale = Meta(None)
+    stale.apply(yesterday, applied)
+    with open_store(disk, meta=stale, clock=clock) as store:
+        assert store.topics == []
+
+
+class WatchedMeta:
+    """A meta.db that tells of each call; `before` may raise."""
+
+    def __init__(self) -> None:
+        self.meta = Meta(None)
+        self.before: Callable[[str], None] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self.before is not None:
+            self.before(name)
+        return getattr(self.meta, name)
+
+
+def refuse(name: str) -> None:
+    if name in ("apply", "replace_segments"):
+        raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_what_meta_db_had_no_room_for_is_projected_later() -> None:
+    disk = FaultyFiles()
+    meta: Any = WatchedMeta()
+    store = open_store(disk, meta=meta)
+    first = store.create_topic("first")
+    meta.before = refuse
+    store.upkeep()
+    meta.before = None
+    second = store.create_topic("second")
+    store.upkeep()
+    disk.kill()
+    with open_store(disk, meta=meta) as store:
+        assert store.topics == [first, second]
+
+
+def test_a_store_closes_when_meta_db_has_no_room() -> None:
+    disk = FaultyFiles()
+    meta: Any = WatchedMeta()
+    store = open_store(disk, meta=meta)
+    topic = store.create_topic("orders")
+    append(store.log(topic.id), b"a")
+    meta.before = refuse
+    store.close()
+    with open_store(disk) as store:
+        assert values(store.log(topic.id)) == [b"a"]
+
+
+# Logs that are damaged do not stop the others
+
+
+def damage(disk: FaultyFiles, path: Path, position: int) -> None:
+    content = bytearray(disk.content(path))
+    content[position] ^= 1
+    disk.set_content(path, content)
+
+
+@pytest.mark.parametrize("position", [10, -100], ids=["head", "message"])
+@pytest.mark.parametrize("cleanup", Cleanup)
+def test_a_damaged_sealed_segment_stops_neither_upkeep_nor_close(position: int, cleanup: Cleanup) -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        bad = store.create_topic("bad", policy=Policy(segment_bytes=4096, retain_ms=10**9, cleanup=cleanup))
+        good = store.create_topic("good", policy=Policy(segment_bytes=4096, retain_bytes=1))
+        for _ in range(4):
+            append(store.log(bad.id), LARGE, keys=[b"k"])
+            append(store.log(good.id), LARGE)
+            store.flush()
+        path = store.log(bad.id).segments[0].path
+    damage(disk, path, position)
+    store = open_store(disk)
+    append_flushed(store, good, b"small")
+    store.upkeep()
+    assert values(store.log(good.id)) == [LARGE, b"small"]
+    assert {row.topic for row in store.segments()} >= {good.id}
+    assert values(store.log(bad.id), 3) == [LARGE]
+    store.close()
+    with open_store(disk) as store:
+        assert values(store.log(good.id)) == [LARGE, b"small"]
+
+
+def test_a_failed_log_stops_neither_the_others_nor_close() -> None:
+    disk = FaultyFiles()
+    store = open_store(disk)
+    bad, good = store.create_topic("bad"), store.create_topic("good")
+    append_flushed(store, bad, b"a")
+    disk.fail("sync", errno.EIO, path_suffix=f"topics/{bad.id}/0/" + "0" * 20 + ".log")
+    append(store.log(bad.id), b"lost")
+    append(store.log(good.id), b"b")
+    store.flush()
+    assert (store.log(bad.id).state, store.log(good.id).state) == (State.FAILED, State.OPEN)
+    with pytest.raises(LogFailed):
+        append(store.log(bad.id), b"more")
+    store.upkeep()
+    append_flushed(store, good, b"c")
+    store.close()
+    with open_store(disk) as store:
+        assert values(store.log(bad.id))[:1] == [b"a"]
+        assert values(store.log(good.id)) == [b"b", b"c"]
+
+
+def test_segments_that_are_open_are_bounded_whatever_looks_at_them(tmp_path: Path) -> None:
+    def open_files() -> int:
+        return sum(
+            name.endswith(".log")
+            for entry in Path("/proc/self/fd").iterdir()
+            if (name := os.path.basename(os.path.realpath(entry))) and str(tmp_path) in os.path.realpath(entry)
+        )
+
+    settings = Settings(open_segments_max=4, tail_bytes_max=0)
+    with Store(tmp_path, settings=settings) as store:
+        policies = [SMALL, Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT)]
+        topics = [store.create_topic(f"topic {number}", policy=policy) for number, policy in enumerate(policies)]
+        for topic in topics:
+            for _ in range(30):
+                append(store.log(topic.id), LARGE, keys=[b"k"])
+    with Store(tmp_path, settings=settings) as store:
+        allowed = 4 + len(topics) + 1  # and the active segment of each log
+        for topic in topics:
+            log = store.log(topic.id)
+            assert len(values(log)) == 30
+            assert open_files() <= allowed
+            assert log.offset_at(1) == 0
+            assert open_files() <= allowed
+            assert not log.verify().damage
+            assert open_files() <= allowed
+        store.upkeep()
+        assert open_files() <= allowed
+
+
+# In an event loop
+
+
+def drive(main: Callable[[], Awaitable[None]]) -> None:
+    """Run in an event loop, which must not hang."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await main()
+
+    uvloop.run(bounded())
+
+
+@contextlib.asynccontextmanager
+async def running(store: Store) -> AsyncIterator[asyncio.Task[None]]:
+    """The store with its rounds; it is stopped as a server stops it, and is left open."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(store.run())
+        yield task
+        task.cancel()
+
+
+def batch(*items: bytes, **columns: Any) -> Batch:
+    return encode(items, timestamp=0, **columns)
+
+
+class Gate:
+    """Where a worker waits until it is let through; `reached` is when it is there."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._open = threading.Event()
+        self.reached = asyncio.Event()
+
+    def wait(self) -> None:
+        self._loop.call_soon_threadsafe(self.reached.set)
+        assert self._open.wait(10)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def hold(files: WatchedFiles, name: str, log: Log) -> Gate:
+    """Hold the next call of that name on a segment of this log. Only that one."""
+    gate = Gate()
+
+    def before(call: Call) -> None:
+        if call.name == name and call.path.parent == log.directory and call.path.suffix == ".log":
+            files.before = None
+            gate.wait()
+
+    files.before = before
+    return gate
+
+
+def test_concurrent_appends_are_all_committed_and_share_their_syncs(tmp_path: Path) -> None:
+    """ST-02, ST-03, ST-06: group commit."""
+    files = WatchedFiles(OsFiles())
+    store = Store(tmp_path, files=files)
+    synced, flushed = store.create_topic("synced"), store.create_topic("flushed", policy=FLUSH)
+    appended: dict[int, dict[int, bytes]] = {synced.id: {}, flushed.id: {}}
+
+    async def produce(topic: Topic, producer: int) -> None:
+        for number in range(5):
+            value = b"%d.%d" % (producer, number)
+            offset = await store.append(store.log(topic.id), batch(value))
+            assert store.log(topic.id).committed > offset
+            assert offset not in appended[topic.id]
+            appended[topic.id][offset] = value
+
+    async def main() -> None:
+        async with running(store), asyncio.TaskGroup() as group:
+            for topic in (synced, flushed):
+                for producer in range(50):
+                    group.create_task(produce(topic, producer))
+
+    files.calls.clear()
+    drive(main)
+    syncs = files.count("sync", ".log")
+    for topic in (synced, flushed):
+        assert values(store.log(topic.id)) == [appended[topic.id][offset] for offset in range(250)]
+    assert 0 < syncs < 100, "500 appends"
+    assert store.unflushed_bytes == 0
+    store.close()
+    with Store(tmp_path) as store:
+        for topic in (synced, flushed):
+            assert len(values(store.log(topic.id))) == 250
+
+
+def test_what_arrives_while_a_round_runs_goes_into_the_next(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            log = store.log(store.create_topic("orders").id)
+            async with running(store), asyncio.TaskGroup() as group:
+                gate = hold(files, "sync", log)
+                first = group.create_task(store.append(log, batch(b"first")))
+                await gate.reached.wait()
+                files.calls.clear()
+                others = [group.create_task(store.append(log, batch(b"%d" % number))) for number in range(20)]
+                await asyncio.sleep(0)
+                assert (first.done(), log.end, log.committed) == (False, 21, 0)
+                assert files.calls == []
+                gate.open()
+                assert await first == 0
+                assert [await other for other in others] == list(range(1, 21))
+                assert [call.name for call in files.calls] == ["write", "sync"]
+
+    drive(main)
+
+
+def test_readers_of_a_flush_topic_do_not_wait_for_the_sync_of_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            synced = store.log(store.create_topic("synced").id)
+            flushed = store.log(store.create_topic("flushed", policy=FLUSH).id)
+            async with running(store), asyncio.TaskGroup() as group:
+                await store.append(flushed, batch(b"reserves offsets"))
+                gate = hold(files, "sync", synced)
+                slow = group.create_task(store.append(synced, batch(b"a")))
+                await gate.reached.wait()
+                assert await store.append(flushed, batch(b"b")) == 1
+                assert [found.columns().values() for found in await store.read(flushed, 1, 1)] == [[b"b"]]
+                assert not slow.done()
+                gate.open()
+
+    drive(main)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_messages_enough_for_a_sync_do_not_wait_for_the_interval_of_earlier_ones(tmp_path: Path, before: int) -> None:
+    """ST-04, ST-05: whichever is first."""
+
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files, settings=Settings(flush_ms=10**9, flush_messages=500)) as store:
+            log = store.log(store.create_topic("orders", policy=FLUSH).id)
+            async with running(store):
+                await store.append(log, batch(b"reserves offsets"))
+                for _ in range(before):
+                    await store.append(log, batch(b"waits for its interval"))
+                gate = hold(files, "sync", log)
+                await store.append(log, batch(*[b"a"] * 500))
+                await gate.reached.wait()
+                gate.open()
+
+    drive(main)
+
+
+def test_the_first_append_to_a_flush_topic_does_not_wait_for_the_interval_of_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path, settings=Settings(flush_ms=10**9)) as store:
+            one, other = (store.log(store.create_topic(name, policy=FLUSH).id) for name in ("one", "other"))
+            async with running(store):
+                await store.append(one, batch(b"reserves offsets"))
+                await store.append(one, batch(b"waits for its interval"))
+                assert await store.append(other, batch(b"reserves offsets")) == 0
+
+    drive(main)
+
+
+def test_a_flush_topic_is_synced_after_its_interval_and_after_so_many_messages(tmp_path: Path) -> None:
+    """ST-04, ST-05"""
+
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        for settings, messages in ((Settings(flush_ms=1), 1), (Settings(flush_ms=10**9, flush_messages=500), 500)):
+            with Store(tmp_path / str(messages), files=files, settings=settings) as store:
+                log = store.log(store.create_topic("orders", policy=FLUSH).id)
+                async with running(store):
+                    await store.append(log, batch(b"reserves offsets"))
+                    gate = hold(files, "sync", log)
+                    await store.append(log, batch(*[b"a"] * messages))
+                    assert log.durable == 1
+                    await gate.reached.wait()
+                    gate.open()
+                assert log.durable == log.end == 1 + messages
+
+    drive(main)
+
+
+@pytest.mark.parametrize("policy", [Policy(), FLUSH], ids=["fsync", "flush"])
+def test_what_fails_in_a_round_is_told_to_those_who_wait(policy: Policy) -> None:
+    async def main() -> None:
+        disk = FaultyFiles()
+        with open_store(disk) as store:
+            bad, good = (store.log(store.create_topic(name, policy=policy).id) for name in ("bad", "good"))
+            async with running(store):
+                await asyncio.gather(store.append(bad, batch(b"a")), store.append(good, batch(b"a")))
+                disk.fail("write", errno.ENOSPC, path_suffix=str(bad.segments[0].path))
+                answers = await asyncio.gather(
+                    store.append(bad, batch(b"b")),
+                    store.append(good, batch(b"b")),
+                    store.append(bad, batch(b"c")),
+                    return_exceptions=True,
+                )
+                assert [type(answer) for answer in answers] == [AppendFailed, int, AppendFailed]
+                assert await store.append(bad, batch(b"d")) == 1
+            assert (values(bad), values(good)) == ([b"a", b"d"], [b"a", b"b"])
+
+    drive(main)
+
+
+def test_a_log_that_failed_refuses_those_who_append_and_serves_those_who_read() -> None:
+    async def main() -> None:
+        disk = FaultyFiles()
+        with open_store(disk, tail_bytes_max=0) as store:
+            bad, good = (store.log(store.create_topic(name).id) for name in ("bad", "good"))
+            async with running(store):
+                await store.append(bad, batch(b"a"))
+                disk.fail("sync", errno.EIO, path_suffix=str(bad.segments[0].path))
+                answers = await asyncio.gather(
+                    *(store.append(log, batch(b"b")) for log in (bad, good, bad)), return_exceptions=True
+                )
+                assert [type(answer) for answer in answers] == [LogFailed, int, LogFailed]
+                with pytest.raises(LogFailed):
+                    await store.append(bad, batch(b"c"))
+                [found] = await store.read(bad, 0, 1000)
+                assert found.columns().values() == [b"a"]
+                assert await store.append(good, batch(b"c")) == 1
+
+    drive(main)
+
+
+def test_cancel_waits_for_the_round_that_runs_and_close_makes_the_rest_durable(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        store = Store(tmp_path, files=files)
+        log = store.log(store.create_topic("orders").id)
+        rounds = asyncio.create_task(store.run())
+        gate = hold(files, "sync", log)
+        under_way = asyncio.create_task(store.append(log, batch(b"under way")))
+        await gate.reached.wait()
+        waiting = asyncio.create_task(store.append(log, batch(b"waiting")))
+        await asyncio.sleep(0)
+        rounds.cancel()
+        await asyncio.wait([rounds, under_way], timeout=0)
+        assert (rounds.done(), under_way.done()) == (False, False)
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await rounds
+        assert await under_way == 0
+        late = asyncio.create_task(store.append(log, batch(b"late")))
+        await asyncio.sleep(0)
+        store.close()
+        assert (await waiting, await late) == (1, 2)
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert values(store.log(1)) == [b"under way", b"waiting", b"late"]
+
+
+def test_cancel_and_close_leave_nothing_half_done_whichever_lane_waits_for_the_other(tmp_path: Path) -> None:
+    """A flush topic that must roll waits for its sync in the other lane, and the store is stopped meanwhile."""
+
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        store = Store(tmp_path, files=files)
+        topic = store.create_topic("orders", policy=Policy(segment_bytes=4096, durability=Durability.FLUSH))
+        log = store.log(topic.id)
+        rounds = asyncio.create_task(store.run())
+        gate = hold(files, "sync", log)
+        first = asyncio.create_task(store.append(log, batch(b"0:" + LARGE)))
+        await gate.reached.wait()
+        second = asyncio.create_task(store.append(log, batch(b"1:" + LARGE)))
+        await asyncio.sleep(0)
+        rounds.cancel()
+        await asyncio.sleep(0)
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await rounds
+        store.close()
+        assert (await first, await second) == (0, 1)
+
+    drive(main)
+    with Store(tmp_path) as store:
+        log = store.log(1)
+        assert (values(log), log.end) == ([b"0:" + LARGE, b"1:" + LARGE], 2)
+        assert not log.verify().damage
+
+
+def test_what_waits_when_run_begins_is_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            logs = [
+                store.log(store.create_topic(name, policy=policy).id) for name, policy in (("a", SMALL), ("b", FLUSH))
+            ]
+            appends = [asyncio.create_task(store.append(log, batch(b"early"))) for log in logs]
+            await asyncio.sleep(0)
+            async with running(store):
+                assert [await task for task in appends] == [0, 0]
+
+    drive(main)
+
+
+def test_a_crash_in_a_round_surfaces_from_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        store = Store(tmp_path, files=files)
+        log = store.log(store.create_topic("orders").id)
+        rounds = asyncio.create_task(store.run())
+        assert await store.append(log, batch(b"a")) == 0
+
+        def before(call: Call) -> None:
+            if call.name == "write" and call.path.parent == log.directory:
+                raise RuntimeError("a fault of ours")
+
+        files.before = before
+        waiting = asyncio.create_task(store.append(log, batch(b"b")))
+        with pytest.raises(ExceptionGroup) as crash:
+            await rounds
+        assert crash.group_contains(RuntimeError, match="a fault of ours")
+        assert not waiting.done()
+        files.before = None
+        store.close()
+        with pytest.raises(Closed):
+            await waiting
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert values(store.log(1))[:1] == [b"a"]
+        assert not store.log(1).verify().damage
+
+
+def test_an_append_whose_caller_went_away_is_stored_all_the_same(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            log = store.log(store.create_topic("orders").id)
+            async with running(store):
+                gone = asyncio.create_task(store.append(log, batch(b"a")))
+                await asyncio.sleep(0)
+                gone.cancel()
+                assert await store.append(log, batch(b"b")) == 1
+            assert values(log) == [b"a", b"b"]
+
+    drive(main)
+
+
+def test_cold_data_is_read_off_the_loop_and_hot_data_in_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        readers: list[threading.Thread] = []
+
+        def before(call: Call) -> None:
+            if call.name in ("read", "view", "open"):
+                readers.append(threading.current_thread())
+
+        with Store(tmp_path, files=files, settings=Settings(tail_bytes_max=10_000)) as store:
+            log = store.log(store.create_topic("orders", policy=SMALL).id)
+            async with running(store):
+                for number in range(10):
+                    await store.append(log, batch(b"%d:" % number + LARGE))
+                files.before = before
+                [hot] = await store.read(log, 9, 1)
+                assert readers == []
+                cold = await asyncio.gather(*(store.read(log, number, 1) for number in range(5)))
+                files.before = None
+            assert hot.columns().values() == [b"9:" + LARGE]
+            assert [found[0].columns().values()[0][:2] for found in cold] == [b"%d:" % number for number in range(5)]
+            assert readers
+            assert threading.main_thread() not in readers
+
+    drive(main)
+
+
+def upkeeps(meta: WatchedMeta, count: int, *, refused: bool = False) -> asyncio.Event:
+    """When so many upkeeps have begun to write to meta.db. All but the last of them have ended."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    left = count
+
+    def before(name: str) -> None:
+        nonlocal left
+        if name == "apply":
+            left -= 1
+            if not left:
+                loop.call_soon_threadsafe(done.set)
+        if refused:
+            refuse(name)
+
+    meta.before = before
+    return done
+
+
+def test_run_keeps_the_policies_and_meta_db_up_to_date() -> None:
+    async def main() -> None:
+        disk = FaultyFiles()
+        meta: Any = WatchedMeta()
+        with open_store(disk, meta=meta, upkeep_ms=1) as store:
+            topic = store.create_topic("orders", policy=Policy(segment_bytes=4096, retain_bytes=1))
+            log = store.log(topic.id)
+            async with running(store):
+                for number in range(5):
+                    await store.append(log, batch(b"%d:" % number + LARGE))
+                # The first of them may have begun before the last append.
+                await upkeeps(meta, 3).wait()
+                assert [row.base_offset for row in store.segments() if row.topic == topic.id] == [4]
+            assert {name for name in disk.sizes(log.directory) if name.endswith(".log")} == {f"{4:020d}.log"}
+
+    drive(main)
+
+
+def test_a_full_meta_db_does_not_stop_the_rounds() -> None:
+    async def main() -> None:
+        meta: Any = WatchedMeta()
+        with open_store(FaultyFiles(), meta=meta, upkeep_ms=1) as store:
+            log = store.log(store.create_topic("orders").id)
+            async with running(store):
+                await upkeeps(meta, 3, refused=True).wait()
+                assert await store.append(log, batch(b"a")) == 0
+                meta.before = None
+
+    drive(main)
+
+
+@pytest.mark.parametrize("name", ["write", "sync"])
+def test_a_topic_that_is_deleted_while_a_round_writes_it_does_not_stop_the_others(tmp_path: Path, name: str) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            gone, kept = store.create_topic("gone"), store.create_topic("kept")
+            log = store.log(gone.id)
+            async with running(store) as rounds:
+                gate = hold(files, name, log)
+                refused = asyncio.create_task(store.append(log, batch(b"a")))
+                await gate.reached.wait()
+                store.delete_topic(gone.id)
+                gate.open()
+                await asyncio.wait([refused])
+                assert isinstance(refused.exception(), PenstockError)
+                append_kept = asyncio.create_task(store.append(store.log(kept.id), batch(b"b")))
+                await asyncio.wait([rounds, append_kept], return_when=asyncio.FIRST_COMPLETED)
+                assert not rounds.done()
+                assert await append_kept == 0
+            assert store.unflushed_bytes == 0
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert [topic.name for topic in store.topics] == ["kept"]
+
+
+def test_many_dirty_logs_are_synced_by_one_sync_of_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os_files = OsFiles()
+    if os_files._syncfs is None:
+        pytest.skip("this system has no syncfs that tells of failures")
+    partitions = 40
+    assert partitions > SYNC_EACH_MAX
+    syncfs = os_files._syncfs
+    synced: list[int] = []
+
+    def count(files: Any) -> list[OSError | None]:
+        synced.append(len(files))
+        return syncfs(files)
+
+    monkeypatch.setattr(os_files, "_syncfs", count)
+
+    async def main() -> None:
+        with Store(tmp_path, files=WatchedFiles(os_files)) as store:
+            topic = store.create_topic("orders", partitions=partitions)
+            async with running(store):
+                offsets = await asyncio.gather(
+                    *(store.append(store.log(topic.id, number), batch(b"%d" % number)) for number in range(partitions))
+                )
+                assert offsets == [0] * partitions
+                assert synced == [partitions]
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert [values(store.log(1, number)) for number in range(partitions)] == [
+            [b"%d" % number] for number in range(partitions)
+        ]
+
+
+def test_a_failed_sync_of_the_file_system_fails_every_log_of_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os_files = OsFiles()
+    with Store(tmp_path, files=os_files) as store:
+        topic = store.create_topic("orders", partitions=20)
+        logs = [store.log(topic.id, number) for number in range(20)]
+        answers: list[PenstockError | None] = []
+        for log in logs:
+            log.append(batch(b"a"), done=lambda _, error: answers.append(error))
+
+        def fail(files: list[Any]) -> list[OSError | None]:
+            return [OSError(errno.EIO, "syncfs: Input/output error") for _ in files]
+
+        monkeypatch.setattr(os_files, "_syncfs", fail)
+        store.flush()
+        assert [type(error) for error in answers] == [LogFailed] * 20
+        assert {log.state for log in logs} == {State.FAILED}
+
+
+def test_a_few_dirty_logs_are_synced_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os_files = OsFiles()
+    monkeypatch.setattr(os_files, "_syncfs", None)
+    with Store(tmp_path, files=os_files) as store:
+        topic = store.create_topic("orders", partitions=SYNC_EACH_MAX)
+        for number in range(SYNC_EACH_MAX):
+            append(store.log(topic.id, number), b"%d" % number)
+        store.flush()
+        assert [store.log(topic.id, number).durable for number in range(SYNC_EACH_MAX)] == [1] * SYNC_EACH_MAX
+
+
+# A disk that is really full
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small file system cannot be mounted here: {error}")
+    try:
+        yield directory
+    finally:
+        # Detached at once, and gone with the last open file, should the test have left one.
+        subprocess.run(["umount", "--lazy", str(directory)], check=True, capture_output=True)
+
+
+def test_a_full_disk_refuses_appends_loses_nothing_and_works_again(small_disk: Path) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 << 20))
+    policies = [Policy(segment_bytes=100_000), Policy(segment_bytes=100_000, durability=Durability.FLUSH)]
+    acknowledged: list[list[bytes]] = [[], []]
+    refusals: list[PenstockError] = []
+
+    async def produce(store: Store, place: int, count: int) -> None:
+        log = store.log(1 + place)
+        for number in range(count):
+            value = b"%d:" % (len(acknowledged[place]) * 1000 + number) + Random(number).randbytes(5000)
+            try:
+                await store.append(log, batch(value))
+                acknowledged[place].append(value)
+            except PenstockError as error:
+                refusals.append(error)
+
+    async def main() -> None:
+        with Store(small_disk / "data", settings=Settings(upkeep_ms=1)) as store:
+            for place, policy in enumerate(policies):
+                store.create_topic(f"topic {place}", policy=policy)
+            async with running(store):
+                await asyncio.gather(produce(store, 0, 400), produce(store, 1, 400))
+                assert len(refusals) > 100
+                assert {type(error) for error in refusals} == {AppendFailed}
+                assert "No space left on device" in str(refusals[0])
+                assert [values(store.log(1 + place)) for place in range(2)] == acknowledged
+                ballast.unlink()
+                refusals.clear()
+                await asyncio.gather(produce(store, 0, 20), produce(store, 1, 20))
+                assert refusals == []
+            assert [values(store.log(1 + place)) for place in range(2)] == acknowledged
+
+    drive(main)
+    with Store(small_disk / "data") as store:
+        assert [values(store.log(1 + place)) for place in range(2)] == acknowledged
+        assert not any(store.log(1 + place).verify().damage for place in range(2))
+
+
+def test_a_store_that_was_killed_on_a_full_disk_opens_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
+    store = Store(small_disk / "data")
+    log = store.log(store.create_topic("orders", policy=Policy(segment_bytes=100_000)).id)
+    acknowledged = 0
+    full = False
+
+    def done(_: int, error: PenstockError | None) -> None:
+        nonlocal acknowledged, full
+        acknowledged += error is None
+        full |= error is not None
+
+    while not full:
+        log.append(batch(Random(acknowledged).randbytes(5000)), done=done)
+        store.flush()
+    shutil.copytree(small_disk / "data", tmp_path / "killed")
+    with Store(tmp_path / "killed") as found:
+        assert values(found.log(1)) == [Random(number).randbytes(5000) for number in range(acknowledged)]
+        append_flushed(found, found.topics[0], b"more")
+    store.close()
+    with Store(small_disk / "data") as store:
+        assert len(values(store.log(1))) == acknowledged
