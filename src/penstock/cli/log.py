@@ -1,0 +1,41 @@
+"""`penstock log`: what is in the logs of a data directory, sound or not. Nothing is changed by looking."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Look into the logs of a data directory; nothing is changed.", no_args_is_help=True)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A data directory, or the directory of one log.")]
+
+
+@app.command("verify")
+def run_verify(
+    directory: Directory,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Read every byte and tell what is sound. Exit code 1 if anything is not."""
+    from penstock.cli import verify
+
+    if not verify.run(directory, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command("dump")
+def run_dump(
+    directory: Directory,
+    topic: Annotated[str | None, typer.Option(help="Name or id of the topic, if there are several.")] = None,
+    partition: Annotated[int | None, typer.Option(min=0, help="Only this partition.")] = None,
+    start: Annotated[int, typer.Option("--from", min=0, metavar="OFFSET", help="Begin at this offset.")] = 0,
+    count: Annotated[int | None, typer.Option(min=1, help="Stop after so many messages, or batches.")] = None,
+    batches: Annotated[bool, typer.Option("--batches", help="Print batches instead of messages.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one document in each line.")] = False,
+) -> None:
+    """Print messages, or batches. Damage is shown in its place; exit code 1 if there is any."""
+    from penstock.cli import dump
+
+    if not dump.run(directory, topic, partition, start=start, count=count, batches=batches, as_json=json):
+        raise typer.Exit(1)
