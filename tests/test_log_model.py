@@ -42,10 +42,8 @@ POLICIES = {
     "keep, flush": Policy(segment_bytes=4096, durability=Durability.FLUSH),
     "bytes": Policy(segment_bytes=4096, retain_bytes=9000),
     "age, flush": Policy(segment_bytes=4096, retain_ms=2000, durability=Durability.FLUSH),
-    "compact": Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT, tombstone_ms=2000),
-    "compact, flush": Policy(
-        segment_bytes=4096, cleanup=Cleanup.COMPACT, tombstone_ms=2000, durability=Durability.FLUSH
-    ),
+    "compact": Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT, tombstone_ms=1),
+    "compact, flush": Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT, tombstone_ms=1, durability=Durability.FLUSH),
 }
 # Columns that a batch may have, each as the values of its places tell.
 COLUMNS: dict[str, Callable[[int], Any]] = {
@@ -154,12 +152,20 @@ class LogMachine(RuleBasedStateMachine):
 
     # In.
 
-    @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4), compression=st.sampled_from(Compression), flush=BOOLEANS)
-    def append(self, shapes: list[Shape], compression: Compression, flush: bool) -> None:
+    @rule(
+        shapes=st.lists(SHAPES, min_size=1, max_size=4),
+        compression=st.sampled_from(Compression),
+        then=st.sampled_from(("flush", "write", "wait")),
+    )
+    def append(self, shapes: list[Shape], compression: Compression, then: str) -> None:
         for shape in shapes:
             self._append(shape, compression=compression)
-        if flush:
+        if then == "flush":
             self.flush()
+        elif then == "write":
+            self._finish_rounds()
+            self.begin_write()
+            self._finish_rounds()
 
     @rule(shape=SHAPES, producer=st.integers(1, 2), batches=st.integers(1, IN_FLIGHT_MAX + 2))
     def append_as_producer(self, shape: Shape, producer: int, batches: int) -> None:

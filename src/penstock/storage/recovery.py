@@ -49,29 +49,16 @@ def find_segments(
     files: Files, open_segments: OpenSegments, directory: Path, reader: Reader
 ) -> tuple[list[Segment], list[str]]:
     """The segments of a log by their offsets, and what in its directory is not right."""
-    sizes = files.sizes(directory)
-    segments: list[Segment] = []
-    problems = []
-    for name in sorted(sizes):
-        match = _NAME.fullmatch(name)
-        if match is None or int(match[1]) > OFFSET_MAX:
-            problems.append(f"{directory / name} is not a file of a log: move it elsewhere")
-        elif match[2] == "log":
-            segments.append(Segment(files, open_segments, directory, int(match[1]), sizes[name], reader))
-    problems += [
-        f"{segment.path} is empty, but is not the last segment: restore it from a copy"
-        for segment in segments[:-1]
-        if not segment.size
-    ]
+    segments, _, problems = _look_around(files, open_segments, directory, reader)
     return segments, problems
 
 
 def recover(files: Files, open_segments: OpenSegments, directory: Path, reader: Reader) -> Recovered:
     """Find the end of a log, after whatever happened to it. No segments: it is a new one."""
-    segments, problems = find_segments(files, open_segments, directory, reader)
+    segments, others, problems = _look_around(files, open_segments, directory, reader)
     if problems:
         raise BadDirectory(problems[0])
-    _clear_away(files, directory, segments)
+    _clear_away(files, directory, segments, others)
     complete = False
     while segments:
         recovered = _walk(segments, complete=complete)
@@ -151,12 +138,35 @@ class Report:
     torn_bytes: int = 0
 
 
-def _clear_away(files: Files, directory: Path, segments: list[Segment]) -> None:
+def _look_around(
+    files: Files, open_segments: OpenSegments, directory: Path, reader: Reader
+) -> tuple[list[Segment], list[str], list[str]]:
+    """The segments by their offsets, the names that are not of segments, and what is not right."""
+    segments: list[Segment] = []
+    others = []
+    problems = []
+    for name, size in sorted(files.sizes(directory).items()):
+        match = _NAME.fullmatch(name)
+        base = int(match[1]) if match else 0
+        if match is None or base > OFFSET_MAX:
+            problems.append(f"{directory / name} is not a file of a log: move it elsewhere")
+        elif match[2] == "log":
+            segments.append(Segment(files, open_segments, directory, base, size, reader))
+        else:
+            others.append(name)
+    problems += [
+        f"{segment.path} is empty, but is not the last segment: restore it from a copy"
+        for segment in segments[:-1]
+        if not segment.size
+    ]
+    return segments, others, problems
+
+
+def _clear_away(files: Files, directory: Path, segments: list[Segment], others: list[str]) -> None:
     """Remove what an interrupted compaction or retention left."""
-    logs = {segment.path.name for segment in segments}
-    for name in files.sizes(directory):
-        orphan = name.endswith(".index") and name.removesuffix(".index") + ".log" not in logs
-        if orphan or name.endswith(ASIDE_SUFFIX):
+    bases = {segment.base for segment in segments}
+    for name in others:
+        if name.endswith(ASIDE_SUFFIX) or int(name[:20]) not in bases:
             files.remove(directory / name)
 
 

@@ -25,6 +25,8 @@ Reader = Literal["pread", "mmap"]
 
 _WINDOW_BYTES: Final = 1 << 20
 _U32_MAX: Final = (1 << 32) - 1
+# Small batches are written in one piece. Of large ones the copy would cost more than the calls that it saves.
+_JOIN_BELOW_BYTES: Final = 4096
 
 
 class Found(NamedTuple):
@@ -80,6 +82,7 @@ class Segment:
     sealed one all three are equal."""
 
     __slots__ = (
+        "_directory",
         "_file",
         "_files",
         "_index",
@@ -90,7 +93,6 @@ class Segment:
         "base",
         "head_time",
         "log",
-        "path",
         "sealed",
         "size",
         "synced",
@@ -107,7 +109,7 @@ class Segment:
         self._file: File | None = None
         self._view: memoryview | None = None
         self._index: Index | None = None
-        self.path = directory / log_name(base)
+        self._directory = directory
         self.base = base
         self.size = self.written = self.synced = size
         self.sealed = True
@@ -119,6 +121,11 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"<Segment {self.path.name}, {self.size} bytes>"
+
+    @property
+    def path(self) -> Path:
+        # A Path costs more than all the rest of a segment that nobody reads.
+        return self._directory / log_name(self.base)
 
     @property
     def file(self) -> File:
@@ -147,7 +154,7 @@ class Segment:
             self._file = self._files.create(self.path)
             self._file.write(head.data, 0)
             self._file.sync()
-            self._files.sync_directory(self.path.parent)
+            self._files.sync_directory(self._directory)
         except OSError as error:
             self._remove_unborn()
             raise AppendFailed(f"{self.path}: cannot be created: {error.strerror}") from error
@@ -166,18 +173,24 @@ class Segment:
 
     def write(self, batches: Sequence[Batch]) -> None:
         """Write all of them, or nothing: a part that was written is taken back before AppendFailed is raised."""
-        start = self.written
-        data = batches[0].data if len(batches) == 1 else b"".join([batch.data for batch in batches])
+        parts = [batch.data for batch in batches]
+        size = sum(map(len, parts))
+        if size < _JOIN_BELOW_BYTES * len(parts):
+            parts = [b"".join(parts)]
+        position = self.written
         try:
-            self.file.write(data, start)
+            for part in parts:
+                self.file.write(part, position)
+                position += len(part)
         except OSError as error:
-            self._take_back(start)
-            raise AppendFailed(f"{self.path}: cannot write {len(data)} bytes: {error.strerror}") from error
+            self._take_back(self.written)
+            raise AppendFailed(f"{self.path}: cannot write {size} bytes: {error.strerror}") from error
         index = self.index
+        position = self.written
         for batch in batches:
-            index.add(batch, start)
-            start += len(batch.data)
-        self.written = start
+            index.add(batch, position)
+            position += len(batch.data)
+        self.written = position
 
     def write_control(self, control: Control, offset: int, append_time: int) -> None:
         """Write a note of the log's own, and sync all that was written."""
@@ -207,7 +220,7 @@ class Segment:
 
     def replaced(self, index: Index, size: int) -> Segment:
         """The segment that stands now where this one did."""
-        segment = Segment(self._files, self._open, self.path.parent, self.base, size, self._reader)
+        segment = Segment(self._files, self._open, self._directory, self.base, size, self._reader)
         segment.log = self.log
         segment._index = index
         segment.save_index()
@@ -217,9 +230,9 @@ class Segment:
         # Durably: found again behind batches that were written meanwhile, it would look like an overlap.
         self._file = None
         try:
-            if self.path.name in self._files.sizes(self.path.parent):
+            if self.path.name in self._files.sizes(self._directory):
                 self._files.remove(self.path)
-            self._files.sync_directory(self.path.parent)
+            self._files.sync_directory(self._directory)
         except OSError as error:
             raise LogFailed(f"{self.path}: cannot be created, nor removed: {error.strerror}") from error
 
@@ -369,14 +382,14 @@ class Segment:
             at = 0
             while at < available:
                 try:
-                    size = size_at(chunk, at)
+                    batch = Batch.at(chunk, at)
                 except CorruptBatch:
                     if batches:
                         return batches
                     raise
-                if not size or size > available - at:
+                if batch is None:
                     break
-                batch = Batch(chunk[at : at + size])
+                size = len(batch.data)
                 at += size
                 if batch.log != log is not None or batch.base_offset != expected is not None:
                     raise CorruptBatch("not the batch that should be there")
@@ -424,7 +437,11 @@ class _Window:
         self._chunk = memoryview(b"")
 
     def batch_at(self, position: int) -> Batch:
-        size = size_at(self._bytes(position, HEADER_BYTES))
+        self._bytes(position, HEADER_BYTES)
+        batch = Batch.at(self._chunk, position - self._start)
+        if batch is not None:
+            return batch
+        size = size_at(self._chunk, position - self._start)
         if not size or position + size > self._size:
             raise CorruptBatch("the batch is cut short")
         return parse(self._bytes(position, size))
