@@ -1222,6 +1222,17 @@ def test_without_a_bound_everything_is_kept() -> None:
     assert (log.retain(), numbers(log)) == (0, [0, 1, 2, 3, 4])
 
 
+@pytest.mark.parametrize("durability", Durability)
+def test_what_is_not_committed_is_not_dropped(durability: Durability) -> None:
+    log = open_small(FaultyFiles(), Policy(segment_bytes=4096, retain_bytes=1, durability=durability))
+    append(log, b"0:" + LARGE)
+    append(log, b"1:" + LARGE)
+    write(log)
+    assert (log.retain(), log.start, log.committed) == (0, 0, 0)
+    log.flush()
+    assert (log.retain(), numbers(log)) == (1, [1])
+
+
 def test_a_retention_that_failed_is_finished_later_and_leaves_no_gap() -> None:
     disk = FaultyFiles()
     log = open_small(disk)

@@ -23,6 +23,7 @@ from penstock.storage.segment import Damage, Found, Segment
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Latest = dict[bytes | None, int]
 
 
 def compact(
@@ -43,13 +44,13 @@ def compact(
     return dropped
 
 
-def _latest(segments: Sequence[Segment], durable: int) -> tuple[dict[bytes, int], bool]:
+def _latest(segments: Sequence[Segment], durable: int) -> tuple[Latest, bool]:
     """key -> the offset of its latest message: of those that are durable, or the key could be lost with the power.
     And whether all is sound.
 
     All keys of the log are in memory at once.
     """
-    latest: dict[bytes, int] = {}
+    latest: Latest = {}
     sound = True
     for segment in segments:
         for found in segment.scan(check=True):
@@ -59,53 +60,59 @@ def _latest(segments: Sequence[Segment], durable: int) -> tuple[dict[bytes, int]
             if not found.batch.count or found.batch.end > durable:
                 continue
             columns = found.batch.columns()
-            for key, offset in zip(columns.keys() or (), columns.offsets(), strict=False):
-                if key is not None:
-                    latest[key] = offset
+            keys = columns.keys()
+            if keys is not None:
+                latest.update(zip(keys, columns.offsets(), strict=True))
+    latest.pop(None, None)
     return latest, sound
 
 
 def _compact_segment(
     segment: Segment,
-    latest: dict[bytes, int],
+    latest: Latest,
     horizon_us: int,
     files: Files,
     replace: Callable[[Segment, Segment], None],
 ) -> int:
     dropped = 0
+    # Of the batches that lose messages: where each begins, and which it keeps.
+    smaller: dict[int, list[int]] = {}
     for found in segment.scan(check=True):
         if isinstance(found, Damage):
             logger.error("%s; the segment is not compacted", found.error(segment.path))
             return 0
-        if found.batch.count:
-            dropped += found.batch.count - len(_kept(found.batch, latest, horizon_us))
+        batch = found.batch
+        if batch.count:
+            kept = _kept(batch, latest, horizon_us)
+            if len(kept) < batch.count:
+                dropped += batch.count - len(kept)
+                smaller[found.position] = kept
     if dropped:
-        rewrite(segment, _remaining(segment, latest, horizon_us), files, replace)
+        rewrite(segment, _remaining(segment, smaller), files, replace)
     return dropped
 
 
-def _remaining(segment: Segment, latest: dict[bytes, int], horizon_us: int) -> Iterator[Batch]:
+def _remaining(segment: Segment, smaller: dict[int, list[int]]) -> Iterator[Batch]:
     for found in segment.scan():
         assert isinstance(found, Found)
-        batch = found.batch
-        if not batch.count:
-            yield batch
-            continue
-        kept = _kept(batch, latest, horizon_us)
-        if len(kept) == batch.count:
-            yield batch
+        kept = smaller.get(found.position)
+        if kept is None:
+            yield found.batch
         elif kept:
-            yield _without_others(batch, kept)
+            yield _without_others(found.batch, kept)
 
 
-def _kept(batch: Batch, latest: dict[bytes, int], horizon_us: int) -> list[int]:
+def _kept(batch: Batch, latest: Latest, horizon_us: int) -> list[int]:
     """The places in a batch of the messages that stay."""
     columns = batch.columns()
     keys = columns.keys()
     if keys is None:
         return list(range(batch.count))
-    offsets = columns.offsets()
-    kept = [place for place, key in enumerate(keys) if key is None or latest.get(key, -1) <= offsets[place]]
+    kept = [
+        place
+        for place, (key, offset) in enumerate(zip(keys, columns.offsets(), strict=True))
+        if key is None or latest.get(key, -1) <= offset
+    ]
     tombstones = columns.tombstones()
     if tombstones is not None and batch.append_time <= horizon_us:
         kept = [place for place in kept if keys[place] is None or not tombstones[place]]
