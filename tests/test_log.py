@@ -1233,16 +1233,20 @@ def test_what_is_not_committed_is_not_dropped(durability: Durability) -> None:
     assert (log.retain(), numbers(log)) == (1, [1])
 
 
-def test_a_retention_that_failed_is_finished_later_and_leaves_no_gap() -> None:
+@pytest.mark.parametrize(("call", "suffix"), [("remove", ".log"), ("sync_directory", ""), ("remove", ".index")])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_retention_that_failed_is_finished_later_and_leaves_no_gap(call: str, suffix: str, after: int) -> None:
     disk = FaultyFiles()
     log = open_small(disk)
     fill(log, 6)
     log.policy = Policy(segment_bytes=4096, retain_bytes=9000)
-    disk.fail("remove", errno.EIO, path_suffix=".log")
-    with pytest.raises(OSError, match="Input/output error"):
+    disk.fail(call, errno.EIO, after=after, path_suffix=suffix)
+    with contextlib.suppress(OSError):
         log.retain()
+    assert list(messages(log)) == list(range(log.start, log.end))
     fill(log, 3)
     log.retain()
+    assert sum(segment.size for segment in log.segments) <= 9000
     start, found = log.start, messages(log)
     log = kill(log, disk)
     assert messages(log, start) == found
