@@ -410,16 +410,17 @@ class LogMachine(RuleBasedStateMachine):
         bases = list(sizes)
         dropped = self.log.retain()
         assert [segment.base for segment in self.log.segments] == bases[dropped:], "oldest first"
-        assert dropped < len(bases), "never the active one"
+        droppable = sum(base <= self.committed for base in bases[1:])
+        assert dropped <= droppable, "never the active one, nor what is not committed"
         horizon_us = self.clock.now_us() - (self.policy.retain_ms or 0) * 1000
         if self.policy.retain_bytes is not None:
             left = sum(sizes[base] for base in bases[dropped:])
-            assert left <= self.policy.retain_bytes or dropped == len(bases) - 1
+            assert left <= self.policy.retain_bytes or dropped == droppable
             assert not dropped or left + sizes[bases[dropped - 1]] > self.policy.retain_bytes
         elif self.policy.retain_ms is not None:
             old = [entry for entry in self.stored if entry.base < self.log.start]
             assert all(entry.append_time <= horizon_us for entry in old)
-            assert all(segment.begun_at() > horizon_us for segment in self.log.segments[1:2])
+            assert dropped == droppable or self.log.segments[1].begun_at() > horizon_us
         else:
             assert not dropped
         self.stored = [entry for entry in self.stored if entry.base >= self.log.start]

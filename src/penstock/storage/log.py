@@ -302,17 +302,22 @@ class Log:
 
     def retain(self) -> int:
         """Drop the segments that the policy does not keep, oldest first; how many it were."""
-        expired = retention.expired(self._segments, self.policy, self._clock.now_us())
+        segments = self._segments
+        committed = self.committed
+        # What nobody could read yet stays.
+        complete = sum(following.base <= committed for following in segments[1:])
+        expired = min(retention.expired(segments, self.policy, self._clock.now_us()), complete)
         for _ in range(expired):
             with self._segments_lock:
                 segment, self._segments = self._segments[0], self._segments[1:]
             try:
-                self._remove(segment)
+                self._files.remove(segment.path)
             except OSError:
                 # It is still there, so it is not dropped: or the log would have a gap when it is opened again.
                 with self._segments_lock:
                     self._segments = (segment, *self._segments)
                 raise
+            self._forget(segment)
         return expired
 
     def compact(self) -> int:
@@ -365,7 +370,8 @@ class Log:
         cut.sealed = True
         self._tail.clear()
         for segment in segments[place + 1 :]:
-            self._remove(segment)
+            self._files.remove(segment.path)
+            self._forget(segment)
         compaction.rewrite(cut, _batches_until(cut, kept), self._files, self._replace)
 
     # Both ways at once, in the calling thread; and the end.
@@ -503,10 +509,9 @@ class Log:
             self._segments = tuple(new if segment is old else segment for segment in self._segments)
         self._open_segments.drop(old)
 
-    def _remove(self, segment: Segment) -> None:
-        """Oldest first and each for good, so that no power cut leaves a gap."""
+    def _forget(self, segment: Segment) -> None:
+        """Make it durable that a segment's file was removed, before the next one is, so that no gap is left."""
         self._open_segments.drop(segment)
-        self._files.remove(segment.path)
         self._files.sync_directory(self.directory)
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(segment.index_path)
