@@ -401,8 +401,8 @@ class Log:
 
     def abandon(self) -> None:
         """Take nothing more, because the log is being deleted. A worker may still be writing to it."""
-        self._reject(self.committed, Closed(f"{self.directory}: the log is deleted"))
         self.state = State.CLOSED
+        self._reject(self.committed, Closed(f"{self.directory}: the log is deleted"))
 
     def _note_close(self) -> None:
         if self._closed_cleanly and self.end == self._opened_at:
