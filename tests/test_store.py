@@ -25,13 +25,14 @@ from penstock.errors import (
     Closed,
     DirectoryInUse,
     LogFailed,
+    Overloaded,
     PenstockError,
     UnknownTopic,
 )
 from penstock.storage import store as store_module
 from penstock.storage.files import SYNC_EACH_MAX, OsFiles
 from penstock.storage.log import Log, State
-from penstock.storage.meta import Meta
+from penstock.storage.meta import Change, Meta
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
 from penstock.storage.store import Settings, Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
@@ -1240,3 +1241,19 @@ def test_a_store_that_was_killed_on_a_full_disk_opens_when_there_is_room(small_d
     store.close()
     with Store(small_disk / "data") as store:
         assert len(values(store.log(1))) == acknowledged
+
+
+def test_a_topic_is_not_made_while_the_state_topic_is_being_written(tmp_path: Path) -> None:
+    """It would be told as made before it is durable."""
+    with Store(tmp_path) as store:
+        state_log = store._state_log
+        store._state.write([Change("positions", "a", 1)])
+        write = state_log.begin_write()
+        assert write
+        with pytest.raises(Overloaded, match="try again"):
+            store.create_topic("orders")
+        write.run()
+        state_log.finish_write(write)
+        assert store.create_topic("orders").id == 1
+    with Store(tmp_path) as store:
+        assert [topic.name for topic in store.topics] == ["orders"]

@@ -140,6 +140,11 @@ class Log:
     def segments(self) -> tuple[Segment, ...]:
         return self._segments
 
+    @property
+    def busy(self) -> bool:
+        """Whether a worker has something of this log."""
+        return self._writing is not None or self._syncing is not None
+
     # In.
 
     def append(self, batch: Batch, *, source: int = 0, position: int = 0, done: Done | None = None) -> int:

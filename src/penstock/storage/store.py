@@ -166,8 +166,8 @@ class Store:
 
     def flush(self) -> None:
         """Write and sync all that was appended, here and now."""
-        self._finish(self._run_here(Round(self._files, self._take_writes(None), [], sync=True)))
-        self._finish(self._run_here(Round(self._files, [], self._take_syncs(None), sync=True)))
+        self._drive(Round(self._files, self._take_writes(None), [], sync=True))
+        self._drive(Round(self._files, [], self._take_syncs(None), sync=True))
 
     async def run(self) -> None:
         """Drive the rounds and the upkeep, until cancelled; `close` does the rest."""
@@ -232,9 +232,9 @@ class Store:
         self._meta.close()
         self._lock.close()
 
-    def _run_here(self, round_: Round) -> Round:
+    def _drive(self, round_: Round) -> None:
         round_.run()
-        return round_
+        self._finish(round_)
 
     def _take_writes(self, durability: Durability | None) -> list[Write]:
         writes = []
@@ -280,6 +280,8 @@ class Store:
         return Round(self._files, writes, [], sync=False) if writes else None
 
     def _write_state(self, changes: list[Change]) -> None:
+        if self._state_log.busy:
+            raise Overloaded("the state topic is being written: try again")
         errors: list[PenstockError] = []
         self._state.write(changes, lambda _, error: errors.append(error) if error else None)
         self._dirty.pop(self._state_log, None)
