@@ -21,6 +21,7 @@ from penstock.errors import (
     OutOfSequence,
     Overloaded,
     PenstockError,
+    ReadFailed,
 )
 from penstock.storage.log import RESERVE_AHEAD, Log, State
 from penstock.storage.meta import Meta
@@ -1723,3 +1724,22 @@ def test_readers_that_hold_a_truncated_batch_go_on() -> None:
     log.truncate(1)
     assert held[0].columns().values() == [b"held"]
     assert values(log) == [b"kept"]
+
+
+# A disk that does not give back what is there
+
+
+@pytest.mark.parametrize("read", [lambda log: log.read_disk(0, 1), lambda log: log.offset_at(1 << 60)])
+def test_a_read_that_fails_is_an_error_of_the_disk_and_may_be_repeated(read: Callable[[Log], object]) -> None:
+    disk = FaultyFiles()
+    log = open_small(disk)
+    fill(log, 3)
+    for segment in log.segments[:-1]:
+        segment.release()
+    expected = read(log)
+    for segment in log.segments[:-1]:
+        segment.release()
+    disk.fail("read", errno.EIO, path_suffix=".log")
+    with pytest.raises(ReadFailed, match="Input/output error"):
+        read(log)
+    assert str(read(log)) == str(expected)

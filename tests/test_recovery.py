@@ -5,6 +5,7 @@ Most tests make a small log once, and then open a changed copy of its files for 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -872,6 +873,29 @@ def test_a_truncation_that_is_cut_at_any_call_loses_nothing_below_and_gives_no_o
         log = reopen(disk.power_cut())
         assert messages(log) == {**below, newest: b"newest"}, cut
         assert not log.verify().damage, cut
+
+
+@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("call", ["create", "write", "sync", "sync_directory", "remove", "rename"])
+def test_a_truncation_that_fails_at_any_call_leaves_a_sound_log_that_goes_on(call: str, after: int) -> None:
+    image = make(FOUR_SEGMENTS, closed=False)
+    batches = [place.batch for place in places(image)]
+    below = messages_of([batch for batch in batches if batch.end <= 3])
+    everything = messages_of(batches)
+    disk = disk_with(image)
+    log = reopen(disk)
+    disk.fail(call, errno.EIO, after=after)
+    with contextlib.suppress(OSError, DiskError):
+        log.truncate(3)
+    disk.heal()
+    for value in (b"new", LARGE, b"newer"):
+        if log.state is State.OPEN:
+            everything[append(log, value)] = value
+            log.flush()
+    disk.kill()
+    log = reopen(disk)
+    assert below.items() <= messages(log).items() <= everything.items()
+    assert [str(damage) for damage in log.verify().damage] == []
 
 
 @pytest.mark.parametrize("offset", range(1, 6))

@@ -15,6 +15,7 @@
         ├── DirectoryInUse     another process has it open
         ├── BadDirectory       files that do not belong there, or do not fit together
         ├── LogDamaged         bytes that were durable are not what was written
+        ├── ReadFailed         the disk does not give back what is there
         ├── AppendFailed       a write failed and was taken back; there may be room again later
         └── LogFailed          an fsync failed: the log takes nothing more until a restart
 
@@ -102,6 +103,10 @@ class LogDamaged(DiskError):
         self.first = first
         self.last = last
         self.reason = reason
+
+
+class ReadFailed(DiskError):
+    code = "READ_FAILED"
 
 
 class AppendFailed(DiskError):

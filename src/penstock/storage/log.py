@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from penstock.batch import NO_SEGMENT, Batch, Control, encode_control
 from penstock.clock import Clock
@@ -43,6 +43,7 @@ from penstock.errors import (
     LogFailed,
     OffsetOutOfRange,
     PenstockError,
+    ReadFailed,
 )
 from penstock.storage import compaction, recovery, retention
 from penstock.storage.files import File, Files
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 # Under `flush`, offsets that readers saw can be lost with the power. So they are reserved durably, this many
 # ahead, before they are given out; after an unclean stop the log goes on behind the reservation.
 RESERVE_AHEAD: Final = 1 << 20
+
+T = TypeVar("T")
 
 # Called with the offset of a batch: it is committed, or why it was refused after all.
 Done = Callable[[int, PenstockError | None], None]
@@ -259,14 +262,24 @@ class Log:
 
     def read_disk(self, offset: int, bytes_max: int) -> list[Batch]:
         """As `read`, from disk only. For any thread."""
+        return self._look(lambda segments: self._read_segments(segments, offset, bytes_max))
+
+    def offset_at(self, append_time: int) -> int:
+        """The first offset that was appended at that time (µs since 1970) or later; the end if there is none."""
+        return self._look(lambda segments: self._offset_at(segments, append_time))
+
+    def _look(self, into: Callable[[Sequence[Segment]], T]) -> T:
+        """Look into the segments, again if they changed meanwhile."""
         while True:
             segments = self._segments
             try:
-                return self._read_segments(segments, offset, bytes_max)
-            except FileNotFoundError:
+                return into(segments)
+            except FileNotFoundError as error:
                 # Retention was faster, unless someone else took the file away.
                 if segments == self._segments:
-                    raise
+                    raise ReadFailed(f"{self.directory}: cannot be read: {error}") from error
+            except OSError as error:
+                raise ReadFailed(f"{self.directory}: cannot be read: {error}") from error
 
     def _read_segments(self, segments: Sequence[Segment], offset: int, bytes_max: int) -> list[Batch]:
         committed = self.committed
@@ -288,20 +301,13 @@ class Log:
             place += 1
         return []
 
-    def offset_at(self, append_time: int) -> int:
-        """The first offset that was appended at that time (µs since 1970) or later; the end if there is none."""
-        while True:
-            segments = self._segments
-            try:
-                place = max(0, bisect_left(segments, append_time, key=Segment.begun_at) - 1)
-                for segment in segments[place:]:
-                    offset = segment.offset_at(append_time)
-                    if offset is not None and offset < self.committed:
-                        return offset
-                return self.committed
-            except FileNotFoundError:
-                if segments == self._segments:
-                    raise
+    def _offset_at(self, segments: Sequence[Segment], append_time: int) -> int:
+        place = max(0, bisect_left(segments, append_time, key=Segment.begun_at) - 1)
+        for segment in segments[place:]:
+            offset = segment.offset_at(append_time)
+            if offset is not None and offset < self.committed:
+                return offset
+        return self.committed
 
     # Upkeep.
 
@@ -374,10 +380,15 @@ class Log:
         self._segments = (*segments[: place + 1], active)
         cut.sealed = True
         self._tail.clear()
-        for segment in segments[place + 1 :]:
-            self._files.remove(segment.path)
-            self._forget(segment)
-        compaction.rewrite(cut, _batches_until(cut, kept), self._files, self._replace)
+        try:
+            for segment in segments[place + 1 :]:
+                self._files.remove(segment.path)
+                self._forget(segment)
+            compaction.rewrite(cut, _batches_until(cut, kept), self._files, self._replace)
+        except (OSError, AppendFailed) as error:
+            # Only the head of the active segment knows what is to go: it must stay the active one.
+            self._fail(LogFailed(f"{self.directory}: a truncation is not finished, the next start does it: {error}"))
+            raise self.failure or error from error
 
     # Both ways at once, in the calling thread; and the end.
 

@@ -383,17 +383,20 @@ class Segment:
             while at < available:
                 try:
                     batch = Batch.at(chunk, at)
+                    if batch is None:
+                        break
+                    if batch.log != log is not None:
+                        raise CorruptBatch("a batch of another log")
                 except CorruptBatch:
                     if batches:
                         return batches
                     raise
-                if batch is None:
-                    break
+                if expected is not None:
+                    if batch.base_offset != expected:
+                        raise CorruptBatch("the index leads to another batch")
+                    expected = None
                 size = len(batch.data)
                 at += size
-                if batch.log != log is not None or batch.base_offset != expected is not None:
-                    raise CorruptBatch("not the batch that should be there")
-                expected = None
                 if not batch.count or batch.base_offset + batch.span <= offset:
                     continue
                 taken += size
