@@ -95,6 +95,10 @@ class WatchedFile:
         self._note(Call("write", self.path, len(data), position))
         self.inner.write(data, position)
 
+    def write_all(self, parts: Sequence[Buffer], position: int) -> None:
+        self._note(Call("write", self.path, sum(map(len, parts)), position))
+        self.inner.write_all(parts, position)
+
     def truncate(self, length: int) -> None:
         self._note(Call("truncate", self.path, length))
         self.inner.truncate(length)

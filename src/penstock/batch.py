@@ -163,32 +163,8 @@ class Batch:
     sequence: int
     timestamp: int
 
-    def __init__(self, data: Buffer) -> None:
+    def __init__(self, data: Buffer, header: tuple[int, ...] | None = None) -> None:
         """Take `data` for a batch, at least HEADER_BYTES long; nothing is checked yet."""
-        self._take(data, _HEADER.unpack_from(data))
-
-    @classmethod
-    def at(cls, view: memoryview, position: int) -> Batch | None:
-        """The stored batch that begins at `position`, its header checked; None if it is not all there.
-
-        A reader goes from batch to batch with this: 1.3 µs each.
-        """
-        available = len(view) - position
-        if available < HEADER_BYTES:
-            return None
-        header = _HEADER.unpack_from(view, position)
-        if crc32c(view[position + _HEADER_CRC.start : position + HEADER_BYTES]) != header[0]:
-            raise CorruptBatch("checksum of the batch header is wrong")
-        size: int = header[1] + 8
-        if size % 8 or not HEADER_BYTES <= size <= BATCH_BYTES_MAX or header[2] > OFFSET_MAX:
-            raise CorruptBatch(f"a batch of {size} bytes at offset {header[2]}")
-        if size > available:
-            return None
-        batch = cls.__new__(cls)
-        batch._take(view[position : position + size], header)
-        return batch
-
-    def _take(self, data: Buffer, header: tuple[int, ...]) -> None:
         self.data = data
         (
             self.header_crc,
@@ -209,7 +185,24 @@ class Batch:
             self.producer,
             self.sequence,
             self.timestamp,
-        ) = header
+        ) = _HEADER.unpack_from(data) if header is None else header
+
+    @classmethod
+    def at(cls, view: memoryview, position: int) -> Batch | None:
+        """The stored batch that begins at `position`, its header checked; None if it is not all there.
+
+        A reader goes from batch to batch with this: 1.3 µs each.
+        """
+        available = len(view) - position
+        if available < HEADER_BYTES:
+            return None
+        header = _HEADER.unpack_from(view, position)
+        if crc32c(view[position + 4 : position + HEADER_BYTES]) != header[0]:
+            raise CorruptBatch("checksum of the batch header is wrong")
+        size: int = header[1] + 8
+        if size & 7 or not HEADER_BYTES <= size <= BATCH_BYTES_MAX or header[2] > OFFSET_MAX:
+            raise CorruptBatch(f"a batch of {size} bytes at offset {header[2]}")
+        return cls(view[position : position + size], header) if size <= available else None
 
     def __repr__(self) -> str:
         return f"<Batch {self.base_offset}+{self.span}, {self.count} messages, {len(self.data)} bytes>"

