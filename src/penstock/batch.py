@@ -390,16 +390,26 @@ class Columns:
     __slots__ = ("batch", "binary", "body", "deltas_at", "timestamps_at", "tombstones_at")
 
     def __init__(self, batch: Batch) -> None:
-        batch.check()
+        view = memoryview(batch.data)
+        if crc32c(view[60:]) != batch.crc or batch.version != VERSION:
+            batch.check()  # tells which of the two
         self.batch = batch
+        count = batch.count
+        flags = batch.flags
+        if not count or flags & ~_FLAGS:
+            raise CorruptBatch(f"{count} messages with flags {flags:#x}")
+        body = view[HEADER_BYTES:]
+        if flags & _COMPRESSION:
+            body = _unpack(batch, body)
+        if len(body) != batch.plain_length:
+            raise CorruptBatch(f"{len(body)} bytes of columns where the header says {batch.plain_length}")
+        self.body = body
         # Where each column begins in the body; -1: it is not there.
-        self.body = body = _plain(batch)
         self.timestamps_at = self.deltas_at = self.tombstones_at = -1
         # Of a binary column: where its validity bitmap (-1: all valid), its offsets and its bytes begin,
         # and where the bytes end.
-        self.binary: dict[str, tuple[int, int, int, int]] = {}
-        count = batch.count
-        flags = batch.flags
+        binary: dict[str, tuple[int, int, int, int]] = {}
+        self.binary = binary
         at = 0
         if flags & _TIMESTAMPS:
             self.timestamps_at = at
@@ -418,14 +428,14 @@ class Columns:
                 validity_at = at
                 at += _padded((count + 7) // 8)
             offsets_at = at
-            at += _padded(4 * (count + 1))
+            at += (4 * count + 11) & ~7
             if at > len(body):
                 raise CorruptBatch(f"the {name} column goes past the end of the batch")
             length = _I32.unpack_from(body, offsets_at + 4 * count)[0]
             if length < 0 or _I32.unpack_from(body, offsets_at)[0]:
                 raise CorruptBatch(f"the {name} column has bad offsets")
-            self.binary[name] = (validity_at, offsets_at, at, at + length)
-            at += _padded(length)
+            binary[name] = (validity_at, offsets_at, at, at + length)
+            at += (length + 7) & ~7
         if at != len(body):
             raise CorruptBatch(f"the columns take {at} bytes of {len(body)}")
 
@@ -568,15 +578,8 @@ def _pack(plain: memoryview, count: int, compression: Compression) -> bytearray 
     return bytearray().join((_BLANK_HEADER, _U64.pack(len(packed)), packed, padding))
 
 
-def _plain(batch: Batch) -> memoryview:
-    """The columns of a batch whose checksum is right; a hostile producer can still have made it."""
-    body = memoryview(batch.data)[HEADER_BYTES:]
-    if not batch.count or batch.flags & ~_FLAGS:
-        raise CorruptBatch(f"{batch.count} messages with flags {batch.flags:#x}")
-    if not batch.flags & _COMPRESSION:
-        if batch.plain_length != len(body):
-            raise CorruptBatch(f"{len(body)} bytes of columns where the header says {batch.plain_length}")
-        return body
+def _unpack(batch: Batch, body: memoryview) -> memoryview:
+    """The plain columns of a batch whose checksum is right; a hostile producer can still have made it."""
     if len(body) < _U64.size:
         raise CorruptBatch("the packed columns are cut short")
     packed_length = _U64.unpack_from(body)[0]
@@ -585,20 +588,14 @@ def _plain(batch: Batch) -> memoryview:
     plain_length = batch.plain_length
     if plain_length > min(PLAIN_BYTES_MAX, PACKING_RATIO_MAX * len(body)) or batch.count > len(body):
         raise CorruptBatch(f"{len(body)} bytes claim to hold {batch.count} messages in {plain_length}")
-    plain = _unpack(body[_U64.size : _U64.size + packed_length], plain_length, batch.compression)
-    if len(plain) != plain_length:
-        raise CorruptBatch(f"{len(plain)} bytes of columns where the header says {plain_length}")
-    return memoryview(plain)
-
-
-def _unpack(packed: memoryview, plain_length: int, compression: Compression) -> bytes:
+    packed = body[_U64.size : _U64.size + packed_length]
     try:
-        if compression is Compression.LZ4:
-            return lz4.block.decompress(packed, uncompressed_size=plain_length)  # type: ignore[no-any-return]
+        if batch.compression is Compression.LZ4:
+            return memoryview(lz4.block.decompress(packed, uncompressed_size=plain_length))
         # The frame's own idea of its size is what zstandard allocates.
         if zstandard.frame_content_size(packed) != plain_length:
             raise CorruptBatch("the packed columns have another size than the header says")
-        return zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+        return memoryview(zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False))
     except (lz4.block.LZ4BlockError, zstandard.ZstdError) as error:
         raise CorruptBatch(f"the columns cannot be unpacked: {error}") from error
 
