@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 
 from penstock.batch import Batch, Compression, encode
 from penstock.errors import OffsetOutOfRange, OutOfSequence, PenstockError
-from penstock.storage.log import Log, Sync, Write
+from penstock.storage.flush import Sync, Write
+from penstock.storage.log import Log
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.producers import IN_FLIGHT_MAX
 from penstock.storage.segment import Reader

@@ -29,24 +29,23 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
-from penstock.batch import NO_SEGMENT, Batch, Control, encode_control
+from penstock.batch import NO_SEGMENT, Batch, Control
 from penstock.clock import Clock
 from penstock.errors import (
     AppendFailed,
     Closed,
-    DiskError,
     LogFailed,
     OffsetOutOfRange,
     PenstockError,
     ReadFailed,
 )
 from penstock.storage import compaction, recovery, retention
-from penstock.storage.files import File, Files
+from penstock.storage.files import Files
+from penstock.storage.flush import Part, Sync, Write
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.producers import Producers
 from penstock.storage.segment import Found, OpenSegments, Reader, Segment
@@ -117,9 +116,9 @@ class Log:
         self._opened_at = found.end
         self.end = self.written = self.durable = self.committed = found.end
         # Offsets below are durably reserved, or will be when what is written is synced.
-        self._reserved = self._reserved_written = found.reserved
+        self._reserved = self.reserved_written = found.reserved
         self._append_time = found.append_time
-        self._number = secrets.randbits(32) if found.log is None else found.log
+        self.number = secrets.randbits(32) if found.log is None else found.log
         self._pending: list[Batch] = []
         self._pending_bytes = 0
         # A log has one sync under way at the most: of two, only one would be told that it failed.
@@ -131,9 +130,9 @@ class Log:
         self._unsynced_since_us: int | None = None
         self._compacted_base = -1
         if not self._segments:
-            self._segments = (self._create_segment(0, Control(0, NO_SEGMENT), self._next_append_time()),)
+            self._segments = (self.create_segment(0, Control(0, NO_SEGMENT), self.next_append_time()),)
         for segment in self._segments:
-            segment.log = self._number
+            segment.log = self.number
 
     @property
     def start(self) -> int:
@@ -184,12 +183,12 @@ class Log:
         parts = self._plan(self._pending)
         if len(parts) > 1 and self._syncing:
             return None
-        batches, self._pending = self._pending, []
+        self._pending = []
         size, self._pending_bytes = self._pending_bytes, 0
         control = None
-        if self.policy.durability is Durability.FLUSH and self.end + RESERVE_AHEAD // 2 > self._reserved_written:
-            control = Control(self.end + RESERVE_AHEAD, self._previous())
-        self._writing = Write(self, batches, size, control, parts)
+        if self.policy.durability is Durability.FLUSH and self.end + RESERVE_AHEAD // 2 > self.reserved_written:
+            control = Control(self.end + RESERVE_AHEAD, self.previous_base())
+        self._writing = Write(self, parts, size, control)
         return self._writing
 
     def finish_write(self, write: Write) -> None:
@@ -201,7 +200,7 @@ class Log:
         self._publish(write)
         self.written = write.end
         if write.control is not None and write.error is None:
-            self._reserved_written = write.control.reserved
+            self.reserved_written = write.control.reserved
         self._note_unsynced(write)
         if isinstance(write.error, LogFailed):
             self._fail(write.error)
@@ -211,14 +210,14 @@ class Log:
 
     def begin_sync(self) -> Sync | None:
         """What is written and not yet durable, for a worker to sync; None if there is nothing, or not now."""
-        if self.durable == self.written and self._reserved == self._reserved_written:
+        if self.durable == self.written and self._reserved == self.reserved_written:
             return None
         if self.state is not State.OPEN or self._syncing or (self._writing and self._writing.syncs):
             return None
         self._unsynced_messages = 0
         self._unsynced_since_us = None
         active = self._segments[-1]
-        self._syncing = Sync(self, active, active.size, self.written, self._reserved_written)
+        self._syncing = Sync(self, active, active.size, self.written, self.reserved_written)
         return self._syncing
 
     def finish_sync(self, sync: Sync, error: OSError | None) -> None:
@@ -242,6 +241,21 @@ class Log:
         if self._unsynced_messages >= messages or self.committed < self.written:
             return 0
         return self._unsynced_since_us + interval_us
+
+    # For a write, in its worker.
+
+    def previous_base(self) -> int:
+        return self._segments[-2].base if len(self._segments) > 1 else NO_SEGMENT
+
+    def create_segment(self, base: int, control: Control, append_time: int) -> Segment:
+        segment = Segment(self._files, self._open_segments, self.directory, base, 0, self._reader)
+        segment.create(control, self.number, append_time)
+        return segment
+
+    def next_append_time(self) -> int:
+        """Now, or when the last batch was appended: a clock that was set back does not put them out of order."""
+        self._append_time = max(self._clock.now_us(), self._append_time)
+        return self._append_time
 
     # Out.
 
@@ -368,12 +382,12 @@ class Log:
             self.end += 1  # two segments cannot have one name
         # From here on the log goes `cut`, `active`: recovery removes what is between them.
         control = Control(
-            reserved=max(self.end, self._reserved_written),
+            reserved=max(self.end, self.reserved_written),
             previous=cut.base,
             dropped=segments[-1].base,
             snapshot=producers.snapshot(offset),
         )
-        active = self._create_segment(self.end, control, self._next_append_time())
+        active = self.create_segment(self.end, control, self.next_append_time())
         self.written = self.durable = self.committed = self.end
         self._closed_cleanly = False
         self._producers = producers
@@ -424,7 +438,7 @@ class Log:
         if self._closed_cleanly and self.end == self._opened_at:
             return
         try:
-            self._segments[-1].write_control(Control(self.end, self._previous()), self.end, self._append_time)
+            self._segments[-1].write_control(Control(self.end, self.previous_base()), self.end, self._append_time)
         except (AppendFailed, LogFailed) as error:
             logger.warning("%s: cannot note a clean stop, the next start recovers: %s", self.directory, error)
 
@@ -507,19 +521,6 @@ class Log:
         if self._unsynced_since_us is None:
             self._unsynced_since_us = self._clock.monotonic_us()
 
-    def _previous(self) -> int:
-        return self._segments[-2].base if len(self._segments) > 1 else NO_SEGMENT
-
-    def _create_segment(self, base: int, control: Control, append_time: int) -> Segment:
-        segment = Segment(self._files, self._open_segments, self.directory, base, 0, self._reader)
-        segment.create(control, self._number, append_time)
-        return segment
-
-    def _next_append_time(self) -> int:
-        """Now, or when the last batch was appended: a clock that was set back does not put them out of order."""
-        self._append_time = max(self._clock.now_us(), self._append_time)
-        return self._append_time
-
     def _replace(self, old: Segment, new: Segment) -> None:
         with self._segments_lock:
             self._segments = tuple(new if segment is old else segment for segment in self._segments)
@@ -531,100 +532,6 @@ class Log:
         self._files.sync_directory(self.directory)
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(segment.index_path)
-
-
-@dataclass(slots=True)
-class Part:
-    """Batches for one segment: a new one if there is a snapshot for its head."""
-
-    snapshot: bytes | None
-    batches: list[Batch]
-
-
-class Write:
-    """What one log hands to a worker to be written, and how that went."""
-
-    __slots__ = ("control", "created", "done", "end", "error", "log", "size", "_parts", "_previous", "_segment")
-
-    def __init__(self, log: Log, batches: list[Batch], size: int, control: Control | None, parts: list[Part]) -> None:
-        self.log = log
-        self.size = size
-        self.control = control
-        self._parts = parts
-        self._segment = log.segments[-1]
-        self._previous = log._previous()
-        self.created: list[Segment] = []
-        self.done: list[Batch] = []
-        self.end = log.written
-        self.error: DiskError | None = None
-
-    @property
-    def syncs(self) -> bool:
-        """Whether running it syncs: because a segment is sealed, or because the policy asks for it."""
-        return len(self._parts) > 1 or self.log.policy.durability is Durability.FSYNC
-
-    def run(self) -> None:
-        try:
-            for part in self._parts:
-                self._write(part)
-        except DiskError as error:
-            self.error = error
-
-    def sync(self) -> Sync:
-        """What must be synced for this write to be durable."""
-        reserved = self.control.reserved if self.control and not self.error else 0
-        return Sync(self.log, self._segment, self._segment.written, self.end, reserved)
-
-    def _write(self, part: Part) -> None:
-        batches = part.batches
-        if not batches:
-            return
-        log = self.log
-        append_time = log._next_append_time()
-        offset = batches[0].base_offset
-        reserved = self.control.reserved if self.control else log._reserved_written
-        if part.snapshot is not None:
-            full = self._segment
-            full.write_control(Control(reserved, self._previous), offset, append_time)
-            full.save_index()
-            control = Control(max(offset, reserved), full.base, snapshot=part.snapshot)
-            self._segment = log._create_segment(offset, control, append_time)
-            self.created.append(self._segment)
-            self._previous = full.base
-        segment = self._segment
-        durable_bytes = segment.durable_bytes
-        for batch in batches:
-            batch.stamp(
-                batch.base_offset,
-                append_time=append_time,
-                log=log._number,
-                durable_bytes=durable_bytes,
-                source=batch.source,
-                position=batch.position,
-            )
-        if self.control is not None and not self.done:
-            reservation = encode_control(self.control)
-            reservation.stamp(offset, append_time=append_time, log=log._number, durable_bytes=durable_bytes)
-            segment.write([reservation, *batches])
-        else:
-            segment.write(batches)
-        self.done += batches
-        self.end = batches[-1].end
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """What one log hands to a worker to be synced: all that is written up to a position, and an offset."""
-
-    log: Log
-    segment: Segment
-    position: int
-    written: int
-    reserved: int
-
-    @property
-    def file(self) -> File:
-        return self.segment.file
 
 
 def _base(segment: Segment) -> int:

@@ -38,7 +38,8 @@ from penstock.errors import (
     UnsupportedBatch,
 )
 from penstock.storage.files import Files, OsFiles
-from penstock.storage.log import Log, Sync, Write
+from penstock.storage.flush import Sync, Write
+from penstock.storage.log import Log
 from penstock.storage.meta import Change, Meta, SegmentRow
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
 from penstock.storage.segment import OpenSegments, Reader, Segment

@@ -1,0 +1,114 @@
+"""What a log hands to a worker and gets back: a write, and a sync.
+
+Running them touches only the writing side of the active segment. What they did counts, for readers and for those who
+wait, when the log's owner has them back: `Log.finish_write`, `Log.finish_sync`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.batch import Batch, Control, encode_control
+from penstock.errors import DiskError
+from penstock.storage.files import File
+from penstock.storage.policy import Durability
+from penstock.storage.segment import Segment
+
+if TYPE_CHECKING:
+    from penstock.storage.log import Log
+
+
+@dataclass(slots=True)
+class Part:
+    """Batches for one segment: a new one if there is a snapshot for its head."""
+
+    snapshot: bytes | None
+    batches: list[Batch]
+
+
+class Write:
+    """What one log hands to a worker to be written, and how that went."""
+
+    __slots__ = ("control", "created", "done", "end", "error", "log", "size", "_parts", "_previous", "_segment")
+
+    def __init__(self, log: Log, parts: list[Part], size: int, control: Control | None) -> None:
+        """`size` is that of all batches; `control` goes before them, to reserve offsets."""
+        self.log = log
+        self.size = size
+        self.control = control
+        self._parts = parts
+        self._segment = log.segments[-1]
+        self._previous = log.previous_base()
+        self.created: list[Segment] = []
+        self.done: list[Batch] = []
+        self.end = log.written
+        self.error: DiskError | None = None
+
+    @property
+    def syncs(self) -> bool:
+        """Whether running it syncs: because a segment is sealed, or because the policy asks for it."""
+        return len(self._parts) > 1 or self.log.policy.durability is Durability.FSYNC
+
+    def run(self) -> None:
+        try:
+            for part in self._parts:
+                self._write(part)
+        except DiskError as error:
+            self.error = error
+
+    def sync(self) -> Sync:
+        """What must be synced for this write to be durable."""
+        reserved = self.control.reserved if self.control and not self.error else 0
+        return Sync(self.log, self._segment, self._segment.written, self.end, reserved)
+
+    def _write(self, part: Part) -> None:
+        batches = part.batches
+        if not batches:
+            return
+        log = self.log
+        append_time = log.next_append_time()
+        offset = batches[0].base_offset
+        reserved = self.control.reserved if self.control else log.reserved_written
+        if part.snapshot is not None:
+            full = self._segment
+            full.write_control(Control(reserved, self._previous), offset, append_time)
+            full.save_index()
+            control = Control(max(offset, reserved), full.base, snapshot=part.snapshot)
+            self._segment = log.create_segment(offset, control, append_time)
+            self.created.append(self._segment)
+            self._previous = full.base
+        segment = self._segment
+        durable_bytes = segment.durable_bytes
+        for batch in batches:
+            batch.stamp(
+                batch.base_offset,
+                append_time=append_time,
+                log=log.number,
+                durable_bytes=durable_bytes,
+                source=batch.source,
+                position=batch.position,
+            )
+        if self.control is not None and not self.done:
+            reservation = encode_control(self.control)
+            reservation.stamp(offset, append_time=append_time, log=log.number, durable_bytes=durable_bytes)
+            segment.write([reservation, *batches])
+        else:
+            segment.write(batches)
+        self.done += batches
+        self.end = batches[-1].end
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """What one log hands to a worker to be synced: all that is written up to a position, and an offset."""
+
+    log: Log
+    segment: Segment
+    position: int
+    written: int
+    reserved: int
+
+    @property
+    def file(self) -> File:
+        return self.segment.file
