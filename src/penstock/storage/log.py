@@ -261,7 +261,7 @@ class Log:
 
     def read(self, offset: int, bytes_max: int) -> list[Batch]:
         """Committed batches, from the one that holds `offset` (it may begin earlier): at least one if there is
-        any, then as many as fit in `bytes_max`. None at the end. Their insides are checked by who opens them.
+        any, then as many as fit in `bytes_max`; an empty list at the end. Their insides are checked by who opens them.
         """
         batches = self.read_tail(offset, bytes_max)
         return self.read_disk(offset, bytes_max) if batches is None else batches
@@ -401,7 +401,7 @@ class Log:
             compaction.rewrite(cut, _batches_until(cut, kept), self._files, self._replace)
         except (OSError, AppendFailed) as error:
             # Only the head of the active segment knows what is to go: it must stay the active one.
-            self._fail(LogFailed(f"{self.directory}: a truncation is not finished, the next start does it: {error}"))
+            self._fail(LogFailed(f"{self.directory}: a truncation is not finished, restart and call it again: {error}"))
             raise self.failure or error from error
 
     # Both ways at once, in the calling thread; and the end.
