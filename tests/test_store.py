@@ -10,10 +10,10 @@ import shutil
 import sqlite3
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import uvloop
@@ -44,6 +44,8 @@ SMALL = Policy(segment_bytes=4096)
 FLUSH = Policy(durability=Durability.FLUSH)
 # Two of these do not fit into one small segment.
 LARGE = Random(0).randbytes(3000)
+
+T = TypeVar("T")
 
 
 def open_store(files: Any, *, meta: Meta | None = None, clock: ManualClock | None = None, **settings: Any) -> Store:
@@ -77,18 +79,6 @@ def test_a_new_store_has_no_topics_and_a_new_topic_has_empty_logs() -> None:
         assert [store.log(topic.id, partition).end for partition in range(3)] == [0, 0, 0]
 
 
-def test_a_topic_or_partition_that_is_not_there_is_refused() -> None:
-    with open_store(FaultyFiles()) as store:
-        topic = store.create_topic("orders", partitions=2)
-        for topic_id, partition in ((topic.id, 2), (topic.id + 1, 0), (topic.id, -1)):
-            with pytest.raises(UnknownTopic):
-                store.log(topic_id, partition)
-        with pytest.raises(UnknownTopic):
-            store.delete_topic(topic.id + 1)
-        with pytest.raises(UnknownTopic):
-            store.alter_topic(Topic(topic.id + 1, "other", 1, SMALL))
-
-
 def end_by_close(store: Store, disk: FaultyFiles) -> FaultyFiles:
     store.close()
     return disk
@@ -107,12 +97,75 @@ End = Callable[[Store, FaultyFiles], FaultyFiles]
 ENDS: list[End] = [end_by_close, end_by_kill, end_by_power_cut]
 
 
+class AtOnce:
+    """Topics are changed by the calls that wait for the disk."""
+
+    def create(self, store: Store, name: str, **options: Any) -> Topic:
+        return store.create_topic(name, **options)
+
+    def alter(self, store: Store, topic: Topic) -> None:
+        store.alter_topic(topic)
+
+    def delete(self, store: Store, topic_id: int) -> None:
+        store.delete_topic(topic_id)
+
+
+class Awaited:
+    """Topics are changed by the calls that `run` serves."""
+
+    def create(self, store: Store, name: str, **options: Any) -> Topic:
+        return serve(store, lambda: store.create_topic_async(name, **options))
+
+    def alter(self, store: Store, topic: Topic) -> None:
+        serve(store, lambda: store.alter_topic_async(topic))
+
+    def delete(self, store: Store, topic_id: int) -> None:
+        serve(store, lambda: store.delete_topic_async(topic_id))
+
+
+def serve(store: Store, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run the store for one change. If the power goes that is raised, wherever it was noticed."""
+
+    async def main() -> T:
+        async with asyncio.timeout(10):
+            rounds = asyncio.create_task(store.run())
+            asked = asyncio.create_task(change())
+            await asyncio.wait([asked])
+            if not isinstance(asked.exception(), PowerCut | Closed):
+                rounds.cancel()
+            [ended] = await asyncio.gather(rounds, return_exceptions=True)
+            if isinstance(ended, ExceptionGroup):
+                raise ended.exceptions[0]
+            return await asked
+
+    return uvloop.run(main())
+
+
+ways = pytest.mark.parametrize("way", [AtOnce(), Awaited()], ids=["at once", "awaited"])
+Way = AtOnce | Awaited
+
+
+@ways
+def test_a_topic_or_partition_that_is_not_there_is_refused(way: Way) -> None:
+    with open_store(FaultyFiles()) as store:
+        topic = store.create_topic("orders", partitions=2)
+        for topic_id, partition in ((topic.id, 2), (topic.id + 1, 0), (topic.id, -1)):
+            with pytest.raises(UnknownTopic):
+                store.log(topic_id, partition)
+        with pytest.raises(UnknownTopic):
+            way.delete(store, topic.id + 1)
+        with pytest.raises(UnknownTopic):
+            way.alter(store, Topic(topic.id + 1, "other", 1, SMALL))
+
+
+@ways
 @pytest.mark.parametrize("end", ENDS)
-def test_topics_their_policies_and_messages_are_back_after_every_end(end: End) -> None:
+def test_topics_their_policies_and_messages_are_back_after_every_end(end: End, way: Way) -> None:
     disk = FaultyFiles()
     store = open_store(disk)
-    plain = store.create_topic("plain")
-    full = store.create_topic(
+    plain = way.create(store, "plain")
+    full = way.create(
+        store,
         "full",
         partitions=3,
         policy=Policy(
@@ -134,15 +187,16 @@ def test_topics_their_policies_and_messages_are_back_after_every_end(end: End) -
         assert store.create_topic("next").id > full.id
 
 
+@ways
 @pytest.mark.parametrize("end", ENDS)
-def test_a_topic_may_be_renamed_get_another_policy_and_more_partitions(end: End) -> None:
+def test_a_topic_may_be_renamed_get_another_policy_and_more_partitions(end: End, way: Way) -> None:
     """ST-42: more partitions, never fewer."""
     disk = FaultyFiles()
     store = open_store(disk)
     topic = store.create_topic("before", partitions=2)
     append_flushed(store, topic, b"a", partition=1)
     altered = Topic(topic.id, "after", 4, Policy(segment_bytes=4096, durability=Durability.FLUSH))
-    store.alter_topic(altered)
+    way.alter(store, altered)
     assert store.topics == [altered]
     assert {store.log(topic.id, partition).policy for partition in range(4)} == {altered.policy}
     append_flushed(store, altered, b"b", partition=3)
@@ -152,16 +206,18 @@ def test_a_topic_may_be_renamed_get_another_policy_and_more_partitions(end: End)
         assert [values(store.log(topic.id, partition)) for partition in range(4)] == [[], [b"a"], [], [b"b"]]
 
 
-def test_a_topic_never_gets_fewer_partitions() -> None:
+@ways
+def test_a_topic_never_gets_fewer_partitions(way: Way) -> None:
     with open_store(FaultyFiles()) as store:
         topic = store.create_topic("orders", partitions=2)
         with pytest.raises(ValueError, match="fewer partitions"):
-            store.alter_topic(Topic(topic.id, "orders", 1, topic.policy))
+            way.alter(store, Topic(topic.id, "orders", 1, topic.policy))
         assert store.topics == [topic]
 
 
+@ways
 @pytest.mark.parametrize("end", ENDS)
-def test_a_deleted_topic_is_gone_with_its_files_and_its_id_is_not_used_again(end: End) -> None:
+def test_a_deleted_topic_is_gone_with_its_files_and_its_id_is_not_used_again(end: End, way: Way) -> None:
     disk = FaultyFiles()
     store = open_store(disk)
     kept = store.create_topic("kept")
@@ -172,8 +228,9 @@ def test_a_deleted_topic_is_gone_with_its_files_and_its_id_is_not_used_again(end
     waiting: list[PenstockError | None] = []
     log = store.log(gone.id, 1)
     log.append(encode([b"waits"], timestamp=0), done=lambda _, error: waiting.append(error))
-    store.delete_topic(gone.id)
+    way.delete(store, gone.id)
     assert len(waiting) == 1, "whoever waits is told"
+    assert log.state is State.CLOSED
     with pytest.raises(Closed):
         append(log, b"b")
     disk = end(store, disk)
@@ -188,7 +245,8 @@ def test_a_deleted_topic_is_gone_with_its_files_and_its_id_is_not_used_again(end
         assert values(store.log(again.id)) == []
 
 
-def test_a_deletion_is_finished_at_the_next_start_wherever_it_was_cut() -> None:
+@ways
+def test_a_deletion_is_finished_at_the_next_start_wherever_it_was_cut(way: Way) -> None:
     cuts = finished = 0
     while True:
         disk = FaultyFiles(seed=cuts)
@@ -201,7 +259,7 @@ def test_a_deletion_is_finished_at_the_next_start_wherever_it_was_cut() -> None:
         expected = values(store.log(gone.id))
         disk.cut_after = disk.calls + cuts
         try:
-            store.delete_topic(gone.id)
+            way.delete(store, gone.id)
             break
         except PowerCut:
             disk = disk.power_cut()
@@ -219,14 +277,15 @@ def test_a_deletion_is_finished_at_the_next_start_wherever_it_was_cut() -> None:
     assert finished > 10
 
 
-def test_a_creation_that_was_cut_leaves_a_whole_topic_or_none() -> None:
+@ways
+def test_a_creation_that_was_cut_leaves_a_whole_topic_or_none(way: Way) -> None:
     cuts = 0
     while True:
         disk = FaultyFiles(seed=cuts)
         store = open_store(disk)
         disk.cut_after = disk.calls + cuts
         try:
-            store.create_topic("orders", partitions=2)
+            way.create(store, "orders", partitions=2)
             break
         except PowerCut:
             disk = disk.power_cut()
@@ -239,39 +298,228 @@ def test_a_creation_that_was_cut_leaves_a_whole_topic_or_none() -> None:
     assert cuts > 5
 
 
-@pytest.mark.parametrize("call", ["create", "write", "make_directory"])
-def test_a_topic_whose_creation_failed_may_be_completed_or_deleted(call: str) -> None:
+@ways
+def test_an_alteration_that_was_cut_is_made_or_not(way: Way) -> None:
+    cuts = made = 0
+    while True:
+        disk = FaultyFiles(seed=cuts)
+        store = open_store(disk)
+        before = store.create_topic("before", partitions=1)
+        after = Topic(before.id, "after", 3, SMALL)
+        append_flushed(store, before, b"a")
+        disk.cut_after = disk.calls + cuts
+        try:
+            way.alter(store, after)
+            break
+        except PowerCut:
+            disk = disk.power_cut()
+        with open_store(disk) as store:
+            [topic] = store.topics
+            assert topic in (before, after)
+            made += topic == after
+            assert values(store.log(topic.id)) == [b"a"]
+            append_flushed(store, topic, b"b", partition=topic.partitions - 1)
+            assert store.refused == {}
+        cuts += 1
+    assert cuts > made > 5
+
+
+# What creating topic 1 with two partitions does for the second of them.
+OPENING = [
+    ("make_directory", "topics/1/1"),
+    ("create", "topics/1/1/" + "0" * 20 + ".log"),
+    ("write", "topics/1/1/" + "0" * 20 + ".log"),
+    ("sync", "topics/1/1/" + "0" * 20 + ".log"),
+    ("sync_directory", "topics/1/1"),
+    ("sizes", "topics/1/1"),
+]
+STATE_FILE = "topics/0/0/" + "0" * 20 + ".log"
+
+
+@ways
+@pytest.mark.parametrize(("call", "path"), OPENING, ids=[call for call, _ in OPENING])
+def test_a_topic_whose_files_cannot_be_made_is_not_created(way: Way, call: str, path: str) -> None:
     disk = FaultyFiles()
     with open_store(disk) as store:
-        for after in range(4):
-            disk.fail(call, errno.ENOSPC, after=after)
-            with contextlib.suppress(AppendFailed, OSError):
-                store.create_topic(f"orders {after}", partitions=3)
-            disk.heal()
-        for topic in store.topics:
-            store.delete_topic(topic.id)
+        disk.fail(call, errno.ENOSPC, path_suffix=path)
+        with pytest.raises(AppendFailed, match=r"orders is not created: .* create it again"):
+            way.create(store, "orders", partitions=2)
+        assert (store.topics, store.refused) == ([], {})
+        assert disk.sizes(DATA / "topics").keys() == {"0"}
+        with pytest.raises(UnknownTopic):
+            store.log(1)
+        topic = way.create(store, "orders", partitions=2)
+        append_flushed(store, topic, b"a", partition=1)
+    with open_store(disk) as store:
+        assert store.topics == [topic]
+        assert values(store.log(topic.id, 1)) == [b"a"]
+
+
+@ways
+def test_a_topic_that_is_not_created_and_whose_files_stay_is_gone_after_a_restart(way: Way) -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        disk.fail("make_directory", errno.ENOSPC, path_suffix="topics/1/1")
+        disk.fail("remove", errno.EIO)
+        with pytest.raises(AppendFailed, match="orders is not created"):
+            way.create(store, "orders", partitions=2)
+        assert store.topics == []
+        assert disk.sizes(DATA / "topics").keys() == {"0", "1"}
+    with open_store(disk) as store:
         assert store.topics == []
         assert disk.sizes(DATA / "topics").keys() == {"0"}
-        topic = store.create_topic("orders")
+        assert store.create_topic("next").id == 2
+
+
+def fill_up_at(disk: FaultyFiles, files: WatchedFiles, name: str, suffix: str) -> None:
+    """From that call on there is no room: neither for it nor for the state."""
+
+    def before(call: Call) -> None:
+        if call.name == name and str(call.path).endswith(suffix):
+            files.before = None
+            disk.fail(name, errno.ENOSPC, path_suffix=suffix)
+            disk.fail("write", errno.ENOSPC, path_suffix=STATE_FILE)
+
+    files.before = before
+
+
+def alter_to_complete(way: Way, store: Store, disk: FaultyFiles, topic: Topic) -> Store:
+    way.alter(store, topic)
+    return store
+
+
+def restart_to_complete(way: Way, store: Store, disk: FaultyFiles, topic: Topic) -> Store:
+    store.close()
+    return open_store(disk)
+
+
+@ways
+@pytest.mark.parametrize("complete", [alter_to_complete, restart_to_complete])
+def test_a_topic_that_can_be_neither_made_nor_taken_back_may_be_completed(
+    way: Way, complete: Callable[[Way, Store, FaultyFiles, Topic], Store]
+) -> None:
+    disk = FaultyFiles()
+    files = WatchedFiles(disk)
+    store = open_store(files)
+    fill_up_at(disk, files, "make_directory", "topics/1/1")
+    with pytest.raises(AppendFailed, match=r"refused .* not taken back .* alter the topic or restart .* or delete"):
+        way.create(store, "orders", partitions=3)
+    [topic] = store.topics
+    assert (topic.name, topic.partitions) == ("orders", 3)
+    assert store.refused.keys() == {(1, 1)}
+    append_flushed(store, topic, b"a")
+    with pytest.raises(AppendFailed, match="No space left"):
+        store.log(topic.id, 1)
+    store = complete(way, store, disk, topic)
+    assert (store.topics, store.refused) == ([topic], {})
+    append_flushed(store, topic, b"b", partition=1)
+    assert [values(store.log(topic.id, partition)) for partition in range(3)] == [[b"a"], [b"b"], []]
+    store.close()
+
+
+@ways
+def test_a_topic_that_can_be_neither_made_nor_taken_back_may_be_deleted(way: Way) -> None:
+    disk = FaultyFiles()
+    files = WatchedFiles(disk)
+    with open_store(files) as store:
+        fill_up_at(disk, files, "make_directory", "topics/1/1")
+        with pytest.raises(AppendFailed, match="not taken back"):
+            way.create(store, "orders", partitions=3)
+        way.delete(store, 1)
+        assert (store.topics, store.refused) == ([], {})
+        assert disk.sizes(DATA / "topics").keys() == {"0"}
+
+
+@ways
+@pytest.mark.parametrize(("call", "path"), OPENING, ids=[call for call, _ in OPENING])
+def test_partitions_that_cannot_be_made_are_refused_until_the_topic_is_altered_again(
+    way: Way, call: str, path: str
+) -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        topic = store.create_topic("before")
         append_flushed(store, topic, b"a")
-        assert values(store.log(topic.id)) == [b"a"]
+        altered = Topic(topic.id, "after", 3, SMALL)
+        disk.fail(call, errno.ENOSPC, path_suffix=path)
+        with pytest.raises(
+            AppendFailed, match=r"altered, but has partitions that are refused.*alter the topic once more"
+        ):
+            way.alter(store, altered)
+        assert store.topics == [altered]
+        assert store.refused.keys() == {(topic.id, 1)}
+        append_flushed(store, altered, b"b")
+        append_flushed(store, altered, b"c", partition=2)
+        way.alter(store, altered)
+        assert store.refused == {}
+        append_flushed(store, altered, b"d", partition=1)
+        expected = [[b"a", b"b"], [b"d"], [b"c"]]
+        assert [values(store.log(topic.id, partition)) for partition in range(3)] == expected
+    with open_store(disk) as store:
+        assert [values(store.log(topic.id, partition)) for partition in range(3)] == expected
 
 
-def test_a_change_that_could_not_be_written_did_not_happen() -> None:
+def test_a_log_that_has_no_room_at_a_start_does_not_stop_the_others() -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        kept = store.create_topic("kept")
+        append_flushed(store, kept, b"a")
+        store._write_state([store_module._topic_change(Topic(2, "half made", 1, SMALL))])
+    disk.fail("make_directory", errno.ENOSPC, path_suffix="topics/2/0")
+    with open_store(disk) as store:
+        assert values(store.log(kept.id)) == [b"a"]
+        with pytest.raises(AppendFailed, match="No space left"):
+            store.log(2)
+
+
+@ways
+def test_files_that_cannot_be_removed_are_removed_at_the_next_start(way: Way) -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        topic = store.create_topic("orders")
+        disk.fail("remove", errno.EIO)
+        with pytest.raises(BadDirectory, match="the next start tries again"):
+            way.delete(store, topic.id)
+        assert store.topics == []
+        with pytest.raises(UnknownTopic):
+            store.log(topic.id)
+    with open_store(disk) as store:
+        assert store.topics == []
+        assert disk.sizes(DATA / "topics").keys() == {"0"}
+
+
+@ways
+def test_a_deletion_whose_mark_cannot_be_removed_is_one_all_the_same(way: Way) -> None:
+    disk = FaultyFiles()
+    with open_store(disk) as store:
+        topic = store.create_topic("orders")
+        disk.fail("write", errno.ENOSPC, path_suffix=STATE_FILE, after=1)
+        way.delete(store, topic.id)
+        assert store.topics == []
+    with open_store(disk) as store:
+        assert store.topics == []
+        assert store.state.items("topic") == []
+
+
+@ways
+def test_a_change_that_could_not_be_written_did_not_happen(way: Way) -> None:
     disk = FaultyFiles()
     with open_store(disk) as store:
         topic = store.create_topic("orders")
         for change in (
-            lambda: store.create_topic("other"),
-            lambda: store.alter_topic(Topic(topic.id, "renamed", 1, topic.policy)),
-            lambda: store.delete_topic(topic.id),
+            lambda: way.create(store, "other"),
+            lambda: way.alter(store, Topic(topic.id, "renamed", 1, topic.policy)),
+            lambda: way.delete(store, topic.id),
         ):
-            disk.fail("write", errno.ENOSPC, path_suffix="topics/0/0/" + "0" * 20 + ".log")
+            disk.fail("write", errno.ENOSPC, path_suffix=STATE_FILE)
             with pytest.raises(AppendFailed):
                 change()
             assert store.topics == [topic]
+            assert disk.sizes(DATA / "topics").keys() == {"0", str(topic.id)}
+        append_flushed(store, topic, b"a")
+        other = way.create(store, "other")
     with open_store(disk) as store:
-        assert store.topics == [topic]
+        assert store.topics == [topic, other]
+        assert values(store.log(topic.id)) == [b"a"]
 
 
 def test_a_directory_of_an_unknown_topic_is_refused_and_nothing_is_deleted() -> None:
@@ -422,6 +670,14 @@ def test_after_a_kill_everything_comes_back(tmp_path: Path, harm: Callable[[Path
     if harm is not None:
         harm(killed)
     check(killed, known)
+
+
+def test_topics_are_told_in_the_order_of_their_creation_after_a_restart_too(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        topics = [store.create_topic(f"topic {number}") for number in range(12)]
+        assert store.topics == topics
+    with Store(tmp_path) as store:
+        assert store.topics == topics
 
 
 def test_a_meta_db_of_yesterday_catches_up(tmp_path: Path) -> None:
@@ -626,14 +882,25 @@ def test_a_failed_log_stops_neither_the_others_nor_close() -> None:
         assert values(store.log(good.id)) == [b"b", b"c"]
 
 
-def test_segments_that_are_open_are_bounded_whatever_looks_at_them(tmp_path: Path) -> None:
-    def open_files() -> int:
-        return sum(
-            name.endswith(".log")
-            for entry in Path("/proc/self/fd").iterdir()
-            if (name := os.path.basename(os.path.realpath(entry))) and str(tmp_path) in os.path.realpath(entry)
-        )
+def open_segments(directory: Path) -> int:
+    """How many segments this process has open below a directory, those that were removed too."""
+    paths = (os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir())
+    return sum(path.startswith(str(directory)) and ".log" in path for path in paths)
 
+
+@ways
+def test_the_segments_of_a_deleted_topic_do_not_keep_their_room_on_the_disk(tmp_path: Path, way: Way) -> None:
+    with Store(tmp_path, settings=Settings(tail_bytes_max=0)) as store:
+        topic = store.create_topic("orders", policy=SMALL)
+        for _ in range(5):
+            append_flushed(store, topic, LARGE)
+        assert len(values(store.log(topic.id))) == 5
+        assert open_segments(tmp_path) == 6, "and that of the state topic"
+        way.delete(store, topic.id)
+        assert open_segments(tmp_path) == 1
+
+
+def test_segments_that_are_open_are_bounded_whatever_looks_at_them(tmp_path: Path) -> None:
     settings = Settings(open_segments_max=4, tail_bytes_max=0)
     with Store(tmp_path, settings=settings) as store:
         policies = [SMALL, Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT)]
@@ -646,13 +913,13 @@ def test_segments_that_are_open_are_bounded_whatever_looks_at_them(tmp_path: Pat
         for topic in topics:
             log = store.log(topic.id)
             assert len(values(log)) == 30
-            assert open_files() <= allowed
+            assert open_segments(tmp_path) <= allowed
             assert log.offset_at(1) == 0
-            assert open_files() <= allowed
+            assert open_segments(tmp_path) <= allowed
             assert not log.verify().damage
-            assert open_files() <= allowed
+            assert open_segments(tmp_path) <= allowed
         store.upkeep()
-        assert open_files() <= allowed
+        assert open_segments(tmp_path) <= allowed
 
 
 # In an event loop
@@ -1159,6 +1426,479 @@ def test_a_few_dirty_logs_are_synced_each(tmp_path: Path, monkeypatch: pytest.Mo
             append(store.log(topic.id, number), b"%d" % number)
         store.flush()
         assert [store.log(topic.id, number).durable for number in range(SYNC_EACH_MAX)] == [1] * SYNC_EACH_MAX
+
+
+# Topics that are changed while the rounds run
+
+
+def hold_below(files: WatchedFiles, name: str, directory: Path) -> Gate:
+    """Hold the next call of that name on a directory, or on anything below it. Only that one."""
+    gate = Gate()
+
+    def before(call: Call) -> None:
+        if call.name == name and call.path.is_relative_to(directory):
+            files.before = None
+            gate.wait()
+
+    files.before = before
+    return gate
+
+
+def test_topics_are_created_altered_and_deleted_while_the_rounds_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            async with running(store):
+                gone = await store.create_topic_async("gone", partitions=2)
+                await store.append(store.log(gone.id), batch(b"lost"))
+                topic = await store.create_topic_async("orders", partitions=2, policy=FLUSH)
+                assert topic == Topic(gone.id + 1, "orders", 2, FLUSH)
+                await store.append(store.log(topic.id, 1), batch(b"a"))
+                altered = Topic(topic.id, "renamed", 3, SMALL)
+                await store.alter_topic_async(altered)
+                await asyncio.gather(*(store.append(store.log(topic.id, number), batch(b"b")) for number in range(3)))
+                await store.delete_topic_async(gone.id)
+                assert store.topics == [altered]
+                with pytest.raises(UnknownTopic):
+                    store.log(gone.id)
+                with pytest.raises(UnknownTopic):
+                    await store.delete_topic_async(gone.id)
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert store.topics == [Topic(2, "renamed", 3, SMALL)]
+        assert [values(store.log(2, number)) for number in range(3)] == [[b"b"], [b"a", b"b"], [b"b"]]
+        assert sorted(path.name for path in (tmp_path / "topics").iterdir()) == ["0", "2"]
+
+
+def test_creations_at_once_get_different_ids(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            async with running(store):
+                topics = await asyncio.gather(*(store.create_topic_async(f"topic {number}") for number in range(8)))
+            assert [topic.id for topic in topics] == list(range(1, 9))
+            assert store.topics == topics
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert [topic.name for topic in store.topics] == [f"topic {number}" for number in range(8)]
+
+
+def test_a_change_of_the_topics_asks_nothing_of_the_disk_in_the_loop(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        threads: dict[str, set[str]] = {}
+
+        def before(call: Call) -> None:
+            threads.setdefault(call.name, set()).add(threading.current_thread().name)
+
+        with Store(tmp_path, files=files) as store:
+            async with running(store):
+                files.before = before
+                topic = await store.create_topic_async("orders", partitions=2, policy=SMALL)
+                for _ in range(3):
+                    await store.append(store.log(topic.id), batch(LARGE))
+                await store.alter_topic_async(Topic(topic.id, "renamed", 3, SMALL))
+                await store.delete_topic_async(topic.id)
+                await store.write_state([Change("positions", "a", 1)])
+                files.before = None
+        assert threads.keys() >= {"make_directory", "create", "write", "sync", "sizes", "remove", "remove_directory"}
+        assert threading.main_thread().name not in set().union(*threads.values())
+
+    drive(main)
+
+
+@pytest.mark.parametrize("name", ["make_directory", "sizes", "create", "write", "sync", "sync_directory"])
+def test_messages_are_taken_while_a_topic_is_being_created(tmp_path: Path, name: str) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            kept = store.create_topic("kept")
+            async with running(store):
+                gate = hold_below(files, name, tmp_path / "topics" / "2")
+                creation = asyncio.create_task(store.create_topic_async("slow", partitions=2))
+                await gate.reached.wait()
+                assert await store.append(store.log(kept.id), batch(b"a")) == 0
+                assert (store.topics, creation.done()) == ([kept], False)
+                with pytest.raises(UnknownTopic):
+                    store.log(2)
+                gate.open()
+                topic = await creation
+                assert store.topics == [kept, topic]
+                assert await store.append(store.log(2, 1), batch(b"b")) == 0
+
+    drive(main)
+
+
+@pytest.mark.parametrize("name", ["sizes", "remove", "remove_directory"])
+def test_messages_are_taken_while_a_topic_is_being_deleted(tmp_path: Path, name: str) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            kept, gone = store.create_topic("kept"), store.create_topic("gone", partitions=2)
+            async with running(store):
+                gate = hold_below(files, name, tmp_path / "topics" / str(gone.id))
+                deletion = asyncio.create_task(store.delete_topic_async(gone.id))
+                await gate.reached.wait()
+                assert await store.append(store.log(kept.id), batch(b"a")) == 0
+                assert (store.topics, deletion.done()) == ([kept], False)
+                gate.open()
+                await deletion
+                assert not (tmp_path / "topics" / str(gone.id)).exists()
+
+    drive(main)
+
+
+def test_readers_of_a_flush_topic_do_not_wait_for_the_state_topic(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            flushed = store.log(store.create_topic("flushed", policy=FLUSH).id)
+            async with running(store):
+                await store.append(flushed, batch(b"reserves offsets"))
+                gate = hold(files, "sync", store._state_log)
+                creation = asyncio.create_task(store.create_topic_async("slow"))
+                await gate.reached.wait()
+                assert await store.append(flushed, batch(b"a")) == 1
+                assert not creation.done()
+                gate.open()
+                await creation
+
+    drive(main)
+
+
+def test_a_topic_is_not_changed_at_once_while_another_change_is_under_way(tmp_path: Path) -> None:
+    """Two topics would get one id, or a deleted one would come back."""
+
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            kept = store.create_topic("kept")
+            async with running(store):
+                gate = hold_below(files, "make_directory", tmp_path / "topics" / "2")
+                creation = asyncio.create_task(store.create_topic_async("slow"))
+                await gate.reached.wait()
+                for change in (
+                    lambda: store.create_topic("other"),
+                    lambda: store.alter_topic(kept),
+                    lambda: store.delete_topic(kept.id),
+                ):
+                    with pytest.raises(Overloaded, match="try again"):
+                        change()
+                gate.open()
+                assert (await creation).id == 2
+                assert store.create_topic("other").id == 3
+
+    drive(main)
+
+
+def test_a_topic_that_is_being_written_is_removed_when_that_has_ended(tmp_path: Path) -> None:
+    """The write makes a new segment, in a directory that must still be there and must not be left."""
+
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            policy = Policy(segment_bytes=4096, durability=Durability.FLUSH)
+            gone, kept = store.create_topic("gone", policy=policy), store.create_topic("kept")
+            log = store.log(gone.id)
+            async with running(store) as rounds:
+                await store.append(log, batch(LARGE))
+                gate = hold(files, "create", log)
+                refused = [asyncio.create_task(store.append(log, batch(LARGE)))]
+                await gate.reached.wait()
+                refused.append(asyncio.create_task(store.append(log, batch(b"waits"))))
+                deletion = asyncio.create_task(store.delete_topic_async(gone.id))
+                await asyncio.wait(refused)
+                assert [type(task.exception()) for task in refused] == [Closed, Closed]
+                # A round on the disk, in which a removal that did not wait would have begun.
+                assert await store.append(store.log(kept.id), batch(b"a")) == 0
+                assert files.count("remove") == 0
+                assert (deletion.done(), store.topics) == (False, [kept])
+                gate.open()
+                await deletion
+                assert not (tmp_path / "topics" / str(gone.id)).exists()
+                assert not rounds.done()
+            assert store.unflushed_bytes == 0
+
+    drive(main)
+
+
+def test_a_topic_that_is_being_compacted_is_removed_when_that_has_ended(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files, settings=Settings(upkeep_ms=1)) as store:
+            kept = store.create_topic("kept")
+            gone = store.create_topic("gone", policy=Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT))
+            for _ in range(3):
+                append(store.log(gone.id), LARGE, keys=[b"k"])
+                store.flush()
+            gate = hold_below(files, "rename", store.log(gone.id).directory)
+            async with running(store):
+                await gate.reached.wait()
+                files.calls.clear()
+                deletion = asyncio.create_task(store.delete_topic_async(gone.id))
+                while gone in store.topics:
+                    await store.append(store.log(kept.id), batch(b"a"))
+                await store.append(store.log(kept.id), batch(b"a round on the disk"))
+                assert files.count("remove") == 0
+                gate.open()
+                await deletion
+                assert not (tmp_path / "topics" / str(gone.id)).exists()
+
+    drive(main)
+
+
+def test_upkeep_leaves_a_topic_alone_that_was_deleted_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store(tmp_path) as store:
+        topic = store.create_topic("orders", policy=Policy(segment_bytes=4096, retain_bytes=1))
+        for _ in range(3):
+            append_flushed(store, topic, LARGE)
+        log = store.log(topic.id)
+        store.delete_topic(topic.id)
+        store._upkeep([log])
+    assert caplog.text == ""
+
+
+def test_a_change_whose_caller_went_away_is_made_and_one_that_was_not_begun_is_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            async with running(store):
+                gate = hold_below(files, "make_directory", tmp_path / "topics" / "1")
+                under_way = asyncio.create_task(store.create_topic_async("under way"))
+                not_begun = asyncio.create_task(store.create_topic_async("not begun"))
+                await gate.reached.wait()
+                under_way.cancel()
+                not_begun.cancel()
+                await asyncio.wait([under_way, not_begun])
+                assert store.topics == []
+                gate.open()
+                last = await store.create_topic_async("last")
+                assert [(topic.id, topic.name) for topic in store.topics] == [(1, "under way"), (2, "last")]
+                await store.append(store.log(1), batch(b"a"))
+                await store.append(store.log(last.id), batch(b"a"))
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert [topic.name for topic in store.topics] == ["under way", "last"]
+
+
+def test_a_failure_of_a_change_whose_caller_went_away_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        disk = FaultyFiles()
+        files = WatchedFiles(disk)
+        with open_store(files) as store:
+            async with running(store):
+                gate = hold_below(files, "make_directory", DATA / "topics" / "1")
+                disk.fail("make_directory", errno.ENOSPC, path_suffix="topics/1/0")
+                creation = asyncio.create_task(store.create_topic_async("orders"))
+                await gate.reached.wait()
+                creation.cancel()
+                await asyncio.wait([creation])
+                gate.open()
+                last = await store.create_topic_async("last")
+                assert store.topics == [last]
+
+    drive(main)
+    assert "orders is not created" in caplog.text
+    assert "went away" in caplog.text
+
+
+def test_run_ends_after_the_change_that_is_under_way_and_close_refuses_the_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        store = Store(tmp_path, files=files)
+        rounds = asyncio.create_task(store.run())
+        gate = hold_below(files, "make_directory", tmp_path / "topics" / "1")
+        under_way = asyncio.create_task(store.create_topic_async("under way", partitions=2))
+        waiting = asyncio.create_task(store.create_topic_async("waiting"))
+        await gate.reached.wait()
+        rounds.cancel()
+        await asyncio.wait([rounds, under_way, waiting], timeout=0)
+        assert (rounds.done(), under_way.done(), waiting.done()) == (False, False, False)
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await rounds
+        assert under_way.done()
+        assert store.topics == [under_way.result()]
+        assert not waiting.done()
+        store.close()
+        with pytest.raises(Closed, match="nothing was changed"):
+            await waiting
+        with pytest.raises(Closed):
+            await store.create_topic_async("late")
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert [topic.name for topic in store.topics] == ["under way"]
+
+
+def test_a_deletion_that_is_under_way_when_run_ends_is_finished_with_its_rounds(tmp_path: Path) -> None:
+    """It has still to write to the state topic."""
+
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files) as store:
+            topic = store.create_topic("orders")
+            rounds = asyncio.create_task(store.run())
+            gate = hold_below(files, "remove", tmp_path / "topics" / str(topic.id))
+            deletion = asyncio.create_task(store.delete_topic_async(topic.id))
+            await gate.reached.wait()
+            rounds.cancel()
+            gate.open()
+            with pytest.raises(asyncio.CancelledError):
+                await rounds
+            await deletion
+            assert store.state.items("topic") == []
+
+    drive(main)
+
+
+def test_a_change_that_was_asked_for_before_run_is_made_by_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            early = asyncio.create_task(store.create_topic_async("early"))
+            await asyncio.sleep(0)
+            async with running(store):
+                topic = await early
+                assert store.topics == [topic]
+
+    drive(main)
+
+
+def test_a_change_is_not_waited_for_when_the_rounds_crash(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        store = Store(tmp_path, files=files)
+
+        def before(call: Call) -> None:
+            if call.name == "write":
+                raise RuntimeError("a fault of ours")
+
+        files.before = before
+        rounds = asyncio.create_task(store.run())
+        under_way = asyncio.create_task(store.create_topic_async("under way"))
+        waiting = asyncio.create_task(store.create_topic_async("waiting"))
+        with pytest.raises(ExceptionGroup) as crash:
+            await rounds
+        assert crash.group_contains(RuntimeError, match="a fault of ours")
+        with pytest.raises(Closed, match="next start"):
+            await under_way
+        assert not waiting.done()
+        files.before = None
+        store.close()
+        with pytest.raises(Closed, match="nothing was changed"):
+            await waiting
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert store.topics == []
+
+
+def test_close_waits_for_what_a_crash_left_in_the_worker(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        store = Store(tmp_path, files=files)
+        kept = store.log(store.create_topic("kept").id)
+        rounds = asyncio.create_task(store.run())
+        gate = hold_below(files, "make_directory", tmp_path / "topics" / "2")
+        creation = asyncio.create_task(store.create_topic_async("orders"))
+        await gate.reached.wait()
+
+        def before(call: Call) -> None:
+            if call.name == "write" and call.path.parent == kept.directory:
+                raise RuntimeError("a fault of ours")
+
+        files.before = before
+        kept.append(batch(b"a"))
+        with pytest.raises(ExceptionGroup):
+            await rounds
+        with pytest.raises(Closed, match="next start"):
+            await creation
+        files.before = None
+        files.calls.clear()
+        closing = asyncio.get_running_loop().run_in_executor(None, store.close)
+        gate.open()
+        await closing
+        made = [call.name for call in files.calls if call.path.is_relative_to(tmp_path / "topics" / "2")]
+        assert "create" in made
+        after = files.calls[[call.name for call in files.calls].index("create") :]
+        assert any(call.path.is_relative_to(tmp_path / "topics" / "0") for call in after), "it was not waited for"
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert [topic.name for topic in store.topics] == ["kept", "orders"]
+
+
+def test_a_fault_of_ours_in_a_change_surfaces_from_run_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        store = Store(tmp_path, files=files)
+
+        def before(call: Call) -> None:
+            if call.name == "make_directory":
+                raise RuntimeError("a fault of ours")
+
+        files.before = before
+        rounds = asyncio.create_task(store.run())
+        creation = asyncio.create_task(store.create_topic_async("orders"))
+        with pytest.raises(ExceptionGroup) as crash:
+            await rounds
+        assert crash.group_contains(RuntimeError, match="a fault of ours")
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await creation
+        files.before = None
+        store.close()
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert [topic.name for topic in store.topics] == ["orders"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(SMALL, FLUSH), (FLUSH, SMALL)], ids=["to flush", "to fsync"])
+def test_what_waits_when_the_policy_changes_lanes_is_written(tmp_path: Path, before: Policy, after: Policy) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            topic = store.create_topic("orders", policy=before)
+            log = store.log(topic.id)
+            async with running(store):
+                await asyncio.sleep(0)
+                committed = asyncio.Event()
+                log.append(batch(b"a"), done=lambda *_: committed.set())
+                store.alter_topic(Topic(topic.id, "orders", 1, after))
+                await committed.wait()
+            assert values(log) == [b"a"]
+
+    drive(main)
+
+
+def test_the_state_is_written_and_read_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            async with running(store):
+                await store.write_state([Change("position", "a", {"offset": 7}), Change("position", "b", 1)])
+                assert store.state.get("position", "a") == {"offset": 7}
+                await store.write_state([Change("position", "b", None)])
+                assert store.state.items("position") == [("a", {"offset": 7})]
+
+    drive(main)
+    with Store(tmp_path) as store:
+        assert store.state.items("position") == [("a", {"offset": 7})]
+
+
+def test_state_that_could_not_be_written_is_as_before() -> None:
+    async def main() -> None:
+        disk = FaultyFiles()
+        with open_store(disk) as store:
+            async with running(store):
+                await store.write_state([Change("position", "a", 1)])
+                disk.fail("write", errno.ENOSPC, path_suffix=STATE_FILE)
+                with pytest.raises(AppendFailed):
+                    await store.write_state([Change("position", "a", 2), Change("position", "b", 2)])
+                assert store.state.items("position") == [("a", 1)]
+
+    drive(main)
 
 
 # A disk that is really full

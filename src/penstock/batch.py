@@ -212,6 +212,10 @@ class Batch:
         return self.base_offset + self.span
 
     @property
+    def size(self) -> int:
+        return len(self.data)
+
+    @property
     def compression(self) -> Compression:
         number = self.flags & _COMPRESSION
         if number > Compression.ZSTD:

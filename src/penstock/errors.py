@@ -1,16 +1,24 @@
 """Every error that Penstock raises, in one tree.
 
     PenstockError
+    ├── BadConfig              a setting is wrong: the text says which
     ├── PeerError              what was sent or asked is wrong: change it
     │   ├── CorruptBatch       bytes that are not a batch
     │   ├── UnsupportedBatch   a batch of a newer version
     │   ├── BatchTooLarge      larger than a batch may be
     │   ├── OffsetOutOfRange   an offset that the log does not hold
-    │   └── OutOfSequence      a producer left a gap, or is not known
+    │   ├── OutOfSequence      a producer left a gap, or is not known
+    │   ├── BadSubject         no subject that can be stored, or no pattern
+    │   ├── BadHeader          a header that asks for what cannot be done
+    │   ├── TopicConflict      a topic of that name, or above or below it, exists
+    │   ├── UnknownGroup       no group has that name
+    │   ├── GroupConflict      the group exists, and is another one
+    │   └── StaleCommit        the group has been reset or shared out anew since
     ├── BrokerError            this process cannot do it now: try again
     │   ├── Overloaded         too many bytes wait for the disk
     │   ├── Closed             stopped, or stopping
-    │   └── UnknownTopic       no topic has that id
+    │   ├── TooManyTopics      no more topics are made by themselves
+    │   └── UnknownTopic       no such topic
     └── DiskError              the data directory is in the way: look at it
         ├── DirectoryInUse     another process has it open
         ├── BadDirectory       files that do not belong there, or do not fit together
@@ -24,12 +32,23 @@ Each leaf has one code, which is what a peer sees on the wire.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 
 class PenstockError(Exception):
     code: ClassVar[str] = "ERROR"
+
+
+class BadConfig(PenstockError):
+    """All that is wrong, one line each."""
+
+    code = "BAD_CONFIG"
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
 
 
 class PeerError(PenstockError):
@@ -62,6 +81,30 @@ class OutOfSequence(PeerError):
     code = "OUT_OF_SEQUENCE"
 
 
+class BadSubject(PeerError):
+    code = "BAD_SUBJECT"
+
+
+class BadHeader(PeerError):
+    code = "BAD_HEADER"
+
+
+class TopicConflict(PeerError):
+    code = "TOPIC_CONFLICT"
+
+
+class UnknownGroup(PeerError):
+    code = "UNKNOWN_GROUP"
+
+
+class GroupConflict(PeerError):
+    code = "GROUP_CONFLICT"
+
+
+class StaleCommit(PeerError):
+    code = "STALE_COMMIT"
+
+
 class BrokerError(PenstockError):
     code = "BROKER"
 
@@ -72,6 +115,10 @@ class Overloaded(BrokerError):
 
 class Closed(BrokerError):
     code = "CLOSED"
+
+
+class TooManyTopics(BrokerError):
+    code = "TOO_MANY_TOPICS"
 
 
 class UnknownTopic(BrokerError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.batch import Batch, Control, encode_control
 from penstock.errors import DiskError
+from penstock.run import Run
 from penstock.storage.files import File
 from penstock.storage.policy import Durability
 from penstock.storage.segment import Segment
@@ -24,13 +25,25 @@ class Part:
     """Batches for one segment: a new one if there is a snapshot for its head."""
 
     snapshot: bytes | None
-    batches: list[Batch]
+    batches: list[Batch | Run]
 
 
 class Write:
     """What one log hands to a worker to be written, and how that went."""
 
-    __slots__ = ("control", "created", "done", "end", "error", "log", "size", "_parts", "_previous", "_segment")
+    __slots__ = (
+        "control",
+        "created",
+        "done",
+        "end",
+        "error",
+        "fresh",
+        "log",
+        "size",
+        "_parts",
+        "_previous",
+        "_segment",
+    )
 
     def __init__(self, log: Log, parts: list[Part], size: int, control: Control | None) -> None:
         """`size` is that of all batches; `control` goes before them, to reserve offsets."""
@@ -42,6 +55,8 @@ class Write:
         self._previous = log.previous_base()
         self.created: list[Segment] = []
         self.done: list[Batch] = []
+        # The same as they were appended: a run is not opened again for those who wait for it.
+        self.fresh: list[Batch | Run] = []
         self.end = log.written
         self.error: DiskError | None = None
 
@@ -63,11 +78,11 @@ class Write:
         return Sync(self.log, self._segment, self._segment.written, self.end, reserved)
 
     def _write(self, part: Part) -> None:
-        batches = part.batches
-        if not batches:
+        if not part.batches:
             return
         log = self.log
         append_time = log.next_append_time()
+        batches = [self._encode(batch, append_time) if isinstance(batch, Run) else batch for batch in part.batches]
         offset = batches[0].base_offset
         reserved = self.control.reserved if self.control else log.reserved_written
         if part.snapshot is not None:
@@ -96,7 +111,13 @@ class Write:
         else:
             segment.write(batches)
         self.done += batches
+        self.fresh += part.batches
         self.end = batches[-1].end
+
+    def _encode(self, run: Run, now_us: int) -> Batch:
+        batch = run.encode(self.log.subject, now_us)
+        batch.base_offset = run.base_offset
+        return batch
 
 
 @dataclass(frozen=True, slots=True)

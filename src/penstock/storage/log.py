@@ -43,6 +43,7 @@ from penstock.errors import (
     PenstockError,
     ReadFailed,
 )
+from penstock.run import Run, batch_bytes
 from penstock.storage import compaction, recovery, retention
 from penstock.storage.files import Files
 from penstock.storage.flush import Part, Sync, Write
@@ -56,6 +57,8 @@ logger = logging.getLogger(__name__)
 # Under `flush`, offsets that readers saw can be lost with the power. So they are reserved durably, this many
 # ahead, before they are given out; after an unclean stop the log goes on behind the reservation.
 RESERVE_AHEAD: Final = 1 << 20
+# Runs are gathered into batches of about this size: what a reader must open to get at one message.
+GATHER_BYTES: Final = 1 << 20
 
 T = TypeVar("T")
 
@@ -119,8 +122,13 @@ class Log:
         self._reserved = self.reserved_written = found.reserved
         self._append_time = found.append_time
         self.number = secrets.randbits(32) if found.log is None else found.log
-        self._pending: list[Batch] = []
+        self._pending: list[Batch | Run] = []
         self._pending_bytes = 0
+        # The subject of messages that say none, and who is given what was committed: both are for who serves the log.
+        self.subject = b""
+        self.on_commit: Callable[[list[Batch | Run]], None] | None = None
+        # What is written and not yet given to `on_commit`, as it was appended.
+        self._fresh: deque[Batch | Run] = deque()
         # A log has one sync under way at the most: of two, only one would be told that it failed.
         self._writing: Write | None = None
         self._syncing: Sync | None = None
@@ -156,8 +164,7 @@ class Log:
         again; its offset is that of the first time, and `done` may be called before this returns.
         """
         assert isinstance(batch.data, bytearray), "a batch is stamped in place: take it from `encode` or `accept`"
-        if self.state is not State.OPEN:
-            raise self.failure or Closed(f"{self.directory}: the log is closed")
+        self._check_open()
         seen = self._producers.find(batch, source, position)
         if seen is not None:
             # It waits behind all that was appended so far, the first one among them.
@@ -175,6 +182,36 @@ class Log:
         self._pending_bytes += size
         self._when_committed(self.end, offset, done)
         return offset
+
+    def gather(self, run: Run, done: Done | None = None) -> int:
+        """Take a run that is the log's from now on, and return the offset of its first message.
+
+        It shares a batch with the runs around it, which the worker encodes. `done` as in `append`.
+        """
+        self._check_open()
+        size, count = batch_bytes(run), len(run)
+        self._owner.appended(self, size)
+        offset = self.end
+        open_run = self._pending[-1] if self._pending else None
+        if isinstance(open_run, Run) and open_run.size + size <= GATHER_BYTES:
+            open_run.extend(run)
+            open_run.size += size
+        else:
+            run.base_offset = offset
+            run.size = size
+            self._pending.append(run)
+        self.end = offset + count
+        self._pending_bytes += size
+        self._when_committed(self.end, offset, done)
+        return offset
+
+    def when_committed(self, offset: int, done: Done) -> None:
+        """Call `done` once the message at `offset`, which was appended, is committed or taken back."""
+        self._when_committed(self.end, offset, done)
+
+    def _check_open(self) -> None:
+        if self.state is not State.OPEN:
+            raise self.failure or Closed(f"{self.directory}: the log is closed")
 
     def begin_write(self) -> Write | None:
         """All that waits, for a worker to write; None if nothing does, or not now."""
@@ -456,17 +493,26 @@ class Log:
         committed = self.durable
         if self.policy.durability is Durability.FLUSH and self.written <= self._reserved:
             committed = self.written
-        self.committed = max(self.committed, committed)
+        if committed <= self.committed:
+            return
+        self.committed = committed
         waiting = self._waiting
-        while waiting and waiting[0][0] <= self.committed:
+        while waiting and waiting[0][0] <= committed:
             _, offset, done = waiting.popleft()
             done(offset, None)
+        if self.on_commit is not None:
+            fresh = []
+            while self._fresh and self._fresh[0].end <= committed:
+                fresh.append(self._fresh.popleft())
+            self.on_commit(fresh)
 
     def _reject(self, offset: int, error: PenstockError) -> None:
         """Take back all that was appended from `offset` on, and tell why."""
         self._owner.settled(self._pending_bytes)
         self._pending = []
         self._pending_bytes = 0
+        while self._fresh and self._fresh[-1].end > offset:
+            self._fresh.pop()
         self._producers.forget(offset)
         self.end = offset
         rejected = []
@@ -482,20 +528,20 @@ class Log:
             self.failure = error
             self._reject(self.committed, error)
 
-    def _plan(self, batches: Sequence[Batch]) -> list[Part]:
+    def _plan(self, batches: Sequence[Batch | Run]) -> list[Part]:
         """Which batches go to the active segment, and which to new ones: each with what its head must know."""
         size = self._segments[-1].written
         base = self._segments[-1].base
         part = Part(None, [])
         parts = [part]
         for batch in batches:
-            if size + len(batch.data) > self.policy.segment_bytes and batch.base_offset > base:
+            if size + batch.size > self.policy.segment_bytes and batch.base_offset > base:
                 base = batch.base_offset
                 part = Part(self._producers.snapshot(base), [])
                 parts.append(part)
                 size = 0
             part.batches.append(batch)
-            size += len(batch.data)
+            size += batch.size
         return parts
 
     def _publish(self, write: Write) -> None:
@@ -509,6 +555,8 @@ class Log:
             for segment in (sealed, *write.created[:-1]):
                 segment.sealed = True
                 self._open_segments.touch(segment)
+        if self.on_commit is not None:
+            self._fresh += write.fresh
         for batch in write.done:
             self._tail.add(batch)
             if batch.producer or batch.source:

@@ -8,6 +8,10 @@ from typing import Any, Final
 
 # Batches tell positions in their segment in 32 bits.
 SEGMENT_BYTES_MAX: Final = 2 << 30
+# The sequences that the text door gives to messages have 8 bits for the partition.
+PARTITIONS_MAX: Final = 256
+# A message that still fails after so many deliveries will not be taken at the next one either.
+DELIVERIES_MAX: Final = 1000
 
 
 class Durability(StrEnum):
@@ -22,6 +26,29 @@ class Cleanup(StrEnum):
     COMPACT = "compact"  # of each key the latest message stays
 
 
+class Dedup(StrEnum):
+    """Which messages are taken for a repetition of an earlier one, and not stored again."""
+
+    OFF = "off"
+    ID = "id"  # those with the same message id; one without an id is never a repetition
+    PAYLOAD = "payload"  # those with an equal payload
+
+
+_ENUMS: Final[dict[str, type[StrEnum]]] = {"durability": Durability, "cleanup": Cleanup, "dedup": Dedup}
+# What each number must be at least, and at most if there is a bound.
+_BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
+    "segment_bytes": (4096, SEGMENT_BYTES_MAX),
+    "retain_ms": (1, None),
+    "retain_bytes": (1, None),
+    "tombstone_ms": (0, None),
+    "dedup_window_ms": (1, None),
+    "ack_deadline_ms": (1, None),
+    "deliveries_max": (1, DELIVERIES_MAX),
+}
+_OPTIONAL: Final = frozenset({"retain_ms", "retain_bytes", "dedup_window_ms"})
+_DEDUP_WINDOW_MS: Final = {Dedup.OFF: 0, Dedup.ID: 5 * 60 * 1000, Dedup.PAYLOAD: 30 * 60 * 1000}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     durability: Durability = Durability.FSYNC
@@ -31,29 +58,54 @@ class Policy:
     retain_bytes: int | None = None
     # A reader that is slower than this may miss that a key was deleted.
     tombstone_ms: int = 24 * 60 * 60 * 1000
+    dedup: Dedup = Dedup.ID
+    # How long a message is remembered for that; None: 5 minutes by id, 30 minutes by payload.
+    dedup_window_ms: int | None = None
+    # A message that is not acknowledged within this time is delivered again, so many times in all; then it
+    # goes to the dead letters, or is dropped.
+    ack_deadline_ms: int = 5_000
+    deliveries_max: int = 4
+    dead_letters: bool = True
 
     def __post_init__(self) -> None:
-        for name, low in (("segment_bytes", 4096), ("retain_ms", 1), ("retain_bytes", 1), ("tombstone_ms", 0)):
+        for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and value < low:
+            if value is None and name in _OPTIONAL:
+                continue
+            if type(value) is not int:
+                raise ValueError(f"{name} is {value!r}, it must be a whole number")
+            if value < low:
                 raise ValueError(f"{name} is {value}, it must be at least {low}")
-        if self.segment_bytes > SEGMENT_BYTES_MAX:
-            raise ValueError(f"segment_bytes is {self.segment_bytes}, it must be at most {SEGMENT_BYTES_MAX}")
+            if high is not None and value > high:
+                raise ValueError(f"{name} is {value}, it must be at most {high}")
+        for name, kind in _ENUMS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(kind)}")
+        if not isinstance(self.dead_letters, bool):
+            raise ValueError(f"dead_letters is {self.dead_letters!r}, it must be true or false")
+
+    @property
+    def dedup_window_us(self) -> int:
+        """For how long a repetition is known; 0: not at all."""
+        window_ms = _DEDUP_WINDOW_MS[self.dedup]
+        if window_ms and self.dedup_window_ms is not None:
+            window_ms = self.dedup_window_ms
+        return window_ms * 1000
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Policy:
-        """Unknown names are refused: a policy that is silently not followed is worse than none."""
+        """Unknown names are refused: a policy that is silently not followed is worse than none. Names that are
+        missing have their defaults, as in what was written before they were known."""
         unknown = data.keys() - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"unknown in a policy: {', '.join(sorted(unknown))}")
         known = dict(data)
-        if "durability" in known:
-            known["durability"] = Durability(known["durability"])
-        if "cleanup" in known:
-            known["cleanup"] = Cleanup(known["cleanup"])
+        for name, kind in _ENUMS.items():
+            if known.get(name) in list(kind):
+                known[name] = kind(known[name])
         return cls(**known)
 
 
@@ -63,6 +115,10 @@ class Topic:
     name: str
     partitions: int
     policy: Policy
+
+    def __post_init__(self) -> None:
+        if type(self.partitions) is not int or not 1 <= self.partitions <= PARTITIONS_MAX:
+            raise ValueError(f"partitions is {self.partitions!r}, it must be a whole number from 1 to {PARTITIONS_MAX}")
 
     def to_json(self) -> dict[str, Any]:
         return {"name": self.name, "partitions": self.partitions, "policy": self.policy.to_json()}

@@ -11,6 +11,14 @@ thread. In an event loop it is driven by `run`: two lanes, each with one round a
     written   topics with `flush`: writes only, so that their readers never wait for somebody's fsync
 
 What arrives while a round runs goes into the next: the more is going on, the more messages share a sync.
+
+Topics are changed one at a time, each in the same steps, whoever waits for the disk: the calling thread, or `run`
+for those who await:
+
+    create, alter   decide → commit to the state topic → open the new logs → install
+    delete          commit a mark to the state topic → forget → remove the files → commit that the mark is gone
+
+The state topic comes first, so the next start finishes what was interrupted.
 """
 
 from __future__ import annotations
@@ -19,18 +27,22 @@ import asyncio
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar
 
 from penstock.batch import Batch
 from penstock.clock import Clock, SystemClock
 from penstock.errors import (
+    AppendFailed,
     BadDirectory,
-    LogDamaged,
+    Closed,
+    DiskError,
     LogFailed,
     Overloaded,
     PenstockError,
@@ -39,7 +51,8 @@ from penstock.errors import (
 )
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
-from penstock.storage.log import Log
+from penstock.storage.log import Done, Log
+from penstock.storage.log import State as LogState
 from penstock.storage.meta import Change, Meta, SegmentRow
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
 from penstock.storage.segment import OpenSegments, Reader, Segment
@@ -49,6 +62,9 @@ from penstock.storage.tail import TailBudget
 logger = logging.getLogger(__name__)
 
 _STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT)
+
+T = TypeVar("T")
+Place = tuple[int, int]  # the id of a topic, and a partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +96,30 @@ class Store:
         self._clock: Clock = clock or SystemClock()
         self._open_segments = OpenSegments(self.settings.open_segments_max)
         self._tail_budget = TailBudget(self.settings.tail_bytes_max)
-        self._logs: dict[tuple[int, int], Log] = {}
+        self._logs: dict[Place, Log] = {}
         # Logs that cannot be opened. The others are served all the same.
-        self.refused: dict[tuple[int, int], PenstockError] = {}
+        self.refused: dict[Place, PenstockError] = {}
         self._topics: dict[int, Topic] = {}
         # Logs with batches that no round has taken yet.
         self._dirty: dict[Log, None] = {}
         self.unflushed_bytes = 0
+        # Done when there is room for more again, if anyone waits for that.
+        self._room: asyncio.Future[None] | None = None
         # Logs with batches that are written and not yet synced.
         self._unsynced: dict[Log, None] = {}
         self._lanes: _Lanes | None = None
+        # Changes of the topics that `run` has not begun, and whether there is one under way.
+        self._turns: deque[_Turn] = deque()
+        self._changing = False
+        # It opens and removes the files of topics for `run`. A log is either kept up or removed.
+        self._worker = ThreadPoolExecutor(1, "penstock-topics")
+        self._upkeep_lock = threading.Lock()
         self._readers: ThreadPoolExecutor | None = None
         self._files.make_directory(directory)
         self._lock = self._files.lock(directory / "LOCK")
         self._meta = meta or Meta(directory / "meta.db")
         try:
-            self._state_log = self._open_log(STATE_TOPIC, 0, _STATE_POLICY)
+            self._state_log = self._logs[STATE_TOPIC, 0] = self._open_log((STATE_TOPIC, 0), _STATE_POLICY)
             self._state = State(self._state_log, self._meta)
             self._open_topics()
         except BaseException:
@@ -108,11 +132,16 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Topics. These wait for the disk.
+    # Topics and the state. What is awaited is done by `run`, after all that was asked before; it is done, or not
+    # begun, though who awaits it goes away. The others wait for the disk.
 
     @property
     def topics(self) -> list[Topic]:
         return list(self._topics.values())
+
+    @property
+    def state(self) -> State:
+        return self._state
 
     def log(self, topic_id: int, partition: int = 0) -> Log:
         """The log of a partition; why it was refused, if it could not be opened."""
@@ -125,32 +154,31 @@ class Store:
 
     def create_topic(self, name: str, *, partitions: int = 1, policy: Policy | None = None) -> Topic:
         """A new topic with its logs. It is in the state topic before there is any file of it."""
-        number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
-        topic = Topic(number, name, partitions, policy or Policy())
-        self._write_state([_topic_change(topic), Change("store", "next_topic", number + 1)])
-        self._add(topic)
-        return topic
+        return self._change_now(partial(self._create, name, partitions, policy or Policy()))
+
+    async def create_topic_async(self, name: str, *, partitions: int = 1, policy: Policy | None = None) -> Topic:
+        return await self._change_in_turn(partial(self._create, name, partitions, policy or Policy()))
 
     def alter_topic(self, topic: Topic) -> None:
-        """Change a topic's name or policy, or give it more partitions; never fewer."""
-        if topic.partitions < self._topic(topic.id).partitions:
-            raise ValueError(f"topic {topic.name} cannot have fewer partitions than before")
-        self._write_state([_topic_change(topic)])
-        self._add(topic)
+        """Change a topic's name or policy, or give it more partitions; never fewer. Those that are refused are
+        opened again."""
+        self._change_now(partial(self._alter, topic))
+
+    async def alter_topic_async(self, topic: Topic) -> None:
+        await self._change_in_turn(partial(self._alter, topic))
 
     def delete_topic(self, topic_id: int) -> None:
         """Forget a topic and remove its files. Interrupted, it is finished at the next start."""
-        topic = self._topic(topic_id)
-        self._write_state([Change("topic", str(topic_id), {"deleted": True})])
-        del self._topics[topic_id]
-        for partition in range(topic.partitions):
-            self.refused.pop((topic_id, partition), None)
-            log = self._logs.pop((topic_id, partition), None)
-            if log is not None:
-                self._dirty.pop(log, None)
-                self._unsynced.pop(log, None)
-                log.abandon()
-        self._remove_files(topic_id)
+        self._change_now(partial(self._delete, topic_id))
+
+    async def delete_topic_async(self, topic_id: int) -> None:
+        await self._change_in_turn(partial(self._delete, topic_id))
+
+    async def write_state(self, changes: Sequence[Change]) -> None:
+        """Set and delete values, all or none of them, and wait until they are committed."""
+        outcome, done = _outcome()
+        self._state.write(changes, done)
+        await outcome
 
     # Rounds.
 
@@ -164,6 +192,21 @@ class Store:
 
     def settled(self, size: int) -> None:
         self.unflushed_bytes -= size
+        if self._room is not None and not self.is_crowded:
+            self._room.set_result(None)
+            self._room = None
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether half of what may wait for the disk does: whoever can wait with more should."""
+        return self.unflushed_bytes > self.settings.unflushed_bytes_max // 2
+
+    async def room(self) -> None:
+        """Wait until it is not crowded."""
+        while self.is_crowded:
+            if self._room is None:
+                self._room = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._room)
 
     def flush(self) -> None:
         """Write and sync all that was appended, here and now."""
@@ -179,25 +222,18 @@ class Store:
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._keep_up(worker))
-                    await lanes.crash
+                    group.create_task(self._take_turns(lanes))
+                    # Shielded: to cancel who waits for it would be taken for a crash.
+                    await asyncio.shield(lanes.crash)
             finally:
                 self._lanes = None
                 await lanes.stop()
 
     async def append(self, log: Log, batch: Batch) -> int:
         """Append, and wait until the batch is committed."""
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-        def done(offset: int, error: PenstockError | None) -> None:
-            if future.done():
-                return  # whoever waited was cancelled
-            if error is None:
-                future.set_result(offset)
-            else:
-                future.set_exception(error)
-
+        outcome, done = _outcome()
         log.append(batch, done=done)
-        return await future
+        return await outcome
 
     async def read(self, log: Log, offset: int, bytes_max: int) -> list[Batch]:
         """Read from memory at once, or from disk in another thread."""
@@ -210,7 +246,7 @@ class Store:
 
     def upkeep(self) -> None:
         """Drop what the policies do not keep, compact, and bring `meta.db` up to date."""
-        self._upkeep()
+        self._upkeep(list(self._logs.values()))
         self._project(self._take_projection())
 
     def segments(self) -> list[SegmentRow]:
@@ -220,6 +256,9 @@ class Store:
     def close(self) -> None:
         """Make everything durable and let go of the directory. `run` must have ended."""
         assert self._lanes is None, "stop `run` first"
+        self._worker.shutdown()
+        while self._turns:
+            self._turns.popleft().refuse(Closed(f"{self.directory}: the store is closed, nothing was changed"))
         self.flush()
         for log in [log for log in self._logs.values() if log is not self._state_log]:
             log.close()
@@ -228,6 +267,7 @@ class Store:
         self._let_go()
 
     def _let_go(self) -> None:
+        self._worker.shutdown()
         if self._readers is not None:
             self._readers.shutdown()
         self._meta.close()
@@ -290,6 +330,114 @@ class Store:
         if errors:
             raise errors[0]
 
+    # Changes of the topics, in steps. Between two of them there may be anything: a crash, and in a loop other tasks.
+
+    async def _create(self, name: str, partitions: int, policy: Policy, disk: _Disk) -> Topic:
+        number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
+        topic = Topic(number, name, partitions, policy)
+        await disk.commit([_topic_change(topic), Change("store", "next_topic", number + 1)])
+        opening = self._opening(topic)
+        await disk.work(opening.run)
+        if opening.failure is not None:
+            await self._take_back(topic, opening, opening.failure, disk)
+        self._install(topic, opening)
+        return topic
+
+    async def _take_back(self, topic: Topic, opening: _Opening, failure: DiskError, disk: _Disk) -> NoReturn:
+        """A topic that is in the state topic, and cannot have its files."""
+        try:
+            await disk.commit([_deletion(topic.id)])
+        except PenstockError as error:
+            self._install(topic, opening)
+            raise AppendFailed(
+                f"topic {topic.name} has partitions that are refused ({failure}), and is not taken back ({error}): "
+                f"make room, then alter the topic or restart to open them, or delete it"
+            ) from failure
+        try:
+            await self._remove(topic.id, [], disk)
+        except BadDirectory as error:
+            logger.error("%s", error)
+        raise AppendFailed(
+            f"topic {topic.name} is not created: {failure}: look at the disk, then create it again"
+        ) from failure
+
+    async def _alter(self, topic: Topic, disk: _Disk) -> None:
+        if topic.partitions < self._topic(topic.id).partitions:
+            raise ValueError(f"topic {topic.name} cannot have fewer partitions than before")
+        await disk.commit([_topic_change(topic)])
+        opening = self._opening(topic)
+        await disk.work(opening.run)
+        self._install(topic, opening)
+        if opening.failure is not None:
+            raise AppendFailed(
+                f"topic {topic.name} is altered, but has partitions that are refused: {opening.failure}: "
+                f"look at the disk, then alter the topic once more or restart to open them"
+            ) from opening.failure
+
+    async def _delete(self, topic_id: int, disk: _Disk) -> None:
+        topic = self._topic(topic_id)
+        await disk.commit([_deletion(topic_id)])
+        logs = self._uninstall(topic)
+        await disk.idle(logs)
+        await self._remove(topic_id, logs, disk)
+
+    async def _remove(self, topic_id: int, logs: list[Log], disk: _Disk) -> None:
+        """Remove the files of a topic that is marked as deleted, then the mark."""
+        await disk.work(partial(self._remove_files, topic_id, logs))
+        try:
+            await disk.commit([Change("topic", str(topic_id), None)])
+        except PenstockError as error:
+            logger.warning("topic %d is deleted, the next start removes the mark of it: %s", topic_id, error)
+
+    def _change_now(self, change: _Change[T]) -> T:
+        if self._changing:
+            raise Overloaded("another topic is being changed: try again")
+        steps = change(_InThisThread(self))
+        try:
+            steps.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        raise AssertionError("it does not wait in this thread, so it does not wait at all")
+
+    async def _change_in_turn(self, change: _Change[T]) -> T:
+        if self._state_log.state is LogState.CLOSED:
+            raise Closed(f"{self.directory}: the store is closed")
+        turn = _Turn(change, asyncio.get_running_loop().create_future())
+        self._turns.append(turn)
+        if self._lanes is not None:
+            self._lanes.asked.set()
+        result: T = await turn.answer
+        return result
+
+    async def _take_turns(self, lanes: _Lanes) -> None:
+        while True:
+            while self._turns:
+                turn = self._turns.popleft()
+                if not turn.answer.done():
+                    await self._take_turn(turn, lanes)
+            lanes.asked.clear()
+            await lanes.asked.wait()
+
+    async def _take_turn(self, turn: _Turn, lanes: _Lanes) -> None:
+        """Change a topic, to the end: though `run` is cancelled meanwhile, as a round is. Not if the rounds crash."""
+        self._changing = True
+        task = asyncio.create_task(turn.change(_InRounds(self, lanes)))
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                if lanes.crash.done():
+                    task.cancel()
+                    await asyncio.wait([task])
+                else:
+                    await asyncio.wait([task, lanes.crash], return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        self._changing = False
+        turn.tell(task)
+        if cancelled is not None:
+            raise cancelled
+
     def _topic(self, topic_id: int) -> Topic:
         try:
             return self._topics[topic_id]
@@ -298,12 +446,15 @@ class Store:
 
     def _open_topics(self) -> None:
         known = {str(STATE_TOPIC)}
-        for key, value in self._state.items("topic"):
+        for key, value in sorted(self._state.items("topic"), key=lambda item: int(item[0])):
             if value.get("deleted"):
-                self._remove_files(int(key))
+                self._change_now(partial(self._remove, int(key), []))
             else:
                 known.add(key)
-                self._add(Topic.from_json(int(key), value))
+                topic = Topic.from_json(int(key), value)
+                opening = self._opening(topic)
+                opening.run()
+                self._install(topic, opening)
         unknown = self._files.sizes(self.directory / "topics").keys() - known
         if unknown:
             raise BadDirectory(
@@ -311,21 +462,44 @@ class Store:
                 f"or restore {self.directory / 'topics' / str(STATE_TOPIC)}, which names the topics"
             )
 
-    def _add(self, topic: Topic) -> None:
+    def _opening(self, topic: Topic) -> _Opening:
+        places = [(topic.id, partition) for partition in range(topic.partitions)]
+        return _Opening(self._open_log, topic.policy, [place for place in places if place not in self._logs])
+
+    def _install(self, topic: Topic, opening: _Opening) -> None:
         self._topics[topic.id] = topic
+        for place in opening.places:
+            self.refused.pop(place, None)
+        self.refused |= opening.refused
+        self._logs |= opening.logs
+        for (_, partition), error in opening.refused.items():
+            logger.error("partition %d of topic %s is refused: %s", partition, topic.name, error)
         for partition in range(topic.partitions):
             log = self._logs.get((topic.id, partition))
             if log is not None:
                 log.policy = topic.policy
-                continue
-            try:
-                self._open_log(topic.id, partition, topic.policy)
-            except (LogDamaged, BadDirectory, UnsupportedBatch) as error:
-                logger.error("partition %d of topic %s is refused: %s", partition, topic.name, error)
-                self.refused[topic.id, partition] = error
+                # What it has waiting may have woken the lane that its policy asked for until now.
+                if self._lanes is not None and log in self._dirty:
+                    self._lanes.wake(log)
 
-    def _open_log(self, topic_id: int, partition: int, policy: Policy) -> Log:
-        log = self._logs[topic_id, partition] = Log(
+    def _uninstall(self, topic: Topic) -> list[Log]:
+        """Forget a topic. Who waits for its logs is told; a worker may still have something of them."""
+        del self._topics[topic.id]
+        logs = []
+        for partition in range(topic.partitions):
+            self.refused.pop((topic.id, partition), None)
+            log = self._logs.pop((topic.id, partition), None)
+            if log is not None:
+                self._dirty.pop(log, None)
+                self._unsynced.pop(log, None)
+                log.abandon()
+                logs.append(log)
+        return logs
+
+    def _open_log(self, place: Place, policy: Policy) -> Log:
+        """For any thread: of what logs share, opening one touches only `OpenSegments`, which has a lock."""
+        topic_id, partition = place
+        return Log(
             self.directory / "topics" / str(topic_id) / str(partition),
             policy=policy,
             files=self._files,
@@ -335,35 +509,44 @@ class Store:
             tail_budget=self._tail_budget,
             reader=self.settings.reader,
         )
-        return log
 
-    def _remove_files(self, topic_id: int) -> None:
-        """Remove the files of a topic that is marked as deleted, then the mark."""
+    def _remove_files(self, topic_id: int, logs: list[Log]) -> None:
+        """For any thread, when the logs were abandoned."""
         directory = self.directory / "topics" / str(topic_id)
-        for partition in self._files.sizes(directory):
-            for name in self._files.sizes(directory / partition):
-                self._files.remove(directory / partition / name)
-            self._files.remove_directory(directory / partition)
-        if directory.name in self._files.sizes(directory.parent):
-            self._files.remove_directory(directory)
-            self._files.sync_directory(directory.parent)
-        self._write_state([Change("topic", str(topic_id), None)])
+        try:
+            with self._upkeep_lock:
+                # A file that is open keeps its room on the disk. The active one may have to be written to once more.
+                for segment in (segment for log in logs for segment in log.segments[:-1]):
+                    self._open_segments.drop(segment)
+                for partition in self._files.sizes(directory):
+                    for name in self._files.sizes(directory / partition):
+                        self._files.remove(directory / partition / name)
+                    self._files.remove_directory(directory / partition)
+                if directory.name in self._files.sizes(directory.parent):
+                    self._files.remove_directory(directory)
+                    self._files.sync_directory(directory.parent)
+        except OSError as error:
+            raise BadDirectory(
+                f"{directory} is of a deleted topic and cannot be removed, the next start tries again: {error}"
+            ) from error
 
     async def _keep_up(self, worker: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.settings.upkeep_ms / 1000)
-            await loop.run_in_executor(worker, self._upkeep)
+            await loop.run_in_executor(worker, self._upkeep, list(self._logs.values()))
             projection = self._take_projection()
             if await loop.run_in_executor(worker, self._write_projection, projection):
                 self._state.projected(projection.changes)
 
-    def _upkeep(self) -> None:
-        for log in list(self._logs.values()):
+    def _upkeep(self, logs: list[Log]) -> None:
+        for log in logs:
             try:
-                log.retain()
-                if log.compaction_due:
-                    log.compact()
+                with self._upkeep_lock:
+                    if log.state is not LogState.CLOSED:
+                        log.retain()
+                        if log.compaction_due:
+                            log.compact()
             except (PenstockError, OSError) as error:
                 logger.error("%s: upkeep failed, tried again later: %s", log.directory, error)
 
@@ -384,6 +567,112 @@ class Store:
             logger.warning("%s: cannot be written, tried again later: %s", self.directory / "meta.db", error)
             return False
         return True
+
+
+class _Disk(Protocol):
+    """How a change of the topics waits for the disk."""
+
+    async def commit(self, changes: list[Change]) -> None:
+        """Write to the state topic."""
+        ...
+
+    async def work(self, work: Callable[[], None]) -> None: ...
+
+    async def idle(self, logs: list[Log]) -> None:
+        """Wait until no worker has anything of these logs, which were abandoned."""
+        ...
+
+
+class _InThisThread:
+    """Nothing is awaited: the calling thread waits."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def commit(self, changes: list[Change]) -> None:
+        self._store._write_state(changes)
+
+    async def work(self, work: Callable[[], None]) -> None:
+        work()
+
+    async def idle(self, logs: list[Log]) -> None:
+        pass  # a round that runs is finished by this thread: it cannot wait for it
+
+
+class _InRounds:
+    """The event loop waits for nothing: the rounds write, a worker has the rest."""
+
+    def __init__(self, store: Store, lanes: _Lanes) -> None:
+        self._store = store
+        self._lanes = lanes
+
+    async def commit(self, changes: list[Change]) -> None:
+        await self._store.write_state(changes)
+
+    async def work(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._store._worker, work)
+
+    async def idle(self, logs: list[Log]) -> None:
+        while any(log.busy for log in logs):
+            self._lanes.finished.clear()
+            await self._lanes.finished.wait()
+
+
+_Change = Callable[[_Disk], Coroutine[Any, Any, T]]
+
+
+class _Turn(NamedTuple):
+    """A change of the topics that someone awaits, unless they went away."""
+
+    change: _Change[Any]
+    answer: asyncio.Future[Any]
+
+    def tell(self, task: asyncio.Task[Any]) -> None:
+        """Tell how it went. A fault of ours is raised as well, for `run` to end with it."""
+        if task.cancelled():
+            self.refuse(
+                Closed("the rounds crashed while a topic was changed: the next start finishes that or undoes it")
+            )
+        elif (error := task.exception()) is not None:
+            if self.answer.done():
+                logger.warning("a change of a topic failed, and whoever asked for it went away: %s", error)
+            self.refuse(error)
+            if not isinstance(error, PenstockError | ValueError):
+                raise error
+        elif not self.answer.done():
+            self.answer.set_result(task.result())
+
+    def refuse(self, error: BaseException) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class _Opening:
+    """Logs to be opened, for a worker, and how that went."""
+
+    def __init__(self, open_log: Callable[[Place, Policy], Log], policy: Policy, places: list[Place]) -> None:
+        self._open_log = open_log
+        self._policy = policy
+        self.places = places
+        self.logs: dict[Place, Log] = {}
+        self.refused: dict[Place, PenstockError] = {}
+        # Set if the disk did not do what it was asked. Other logs are refused for what is in them.
+        self.failure: DiskError | None = None
+
+    def run(self) -> None:
+        for place in self.places:
+            try:
+                self._open(place)
+            except (AppendFailed, LogFailed) as error:
+                self.failure = self.refused[place] = error
+            except (DiskError, UnsupportedBatch) as error:
+                self.refused[place] = error
+
+    def _open(self, place: Place) -> None:
+        try:
+            self.logs[place] = self._open_log(place, self._policy)
+        except OSError as error:
+            raise AppendFailed(f"partition {place[1]} cannot be opened: {error}") from error
 
 
 class _Projection(NamedTuple):
@@ -503,6 +792,9 @@ class _Lanes:
         self._store = store
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
+        # A change of the topics was asked for. A round was finished.
+        self.asked = asyncio.Event()
+        self.finished = asyncio.Event()
         # Ends when a round raised what it must not: a fault of ours.
         self.crash: asyncio.Future[None] = loop.create_future()
         self._synced = _Lane("synced", loop, store._take_synced_round, self._finish, self.crash)
@@ -514,6 +806,7 @@ class _Lanes:
 
     def _finish(self, round_: Round) -> None:
         self._store._finish(round_)
+        self.finished.set()
         # What one lane could not take while the other had the same log.
         for log in self._store._dirty:
             self.wake(log)
@@ -532,3 +825,23 @@ class _Lanes:
 
 def _topic_change(topic: Topic) -> Change:
     return Change("topic", str(topic.id), topic.to_json())
+
+
+def _deletion(topic_id: int) -> Change:
+    """The mark of a topic whose files are being removed."""
+    return Change("topic", str(topic_id), {"deleted": True})
+
+
+def _outcome() -> tuple[asyncio.Future[int], Done]:
+    """A future, and whom to tell that it is settled."""
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def done(offset: int, error: PenstockError | None) -> None:
+        if future.done():
+            return  # whoever waited was cancelled
+        if error is None:
+            future.set_result(offset)
+        else:
+            future.set_exception(error)
+
+    return future, done

@@ -1,0 +1,71 @@
+"""Subjects and patterns.
+
+A subject is tokens with dots between them: `orders.eu.created`. A pattern may have `*` for exactly one token and, at
+its end, `>` for one or more. Both are bytes, as they are on the wire.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+SUBJECT_BYTES_MAX: Final = 1024
+
+# A token is anything but dots, blanks and control characters.
+_TOKENS: Final = re.compile(rb"[^\x00-\x20\x7f.]+(?:\.[^\x00-\x20\x7f.]+)*")
+
+
+def is_subject(subject: bytes) -> bool:
+    """Whether a message can have this subject: no empty token, no wildcard, and text."""
+    return is_pattern(subject) and is_literal(subject) and _is_text(subject)
+
+
+def is_pattern(pattern: bytes) -> bool:
+    """Whether someone can subscribe to this: no empty token, and `>` only at the end."""
+    if len(pattern) > SUBJECT_BYTES_MAX or not _TOKENS.fullmatch(pattern):
+        return False
+    return b">" not in pattern or b">" not in pattern.split(b".")[:-1]
+
+
+def is_literal(pattern: bytes) -> bool:
+    """Whether it has no wildcard, so that it matches just the subject that is written the same."""
+    if b"*" not in pattern and b">" not in pattern:
+        return True
+    tokens = pattern.split(b".")
+    return b"*" not in tokens and b">" not in tokens
+
+
+def matches(pattern: bytes, subject: bytes) -> bool:
+    if pattern == subject:
+        return True
+    wanted, tokens = pattern.split(b"."), subject.split(b".")
+    if wanted[-1] == b">":
+        wanted.pop()
+        if len(tokens) <= len(wanted):
+            return False
+    elif len(tokens) != len(wanted):
+        return False
+    return all(want in (b"*", token) for want, token in zip(wanted, tokens, strict=False))
+
+
+def meets(pattern: bytes, topic: bytes) -> bool:
+    """Whether the pattern can match a subject at or below the topic's name."""
+    for want, token in zip(pattern.split(b"."), topic.split(b"."), strict=False):
+        if want == b">":
+            return True
+        if want not in (b"*", token):
+            return False
+    return pattern.count(b".") >= topic.count(b".")
+
+
+def owns(topic: bytes, subject: bytes) -> bool:
+    """Whether the subject is the topic's name or lies below it."""
+    return subject.startswith(topic) and (len(subject) == len(topic) or subject[len(topic)] == ord("."))
+
+
+def _is_text(subject: bytes) -> bool:
+    try:
+        subject.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,154 @@
+"""Runs that a log gathers into batches, and who is given them when they are committed."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from penstock.batch import Batch, encode
+from penstock.errors import PenstockError
+from penstock.run import Run
+from penstock.storage.log import GATHER_BYTES, Log
+from penstock.storage.policy import Durability, Policy
+from penstock.testing import FaultyFiles
+from tests.logs import messages, open_log
+
+DIRECTORY = Path("/log")
+
+
+def run(*values: bytes, subject: bytes = b"orders") -> Run:
+    return Run([subject] * len(values), list(values))
+
+
+def watch(log: Log) -> list[tuple[int, list[bytes]]]:
+    """What `on_commit` is given, as (base offset, values)."""
+    seen: list[tuple[int, list[bytes]]] = []
+
+    def on_commit(fresh: list[Batch | Run]) -> None:
+        for item in fresh:
+            values = item.values if isinstance(item, Run) else item.columns().values()
+            seen.append((item.base_offset, values))
+
+    log.on_commit = on_commit
+    return seen
+
+
+def test_runs_share_a_batch_until_it_is_written() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    assert [log.gather(run(b"a", b"b")), log.gather(run(b"c"))] == [0, 2]
+    log.flush()
+    assert log.gather(run(b"d")) == 3
+    log.flush()
+    batches = log.read(0, 1 << 20)
+    assert [batch.columns().values() for batch in batches] == [[b"a", b"b", b"c"], [b"d"]]
+
+
+def test_a_batch_between_two_runs_keeps_its_place() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    log.gather(run(b"a"))
+    log.append(encode([b"b"], timestamp=0))
+    log.gather(run(b"c"))
+    log.flush()
+    assert messages(log) == {0: b"a", 1: b"b", 2: b"c"}
+
+
+def test_a_batch_of_runs_is_bounded() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    value = bytes(GATHER_BYTES // 4)
+    for _ in range(10):
+        log.gather(run(value))
+    log.flush()
+    batches = log.read(0, 1 << 30)
+    assert sum(batch.count for batch in batches) == 10
+    assert max(batch.size for batch in batches) <= GATHER_BYTES
+
+
+def test_a_run_that_is_larger_than_a_batch_should_be_is_a_batch_of_its_own() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    log.gather(run(b"small"))
+    log.gather(run(bytes(2 * GATHER_BYTES)))
+    log.flush()
+    assert [batch.count for batch in log.read(0, 1 << 30)] == [1, 1]
+
+
+def test_keys_replies_and_headers_stay_with_their_messages() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    log.subject = b"orders"
+    first, second = run(b"a"), run(b"b", b"c", subject=b"orders.eu")
+    second.keys[1], second.replies[0], second.headers[1] = b"key", b"reply", b"A: b\r\n"
+    log.gather(first)
+    log.gather(second)
+    log.flush()
+    columns = log.read(0, 1 << 20)[0].columns()
+    assert columns.subjects() == [None, b"orders.eu", b"orders.eu"]
+    assert columns.keys() == [None, None, b"key"]
+    assert columns.replies() == [None, b"reply", None]
+    assert columns.headers() == [None, None, b"A: b\r\n"]
+
+
+def test_whoever_serves_the_log_is_given_each_message_once_and_after_its_publisher_was_told() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    seen = watch(log)
+    told: list[int] = []
+
+    def done(offset: int, error: PenstockError | None) -> None:
+        assert error is None
+        assert not seen
+        told.append(offset)
+
+    log.gather(run(b"a", b"b"), done)
+    log.append(encode([b"c"], timestamp=0), done=done)
+    assert not seen
+    log.flush()
+    assert told == [0, 2]
+    assert seen == [(0, [b"a", b"b"]), (2, [b"c"])]
+    log.flush()
+    assert len(seen) == 2
+
+
+def test_under_flush_it_is_given_what_is_written_though_not_synced() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles(), policy=Policy(durability=Durability.FLUSH))
+    log.gather(run(b"first"))
+    log.flush()  # from here on offsets are reserved
+    seen = watch(log)
+    log.gather(run(b"second"))
+    write = log.begin_write()
+    assert write is not None
+    write.run()
+    log.finish_write(write)
+    assert seen == [(1, [b"second"])]
+
+
+def test_what_the_disk_refuses_is_given_to_nobody() -> None:
+    files = FaultyFiles()
+    log = open_log(DIRECTORY, files=files)
+    seen = watch(log)
+    errors: list[PenstockError | None] = []
+    log.gather(run(b"a"))
+    log.flush()
+    files.fail("write", errno.ENOSPC)
+    log.gather(run(b"lost"), lambda _, error: errors.append(error))
+    log.flush()
+    assert [type(error).__name__ for error in errors] == ["AppendFailed"]
+    assert log.gather(run(b"b")) == 1
+    log.flush()
+    assert seen == [(0, [b"a"]), (1, [b"b"])]
+    assert messages(log) == {0: b"a", 1: b"b"}
+
+
+def test_what_was_gathered_is_there_after_a_restart() -> None:
+    files = FaultyFiles()
+    log = open_log(DIRECTORY, files=files)
+    log.gather(run(b"a", b"b"))
+    log.flush()
+    assert messages(open_log(DIRECTORY, files=files.power_cut())) == {0: b"a", 1: b"b"}
+
+
+def test_a_segment_is_not_larger_than_its_policy_says_by_more_than_a_run() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles(), policy=Policy(segment_bytes=4096))
+    for number in range(100):
+        log.gather(run(b"%d" % number * 100))
+        log.flush()
+    assert len(log.segments) > 5
+    assert max(segment.size for segment in log.segments) <= 4096 + 1024
+    assert len(messages(log)) == 100
