@@ -1,0 +1,60 @@
+"""`penstock config`: every setting, its value, and where that came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.errors import BadConfig
+from penstock.server.config import Loaded, load
+
+
+def run(path: Path | None, *, as_json: bool) -> bool:
+    """Whether all is right."""
+    try:
+        loaded = load(path=path, environ=os.environ, flags={})
+    except BadConfig as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return False
+    if as_json:
+        print(json.dumps(_document(loaded), indent=2), flush=True)
+    else:
+        _console().print(_table(loaded))
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return True
+
+
+def _document(loaded: Loaded) -> dict[str, Any]:
+    return {key: {"value": value, "from": loaded.origins[key]} for key, value in loaded.shown().items()}
+
+
+def _console() -> Console:
+    # A pipe has no width: rich would take 80 columns for it and break values.
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=200 if piped else None)
+
+
+def _table(loaded: Loaded) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("key", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for key, value in loaded.shown().items():
+        origin = loaded.origins[key]
+        # As text: a value is not markup. What somebody chose stands out.
+        table.add_row(Text(key), Text(_as_text(value)), Text(origin), style="dim" if origin == "default" else None)
+    return table
+
+
+def _as_text(value: Any) -> str:
+    """As it would be written in a file."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""The running broker: where the rooms are joined, and only there."""

@@ -1,0 +1,585 @@
+"""The settings: what there is to set, where values come from, and what is refused.
+
+    defaults  <  file  <  environment  <  flags            the stronger one wins, setting by setting
+
+The dataclasses below are the one list of settings. All else follows from them: names in files and in the
+environment, how a value is read, what is allowed. Names that other brokers use for the same thing are aliases, in
+tables. Whatever is wrong is refused, all of it at once; nothing is clamped, and nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from fractions import Fraction
+from itertools import combinations, permutations
+from pathlib import Path
+from types import NoneType
+from typing import Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from penstock.errors import BadConfig
+
+
+def _about(meaning: str, low: int | None = None, high: int | None = None, **more: str) -> dict[str, Any]:
+    """The metadata of a field: what its type does not say. Fields of `Setting`, by their names."""
+    return {"meaning": meaning, "low": low, "high": high} | more
+
+
+# ---- what there is to set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    host: str = field(default="127.0.0.1", metadata=_about("address of all doors"))
+    port: int = field(default=4222, metadata=_about("text door; 0: any free port", 0, 65535))
+    quiet_port: int = field(default=9092, metadata=_about("doors whose clients speak first; 0: any free", 0, 65535))
+    http_port: int = field(default=8222, metadata=_about("HTTP door; 0: any free port", 0, 65535))
+    node_id: str = field(default="local-001", metadata=_about("name of this broker among others"))
+    heartbeat_s: int = field(default=120, metadata=_about("the text door sends a PING this often", 1, 86_400))
+    handshake_s: int = field(default=30, metadata=_about("closes who sent no whole command by then", 1, 86_400))
+    connections_max: int = field(default=20_000, metadata=_about("connections at a time", 1, 1_000_000))
+    # A batch is at most 64 MiB, and a payload shares it with a header, a subject and headers.
+    payload_bytes_max: int = field(default=1 << 20, metadata=_about("largest payload", 1, (64 << 20) - 4096))
+    stop_s: int = field(default=10, metadata=_about("bound on a clean stop", 1, 3600))
+    log_level: Literal["debug", "info", "warning", "error"] = field(
+        default="info", metadata=_about("least severity that is logged")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuthConfig:
+    """What is not shown when it is printed is a secret."""
+
+    user: str | None = field(default=None, metadata=_about("name that clients give, with a password"))
+    password: str | None = field(default=None, repr=False, metadata=_about("password that goes with the user"))
+    token: str | None = field(default=None, repr=False, metadata=_about("token that clients give instead"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageConfig:
+    data_dir: str = field(default="./data", metadata=_about("directory of all data"))
+    reader: Literal["pread", "mmap"] = field(default="pread", metadata=_about("how sealed segments are read"))
+    unflushed_bytes_max: int = field(default=64 << 20, metadata=_about("bytes that wait for a write", 1))
+    tail_bytes_max: int = field(default=64 << 20, metadata=_about("last batches, kept in memory", 0))
+    open_segments_max: int = field(default=256, metadata=_about("sealed segments with an open file", 1))
+    flush_messages: int = field(default=500, metadata=_about("under flush: sync after so many messages", 1))
+    flush_ms: int = field(default=100, metadata=_about("under flush: sync so long after the first", 1))
+    upkeep_ms: int = field(default=10_000, metadata=_about("how often retention and compaction look", 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicConfig:
+    """The policy of topics that are made by themselves; in `topics`, of one topic."""
+
+    # These two are of all topics together: one topic cannot set them.
+    auto_create: bool = field(default=True, metadata=_about("make a topic when it is first named"))
+    topics_max: int = field(default=10_000, metadata=_about("topics that are made by themselves", 0))
+
+    partitions: int = field(default=1, metadata=_about("logs of a topic", 1, 256))
+    durability: Literal["fsync", "flush"] = field(
+        default="fsync", metadata=_about("acknowledge when it is on the disk, or with the operating system")
+    )
+    segment_bytes: int = field(default=64 << 20, metadata=_about("a segment is sealed at this size", 4096, 2 << 30))
+    retain_ms: int | None = field(default=None, metadata=_about("drop segments that are older", 1))
+    retain_bytes: int | None = field(default=None, metadata=_about("drop segments when a log is larger", 1))
+    cleanup: Literal["delete", "compact"] = field(
+        default="delete", metadata=_about("drop old segments, or keep the latest message of each key")
+    )
+    dedup: Literal["off", "id", "payload"] = field(
+        default="id", metadata=_about("what makes two messages the same one")
+    )
+    dedup_window_ms: int | None = field(
+        default=None, metadata=_about("how long it is remembered; none: 5 minutes by id, 30 by payload", 1)
+    )
+    ack_deadline_ms: int = field(default=5000, metadata=_about("deliver again without an ack by then", 1))
+    deliveries_max: int = field(default=4, metadata=_about("deliveries of a message, with the first", 1, 1000))
+    dead_letters: bool = field(default=True, metadata=_about("keep what was delivered so often in vain"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowConfig:
+    """How messages flow to a subscription that does not say otherwise."""
+
+    rate: int = field(default=0, metadata=_about("messages a second; 0: as fast as they can", 0))
+    burst: int = field(default=100, metadata=_about("messages at once, above the rate", 1))
+    buffer: int = field(default=1000, metadata=_about("messages that may wait for a subscriber", 1))
+    mode: Literal["block", "drop", "shed"] = field(default="block", metadata=_about("what a full buffer does"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DlqConfig:
+    prefix: str = field(
+        default="DLQ",
+        metadata=_about(
+            "dead letters go to this subject and their own behind it",
+            pattern=r"[^\s.*>]+(\.[^\s.*>]+)*",
+            drop_suffix=".",
+            note="a subject without wildcards",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    server: ServerConfig = field(default_factory=ServerConfig)
+    auth: AuthConfig = field(default_factory=AuthConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
+    topic: TopicConfig = field(default_factory=TopicConfig)
+    flow: FlowConfig = field(default_factory=FlowConfig)
+    dlq: DlqConfig = field(default_factory=DlqConfig)
+    # Topics that are to exist, by name. What one does not set comes from `topic`.
+    topics: Mapping[str, TopicConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    config: Config
+    # "default", "file config.toml", "environment QB_DATA_DIR" or "flag --port", by dotted key.
+    origins: dict[str, str]
+    warnings: list[str]
+
+    def shown(self) -> dict[str, Any]:
+        """Every value by its dotted key, as people may see it: secrets are hidden."""
+        flat = {key: value for key, _, value in _flatten(asdict(self.config))}
+        values = {key: flat[key] for key in self.origins}
+        secrets = [key for key, setting in SETTINGS.items() if setting.secret and values[key] is not None]
+        return values | dict.fromkeys(secrets, "***")
+
+
+def load(*, path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:
+    """The configuration that all sources make together. `flags` has dotted keys; None: not given."""
+    notes = _Notes()
+    path = path or _path_in(environ)
+    table = _read_file(path, notes) if path else {}
+    topics = _topic_names(table)
+    # What a topic does not set comes from `topic`.
+    general = {f"topics.{topic}.{name}": f"topic.{name}" for topic in topics for name in _OF_ONE_TOPIC}
+    settings = SETTINGS | {key: SETTINGS[default] for key, default in general.items()}
+
+    values = {key: setting.default for key, setting in SETTINGS.items()}
+    origins = dict.fromkeys(SETTINGS, "default")
+    for source in (
+        _from_file(table, f"file {path}", settings, environ, notes),
+        _from_environment(environ, notes),
+        _from_flags(flags, notes),
+    ):
+        for given in _once(source, notes):
+            value = _read(given, notes)
+            if given.target.key is not None:
+                values[given.target.key], origins[given.target.key] = value, given.origin
+    for key, default in general.items():
+        values.setdefault(key, values[default])
+        origins.setdefault(key, origins[default])
+    origins = {key: origins[key] for key in settings}
+
+    notes.problems.extend(_conflicts(values, origins))
+    if notes.problems:
+        raise BadConfig(notes.problems)
+    return Loaded(config=_build(values, topics), origins=origins, warnings=notes.warnings)
+
+
+# ---- a setting, and how its value is read
+
+Kind = Literal["text", "choice", "bool", "count", "ms", "s", "bytes"]
+
+# Spelled exactly: 5M is no duration, and Mb are not bytes.
+_DURATIONS_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_SIZES: Final = {"B": 1, "kB": 1000} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+# A number without a unit has the one that the setting's name ends with.
+_UNITS: Final[Mapping[Kind, Mapping[str, Fraction | int]]] = {
+    "count": {"": 1},
+    "ms": {"": 1} | _DURATIONS_MS,
+    "s": {"": 1} | {unit: Fraction(ms, 1000) for unit, ms in _DURATIONS_MS.items()},
+    "bytes": {"": 1} | _SIZES,
+}
+_FORMS: Final[Mapping[Kind, str]] = {
+    "text": "text that is not empty (a number needs quotes)",
+    "count": "a whole number",
+    "ms": 'whole milliseconds, as a number or like "500ms", "5s", "5m", "24h", "7d"',
+    "s": 'whole seconds, as a number or like "5s", "5m", "24h", "7d"',
+    "bytes": 'whole bytes, as a number or like "64MiB", "1GB"',
+}
+_NUMBER: Final = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    kind: Kind
+    default: Any = None
+    optional: bool = False
+    choices: tuple[Any, ...] = ()
+    secret: bool = False
+    meaning: str = ""
+    low: int | None = None
+    high: int | None = None
+    pattern: str = ""
+    drop_suffix: str = ""
+    note: str = ""
+
+    @property
+    def allowed(self) -> str:
+        text = " or ".join(str(choice).lower() for choice in self.choices) or _FORMS[self.kind]
+        if self.high is not None:
+            text += f", {self.low} to {self.high}"
+        elif self.low is not None:
+            text += f", at least {self.low}"
+        if self.optional:
+            text += ", or none"
+        return f"{text}: {self.note}" if self.note else text
+
+    def convert(self, value: Any) -> Any:
+        """`value` as the setting holds it; ValueError if it is not allowed."""
+        # TOML and the environment have no null. Text is taken as it is: a password may be "none".
+        if self.optional and (value is None or (value == "none" and self.kind in _UNITS)):
+            return None
+        converted = self._parse(value)
+        if (
+            (self.choices and converted not in self.choices)
+            or (self.low is not None and converted < self.low)
+            or (self.high is not None and converted > self.high)
+            or (self.pattern and not re.fullmatch(self.pattern, converted))
+        ):
+            raise ValueError(value)
+        return converted
+
+    def _parse(self, value: Any) -> Any:
+        match self.kind:
+            case "text":
+                return _text(value).removesuffix(self.drop_suffix)
+            case "choice":
+                # YAML takes `off` without quotes for false.
+                return "off" if value is False else _text(value).lower()
+            case "bool":
+                return value if isinstance(value, bool) else {"true": True, "false": False}.get(_text(value).lower())
+            case _:
+                return _whole_number(value, _UNITS[self.kind])
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def _whole_number(value: Any, units: Mapping[str, Fraction | int]) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    found = _NUMBER.fullmatch(_text(value))
+    if found is None or found[2] not in units:
+        raise ValueError(value)
+    number = Fraction(found[1]) * units[found[2]]
+    if number.denominator != 1:
+        raise ValueError(value)
+    return int(number)
+
+
+def _setting(declared: Field[Any], hint: Any) -> Setting:
+    """What the declaration of a field says, as a value."""
+    optional = NoneType in get_args(hint)
+    if optional:
+        [hint] = set(get_args(hint)) - {NoneType}
+    kind, choices = _kind(declared.name, hint)
+    return Setting(
+        kind=kind,
+        default=declared.default,
+        optional=optional,
+        choices=choices,
+        secret=not declared.repr,
+        **declared.metadata,
+    )
+
+
+def _kind(name: str, hint: Any) -> tuple[Kind, tuple[Any, ...]]:
+    """How a value is read, and the choices if there are few."""
+    if get_origin(hint) is Literal:
+        return "choice", get_args(hint)
+    if hint is bool:
+        return "bool", (True, False)
+    if hint is str:
+        return "text", ()
+    kinds: dict[str, Kind] = {"ms": "ms", "s": "s", "bytes": "bytes"}
+    return kinds.get(name.removesuffix("_max").rpartition("_")[2], "count"), ()
+
+
+_SECTIONS: Final[Mapping[str, Any]] = {
+    name: hint for name, hint in get_type_hints(Config).items() if is_dataclass(hint)
+}
+SETTINGS: Final[dict[str, Setting]] = {
+    f"{section}.{declared.name}": _setting(declared, get_type_hints(cls)[declared.name])
+    for section, cls in _SECTIONS.items()
+    for declared in fields(cls)
+}
+_OF_ONE_TOPIC: Final = [f.name for f in fields(TopicConfig) if f.name not in ("auto_create", "topics_max")]
+
+
+# ---- other names
+
+
+class _Target(NamedTuple):
+    key: str | None  # the setting that is set; None: what is written must be right, and that is all
+    form: Setting  # what may be written
+    meant: Callable[[Any], Any] = lambda value: value  # from that to the value of the setting
+
+
+_BOOL: Final = Setting(kind="bool", choices=(True, False))
+_ALIASES: Final[dict[str, _Target]] = {
+    alias: _Target(key, SETTINGS[key])
+    for alias, key in {
+        "ack.timeout": "topic.ack_deadline_ms",
+        "deduplication.window": "topic.dedup_window_ms",
+        "flow_control.buffer": "flow.buffer",
+        "flow_control.burst": "flow.burst",
+        "flow_control.mode": "flow.mode",
+        "flow_control.rate": "flow.rate",
+        "network.port": "server.quiet_port",
+        "node.id": "server.node_id",
+        "server.data_dir": "storage.data_dir",
+        "server.heartbeat_interval": "server.heartbeat_s",
+        "server.max_connections": "server.connections_max",
+        "server.max_message_size": "server.payload_bytes_max",
+        "storage.dir": "storage.data_dir",
+        "storage.max_segment_size": "topic.segment_bytes",
+        "storage.retention.max_age": "topic.retain_ms",
+        "storage.retention.max_bytes": "topic.retain_bytes",
+        "storage.segment_size": "topic.segment_bytes",
+        "storage.type": "storage.reader",
+    }.items()
+} | {
+    "ack.max_retries": _Target("topic.deliveries_max", Setting(kind="count", low=0, high=999), lambda n: n + 1),
+    "cluster.enabled": _Target(None, Setting(kind="bool", choices=(False,), note="clustering is not available yet")),
+    "deduplication.enabled": _Target("topic.dedup", _BOOL, {True: "id", False: "off"}.get),
+    "network.type": _Target(None, Setting(kind="choice", choices=("tcp",))),
+    "storage.fsync_on_write": _Target("topic.durability", _BOOL, {True: "fsync", False: "flush"}.get),
+}
+_NO_EFFECT: Final[Mapping[str, str]] = {
+    "client.auto_ack": "here: it is the client's",
+    "client.heartbeat_interval": "here: it is the client's",
+    "client.max_retries": "here: it is the client's",
+    "client.request_timeout": "here: it is the client's",
+    "cluster.node_id": "yet",
+    "cluster.raft_addr": "yet",
+    "cluster.raft_dir": "yet",
+    "network.threads.boss": "as there is one event loop",
+    "network.threads.worker": "as there is one event loop",
+    "pipe.batch_size": "yet",
+    "pipe.poll_interval": "yet",
+    "registry.poll_interval": "yet",
+    "registry.url": "yet",
+}
+
+_PREFIX: Final = "PENSTOCK_"
+_ENVIRONMENT: Final = {_PREFIX + key.replace(".", "_").upper(): key for key in SETTINGS}
+_ENVIRONMENT_ALIASES: Final = {
+    "BROKER_PORT": "server.quiet_port",
+    "DATA_DIR": "storage.data_dir",
+    "HTTP_PORT": "server.http_port",
+    "NODE_ID": "server.node_id",
+    "QB_DATA_DIR": "storage.data_dir",
+    "QB_LOG_LEVEL": "server.log_level",
+    "QB_MAX_CONNECTIONS": "server.connections_max",
+    "QB_SERVER_HOST": "server.host",
+    "QB_SERVER_PORT": "server.quiet_port",  # its clients speak first
+}
+_ENVIRONMENT_NO_EFFECT: Final = ("REGISTRY_URL",)
+_PATH_NAMES: Final = ("PENSTOCK_CONFIG", "QB_CONFIG_FILE")
+
+
+# ---- the sources
+
+_VARIABLE: Final = re.compile(r"\$\{(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::(?P<default>[^}]*))?\})?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class _Given(NamedTuple):
+    name: str  # as it is written
+    value: Any
+    origin: str
+    target: _Target
+
+    @property
+    def place(self) -> str:
+        return f"{self.name} ({self.origin})"
+
+
+def _path_in(environ: Mapping[str, str]) -> Path | None:
+    return next((Path(environ[name]) for name in _PATH_NAMES if name in environ), None)
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        # The text of the error quotes the file, and there may be a password in it.
+        mark = getattr(error, "problem_mark", None)
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(f"{getattr(error, 'problem', None) or 'this is not YAML'}{where}") from None
+
+
+_PARSERS: Final[Mapping[str, Callable[[str], Any]]] = {
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
+
+
+def _read_file(path: Path, notes: _Notes) -> dict[Any, Any]:
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        notes.problems.append(f"file {path}: its name must end with {', '.join(_PARSERS)}")
+        return {}
+    try:
+        table = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        notes.problems.append(f"file {path}: {' '.join(str(reason).split())}")
+        return {}
+    if not isinstance(table, dict | None):
+        notes.problems.append(f"file {path}: it must hold tables of settings")
+        return {}
+    return table or {}
+
+
+def _flatten(table: Mapping[Any, Any], key: str = "", written: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Dotted key, the same as it is written, and value. Tables within `broker` count as if they stood outside."""
+    for name, value in table.items():
+        # The name of a topic is not ours to spell.
+        spelled = str(name) if key == "topics." else str(name).replace("-", "_").removeprefix("broker.")
+        inner = f"{key}{spelled}"
+        if isinstance(value, dict):
+            yield from _flatten(value, "" if inner == "broker" else f"{inner}.", f"{written}{name}.")
+        else:
+            yield inner, f"{written}{name}", value
+
+
+def _topic_names(table: Mapping[Any, Any]) -> list[str]:
+    tables = [place.get("topics") for place in (table, table.get("broker")) if isinstance(place, dict)]
+    return [str(name) for topics in tables if isinstance(topics, dict) for name in topics]
+
+
+def _from_file(
+    table: Mapping[Any, Any],
+    origin: str,
+    settings: Mapping[str, Setting],
+    environ: Mapping[str, str],
+    notes: _Notes,
+) -> Iterator[_Given]:
+    targets = {key: _Target(key, setting) for key, setting in settings.items()} | _ALIASES
+    for key, written, value in _flatten(table):
+        place = f"{written} ({origin})"
+        if key in targets:
+            try:
+                value = _interpolate(value, environ)
+            except ValueError as error:
+                notes.problems.append(f"{place}: {error}")
+            else:
+                yield _Given(written, value, origin, targets[key])
+        elif key in _NO_EFFECT:
+            notes.warnings.append(f"{place} has no effect {_NO_EFFECT[key]}")
+        elif not any(name.startswith(f"{key}.") for name in (*targets, *_NO_EFFECT, "broker.", "topics.")):
+            notes.problems.append(f"{place} is not a setting{_hint(key, targets)}")
+        elif value is not None:  # nothing is an empty table in YAML
+            notes.problems.append(f"{place} must be a table of settings")
+
+
+def _interpolate(value: Any, environ: Mapping[str, str]) -> Any:
+    def replacement(found: re.Match[str]) -> str:
+        if found["name"] is None:
+            raise ValueError("write a variable as ${NAME} or ${NAME:default}")
+        text = environ.get(found["name"], found["default"])
+        if text is None:
+            raise ValueError(f"the environment has no {found['name']}, and it has no default")
+        return text
+
+    return _VARIABLE.sub(replacement, value) if isinstance(value, str) else value
+
+
+def _from_environment(environ: Mapping[str, str], notes: _Notes) -> Iterator[_Given]:
+    own = {key for name, key in _ENVIRONMENT.items() if name in environ}
+    aliases = {name: key for name, key in _ENVIRONMENT_ALIASES.items() if key not in own}
+    for name, key in (_ENVIRONMENT | aliases).items():
+        if name in environ:
+            yield _Given(key, environ[name], f"environment {name}", _Target(key, SETTINGS[key]))
+    for name in environ:
+        if name.startswith(_PREFIX) and name not in _ENVIRONMENT and name not in _PATH_NAMES:
+            notes.problems.append(f"{name} (environment) is not a setting{_hint(name, [*_ENVIRONMENT, *_PATH_NAMES])}")
+        if name in _ENVIRONMENT_NO_EFFECT:
+            notes.warnings.append(f"{name} (environment) has no effect yet")
+
+
+def _from_flags(flags: Mapping[str, Any], notes: _Notes) -> Iterator[_Given]:
+    for key, value in flags.items():
+        origin = f"flag --{key.rpartition('.')[2].replace('_', '-')}"
+        if key not in SETTINGS:
+            notes.problems.append(f"{key} ({origin}) is not a setting{_hint(key, SETTINGS)}")
+        elif value is not None:
+            yield _Given(key, value, origin, _Target(key, SETTINGS[key]))
+
+
+def _hint(wrong: str, right: Collection[str]) -> str:
+    """The nearest right name: one that is spelled alike, else one that has the same last part."""
+    last = f".{wrong.rpartition('.')[2]}"
+    near = get_close_matches(wrong, right, 1) or [name for name in right if name.endswith(last)]
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _once(source: Iterable[_Given], notes: _Notes) -> Iterator[_Given]:
+    """One source says a thing once, whatever it calls it: who says it twice may mean either."""
+    seen: dict[str, _Given] = {}
+    for given in source:
+        key = given.target.key
+        if key is not None and seen.setdefault(key, given) is not given:
+            notes.problems.append(f"{given.place} says again what {seen[key].place} says: keep one of them")
+        else:
+            yield given
+
+
+# ---- from what was given to the configuration
+
+
+def _read(given: _Given, notes: _Notes) -> Any:
+    form = given.target.form
+    try:
+        return given.target.meant(form.convert(given.value))
+    except ValueError:
+        shown = "***" if form.secret else repr(given.value)
+        notes.problems.append(f"{given.place} is {shown}: it must be {form.allowed}")
+        # It is wrong, and yet it is there: what needs it must not complain too.
+        return given.value
+
+
+def _conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """What is right by itself, and wrong together."""
+    for one, other in permutations(("auth.user", "auth.password"), 2):
+        if values[one] is not None and values[other] is None:
+            yield f"{one} ({origins[one]}) needs {other}: set both, or neither"
+    for one, other in combinations(("server.port", "server.quiet_port", "server.http_port"), 2):
+        if values[one] == values[other] != 0:
+            yield f"{one} ({origins[one]}) and {other} ({origins[other]}) are both {values[one]}: they must differ"
+
+
+def _build(values: Mapping[str, Any], topics: Iterable[str]) -> Config:
+    sections = {
+        section: cls(**{declared.name: values[f"{section}.{declared.name}"] for declared in fields(cls)})
+        for section, cls in _SECTIONS.items()
+    }
+    one_by_one = {
+        topic: replace(sections["topic"], **{name: values[f"topics.{topic}.{name}"] for name in _OF_ONE_TOPIC})
+        for topic in topics
+    }
+    return Config(**sections, topics=one_by_one)

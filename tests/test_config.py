@@ -1,0 +1,952 @@
+"""The settings: where they come from, what they may be, and how they are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.errors import BadConfig, PenstockError
+from penstock.server.config import SETTINGS, Config, Loaded, load
+
+MIB = 1 << 20
+
+DEFAULTS = {
+    "server.host": "127.0.0.1",
+    "server.port": 4222,
+    "server.quiet_port": 9092,
+    "server.http_port": 8222,
+    "server.node_id": "local-001",
+    "server.heartbeat_s": 120,
+    "server.handshake_s": 30,
+    "server.connections_max": 20_000,
+    "server.payload_bytes_max": MIB,
+    "server.stop_s": 10,
+    "server.log_level": "info",
+    "auth.user": None,
+    "auth.password": None,
+    "auth.token": None,
+    "storage.data_dir": "./data",
+    "storage.reader": "pread",
+    "storage.unflushed_bytes_max": 64 * MIB,
+    "storage.tail_bytes_max": 64 * MIB,
+    "storage.open_segments_max": 256,
+    "storage.flush_messages": 500,
+    "storage.flush_ms": 100,
+    "storage.upkeep_ms": 10_000,
+    "topic.auto_create": True,
+    "topic.topics_max": 10_000,
+    "topic.partitions": 1,
+    "topic.durability": "fsync",
+    "topic.segment_bytes": 64 * MIB,
+    "topic.retain_ms": None,
+    "topic.retain_bytes": None,
+    "topic.cleanup": "delete",
+    "topic.dedup": "id",
+    "topic.dedup_window_ms": None,
+    "topic.ack_deadline_ms": 5000,
+    "topic.deliveries_max": 4,
+    "topic.dead_letters": True,
+    "flow.rate": 0,
+    "flow.burst": 100,
+    "flow.buffer": 1000,
+    "flow.mode": "block",
+    "dlq.prefix": "DLQ",
+}
+
+# The example configurations of the brokers whose files and variables are understood.
+
+FLAT_EXAMPLE = {  # dotted names, as its documentation has them
+    "server.host": "127.0.0.1",
+    "server.port": 9999,
+    "server.heartbeat_interval": 30,
+    "storage.data_dir": "./storage/data",
+    "storage.fsync_on_write": True,
+    "client.request_timeout": 30,
+    "client.heartbeat_interval": 30,
+}
+
+YAML_EXAMPLE = """
+broker:
+  node:
+    id: ${NODE_ID:local-001}
+
+  storage:
+    type: mmap
+    data-dir: ${DATA_DIR:./data}
+    segment-size: 1073741824  # 1GB
+
+  network:
+    type: tcp
+    port: ${BROKER_PORT:9092}
+    threads:
+      boss: 2
+      worker: 16
+
+  registry:
+    url: ${REGISTRY_URL:http://localhost:8080}
+    poll-interval: 30000
+
+  pipe:
+    poll-interval: 1000
+    batch-size: 100
+"""
+
+JSON_EXAMPLE = """
+{
+  "server": {"host": "0.0.0.0", "port": 4222},
+  "storage": {"dir": "./data", "retention": {"max_age": "24h", "max_bytes": 1073741824}},
+  "cluster": {"enabled": %s, "node_id": "node-1", "raft_addr": "127.0.0.1:7001", "raft_dir": "./data/raft"}
+}
+"""
+
+
+class Place:
+    """A directory with a configuration file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "config.json"
+
+    def load(
+        self,
+        content: Mapping[str, Any] | str | None = None,
+        *,
+        suffix: str = ".json",
+        environ: Mapping[str, str] | None = None,
+        flags: Mapping[str, Any] | None = None,
+    ) -> Loaded:
+        path = None
+        if content is not None:
+            path = self.path = self.path.with_suffix(suffix)
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return load(path=path, environ=environ or {}, flags=flags or {})
+
+    def problems(self, content: Mapping[str, Any] | str | None = None, **sources: Any) -> list[str]:
+        with pytest.raises(BadConfig) as caught:
+            self.load(content, **sources)
+        assert str(caught.value) == "\n".join(caught.value.problems)
+        assert not any("\n" in problem for problem in caught.value.problems)
+        return [problem.replace(str(self.path), "FILE") for problem in caught.value.problems]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def changed(loaded: Loaded) -> dict[str, Any]:
+    """What is not as by default; secrets as they are shown."""
+    return {key: value for key, value in loaded.shown().items() if loaded.origins[key] != "default"}
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+# ---- the list of settings
+
+
+def test_without_any_source_everything_is_as_by_default(place: Place) -> None:
+    loaded = place.load()
+    assert loaded.config == Config()
+    assert loaded.shown() == DEFAULTS
+    assert loaded.origins == dict.fromkeys(DEFAULTS, "default")
+    assert loaded.warnings == []
+
+
+def test_every_setting_has_a_meaning_in_one_line_and_every_number_a_bound() -> None:
+    assert list(SETTINGS) == list(DEFAULTS)
+    for key, setting in SETTINGS.items():
+        assert setting.meaning, key
+        assert "\n" not in setting.meaning, key
+        assert setting.choices or setting.kind == "text" or setting.low is not None, key
+
+
+def test_every_default_is_allowed() -> None:
+    for key, setting in SETTINGS.items():
+        assert setting.convert(setting.default) == DEFAULTS[key], key
+
+
+def test_a_configuration_cannot_be_changed(place: Place) -> None:
+    loaded = place.load({"topics": {"orders": {}}})
+    config = loaded.config
+    sections = (config.server, config.auth, config.storage, config.topic, config.flow, config.dlq)
+    for part in (loaded, config, *sections, config.topics["orders"]):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, fields(part)[0].name, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [
+        ("server.log_level", ["debug", "info", "warning", "error"]),
+        ("storage.reader", ["pread", "mmap"]),
+        ("topic.durability", ["fsync", "flush"]),
+        ("topic.cleanup", ["delete", "compact"]),
+        ("topic.dedup", ["off", "id", "payload"]),
+        ("flow.mode", ["block", "drop", "shed"]),
+    ],
+)
+def test_every_choice_may_be_made(place: Place, key: str, choices: list[str]) -> None:
+    assert [changed(place.load({key: choice})) for choice in choices] == [{key: choice} for choice in choices]
+
+
+# ---- sources
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_defaults(place: Place) -> None:
+    loaded = place.load(
+        {"server": {"port": 1, "quiet_port": 2, "http_port": 3}},
+        environ={"PENSTOCK_SERVER_PORT": "11", "PENSTOCK_SERVER_QUIET_PORT": "12"},
+        flags={"server.port": 21, "server.stop_s": None},
+    )
+    server = loaded.config.server
+    assert (server.port, server.quiet_port, server.http_port, server.stop_s) == (21, 12, 3, 10)
+    keys = ("server.port", "server.quiet_port", "server.http_port", "server.stop_s")
+    assert [loaded.origins[key] for key in keys] == [
+        "flag --port",
+        "environment PENSTOCK_SERVER_QUIET_PORT",
+        f"file {place.path}",
+        "default",
+    ]
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None:
+    setting = SETTINGS[key]
+    other = [choice for choice in setting.choices if choice != setting.default]
+    value = other[0] if other else "some" if setting.low is None else setting.low + 1
+    partner = {"auth.user": "PENSTOCK_AUTH_PASSWORD", "auth.password": "PENSTOCK_AUTH_USER"}.get(key)
+    name = "PENSTOCK_" + key.upper().replace(".", "_")
+    loaded = place.load(environ={name: str(value)} | ({partner: "other"} if partner else {}))
+    section, _, leaf = key.partition(".")
+    assert getattr(getattr(loaded.config, section), leaf) == value != DEFAULTS[key]
+    assert loaded.origins[key] == f"environment {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key", "meant"),
+    [
+        ("QB_SERVER_HOST", "0.0.0.0", "server.host", "0.0.0.0"),
+        ("QB_SERVER_PORT", "9999", "server.quiet_port", 9999),
+        ("QB_DATA_DIR", "/srv/qb", "storage.data_dir", "/srv/qb"),
+        ("QB_LOG_LEVEL", "DEBUG", "server.log_level", "debug"),
+        ("QB_MAX_CONNECTIONS", "100", "server.connections_max", 100),
+        ("NODE_ID", "broker-001", "server.node_id", "broker-001"),
+        ("BROKER_PORT", "9093", "server.quiet_port", 9093),
+        ("DATA_DIR", "/var/lib/broker", "storage.data_dir", "/var/lib/broker"),
+        ("HTTP_PORT", "8081", "server.http_port", 8081),
+    ],
+)
+def test_variables_of_other_brokers_are_understood(place: Place, name: str, value: str, key: str, meant: Any) -> None:
+    loaded = place.load(environ={name: value})
+    assert changed(loaded) == {key: meant}
+    assert loaded.origins[key] == f"environment {name}"
+    # An own name beats them, and then they are not looked at.
+    own = "PENSTOCK_" + key.upper().replace(".", "_")
+    loaded = place.load(environ={name: "", own: value})
+    assert changed(loaded) == {key: meant}
+    assert loaded.origins[key] == f"environment {own}"
+
+
+def test_a_variable_that_has_no_effect_is_warned_of(place: Place) -> None:
+    loaded = place.load(environ={"REGISTRY_URL": "http://registry.example.com", "HOME": "/root"})
+    assert loaded.warnings == ["REGISTRY_URL (environment) has no effect yet"]
+    assert changed(loaded) == {}
+
+
+@pytest.mark.parametrize("name", ["PENSTOCK_CONFIG", "QB_CONFIG_FILE"])
+def test_a_variable_may_name_the_file(place: Place, tmp_path: Path, name: str) -> None:
+    named = tmp_path / "named.toml"
+    named.write_text("server.port = 5")
+    loaded = load(path=None, environ={name: str(named)}, flags={})
+    assert (loaded.config.server.port, loaded.origins["server.port"]) == (5, f"file {named}")
+    assert place.load({"server.port": 6}, environ={name: str(named)}).config.server.port == 6
+
+
+def test_the_own_variable_for_the_file_beats_the_other(tmp_path: Path) -> None:
+    for number in (5, 6):
+        (tmp_path / f"{number}.toml").write_text(f"server.port = {number}")
+    environ = {"QB_CONFIG_FILE": str(tmp_path / "5.toml"), "PENSTOCK_CONFIG": str(tmp_path / "6.toml")}
+    assert load(path=None, environ=environ, flags={}).config.server.port == 6
+
+
+# ---- files
+
+
+CONTENT: dict[str, Any] = {
+    "server": {"port": 4000, "node-id": "n", "heartbeat_s": "2m"},
+    "topic": {"dead_letters": False, "segment_bytes": "1MiB", "dedup": "off"},
+    "topics": {"orders.eu": {"retain_ms": "7d", "partitions": 3}, "my-topic": {}},
+}
+FORMATS = {
+    ".json": json.dumps(CONTENT),
+    ".yaml": yaml.safe_dump(CONTENT, sort_keys=False),
+    ".yml": """
+server: {port: 4000, node-id: n, heartbeat_s: 2m}
+topic: {dead_letters: no, segment_bytes: 1MiB, dedup: off}
+topics:
+  orders.eu: {retain_ms: 7d, partitions: 3}
+  my-topic:
+""",
+    ".toml": """
+[server]
+port = 4000
+node-id = "n"
+heartbeat_s = "2m"
+[topic]
+dead_letters = false
+segment_bytes = "1MiB"
+dedup = "off"
+[topics."orders.eu"]
+retain_ms = "7d"
+partitions = 3
+[topics.my-topic]
+""",
+}
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_every_format_says_the_same(place: Place, suffix: str) -> None:
+    loaded = place.load(FORMATS[suffix], suffix=suffix)
+    config = loaded.config
+    assert (config.server.port, config.server.node_id, config.server.heartbeat_s) == (4000, "n", 120)
+    assert (config.topic.dead_letters, config.topic.segment_bytes, config.topic.dedup) == (False, MIB, "off")
+    assert list(config.topics) == ["orders.eu", "my-topic"]
+    assert config.topics["my-topic"] == config.topic
+    orders = config.topics["orders.eu"]
+    assert (orders.retain_ms, orders.partitions, orders.segment_bytes) == (7 * 86_400_000, 3, MIB)
+    assert loaded.warnings == []
+
+
+def test_a_suffix_may_be_in_capitals(place: Place) -> None:
+    assert place.load("server: {port: 5}", suffix=".YAML").config.server.port == 5
+
+
+def test_topics_may_stand_in_the_table_of_the_broker(place: Place) -> None:
+    config = place.load({"topics": {"a": {}}, "broker": {"topics": {"b": {"partitions": 2}, "c": None}}}).config
+    assert [(name, topic.partitions) for name, topic in config.topics.items()] == [("a", 1), ("b", 2), ("c", 1)]
+
+
+def test_what_a_topic_does_not_set_comes_from_the_general_policy_with_its_origin(place: Place) -> None:
+    loaded = place.load(
+        {"topic": {"retain_ms": "1h"}, "topics": {"a-b": {"retain-ms": "none", "dedup-window_ms": "1m"}}},
+        environ={"PENSTOCK_TOPIC_DURABILITY": "flush"},
+    )
+    topic = loaded.config.topics["a-b"]
+    assert (topic.retain_ms, topic.dedup_window_ms, topic.durability, topic.cleanup) == (
+        None,
+        60_000,
+        "flush",
+        "delete",
+    )
+    origins = {key: origin for key, origin in loaded.origins.items() if key.startswith("topics.")}
+    assert list(origins)[:2] == ["topics.a-b.partitions", "topics.a-b.durability"]
+    assert origins["topics.a-b.retain_ms"] == f"file {place.path}"
+    assert origins["topics.a-b.durability"] == "environment PENSTOCK_TOPIC_DURABILITY"
+    assert origins["topics.a-b.cleanup"] == "default"
+    assert loaded.shown()["topics.a-b.dedup_window_ms"] == 60_000
+
+
+@pytest.mark.parametrize("name", ["auto_create", "topics_max"])
+def test_what_is_of_all_topics_is_no_setting_of_one(place: Place, name: str) -> None:
+    [problem] = place.problems({"topics": {"orders": {name: 1}}})
+    assert problem.startswith(f"topics.orders.{name} (file FILE) is not a setting")
+
+
+@pytest.mark.parametrize(("suffix", "content"), [(".yaml", ""), (".toml", ""), (".json", "{}"), (".yaml", "server:\n")])
+def test_an_empty_file_or_table_sets_nothing(place: Place, suffix: str, content: str) -> None:
+    assert changed(place.load(content, suffix=suffix)) == {}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content", "problem"),
+    [
+        (".ini", "", "file FILE: its name must end with .toml, .json, .yaml, .yml"),
+        (".json", "{", "file FILE: Expecting property name"),
+        (".toml", "port = ", "file FILE: Invalid value (at "),
+        (".yaml", "a: [1\nauth: {password: hush}", "file FILE: expected ',' or ']', but got ':' (at line 2, column 5)"),
+        (".yaml", "a: \x00", "file FILE: this is not YAML"),
+        (".json", "[1]", "file FILE: it must hold tables of settings"),
+        (".yaml", "text", "file FILE: it must hold tables of settings"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_name(
+    place: Place, suffix: str, content: str, problem: str
+) -> None:
+    [found] = place.problems(content, suffix=suffix)
+    assert found.startswith(problem)
+    assert "hush" not in found
+
+
+def test_a_file_that_is_not_there_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=re.escape(f"file {tmp_path / 'no.toml'}: No such file or directory")):
+        load(path=tmp_path / "no.toml", environ={}, flags={})
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(BadConfig, match="codec can't decode"):
+        load(path=path, environ={}, flags={})
+
+
+# ---- names of other brokers
+
+
+@pytest.mark.parametrize(
+    ("alias", "value", "key", "meant"),
+    [
+        ("storage.dir", "/d", "storage.data_dir", "/d"),
+        ("storage.data-dir", "/d", "storage.data_dir", "/d"),
+        ("server.data_dir", "/d", "storage.data_dir", "/d"),
+        ("storage.type", "mmap", "storage.reader", "mmap"),
+        ("storage.segment-size", 1 << 30, "topic.segment_bytes", 1 << 30),
+        ("storage.max_segment_size", "1GiB", "topic.segment_bytes", 1 << 30),
+        ("storage.fsync_on_write", True, "topic.durability", "fsync"),
+        ("storage.fsync_on_write", False, "topic.durability", "flush"),
+        ("storage.fsync_on_write", "False", "topic.durability", "flush"),
+        ("storage.retention.max_age", "24h", "topic.retain_ms", 86_400_000),
+        ("storage.retention.max_bytes", 1 << 30, "topic.retain_bytes", 1 << 30),
+        ("broker.node.id", "n1", "server.node_id", "n1"),
+        ("network.port", 9093, "server.quiet_port", 9093),
+        ("server.heartbeat_interval", 30, "server.heartbeat_s", 30),
+        ("server.heartbeat_interval", "1m", "server.heartbeat_s", 60),
+        ("server.max_message_size", "2MiB", "server.payload_bytes_max", 2 * MIB),
+        ("server.max_connections", 100, "server.connections_max", 100),
+        ("ack.timeout", "30s", "topic.ack_deadline_ms", 30_000),
+        ("ack.max_retries", 0, "topic.deliveries_max", 1),
+        ("ack.max_retries", 5, "topic.deliveries_max", 6),
+        ("ack.max_retries", 999, "topic.deliveries_max", 1000),
+        ("dlq.prefix", "DEAD.", "dlq.prefix", "DEAD"),
+        ("dlq.prefix", "a.b", "dlq.prefix", "a.b"),
+        ("deduplication.window", "2m", "topic.dedup_window_ms", 120_000),
+        ("deduplication.enabled", False, "topic.dedup", "off"),
+        ("deduplication.enabled", True, "topic.dedup", "id"),
+        ("flow_control.rate", 10, "flow.rate", 10),
+        ("flow-control.burst", 20, "flow.burst", 20),
+        ("flow_control.buffer", 30, "flow.buffer", 30),
+        ("flow_control.mode", "drop", "flow.mode", "drop"),
+    ],
+)
+def test_names_of_other_brokers_are_understood(place: Place, alias: str, value: Any, key: str, meant: Any) -> None:
+    for content in ({alias: value}, nested(alias, value), {"broker": nested(alias.removeprefix("broker."), value)}):
+        loaded = place.load(content)
+        assert changed(loaded) == {key: meant}
+        assert loaded.origins[key] == f"file {place.path}"
+        assert loaded.warnings == []
+
+
+@pytest.mark.parametrize("content", [{"network.type": "tcp"}, {"cluster.enabled": False, "network.type": "tcp"}])
+def test_what_is_so_anyway_may_be_said(place: Place, content: dict[str, Any]) -> None:
+    loaded = place.load(content)
+    assert (changed(loaded), loaded.warnings) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"network": {"type": "udp"}}, "network.type (file FILE) is 'udp': it must be tcp"),
+        (
+            {"cluster": {"enabled": True}},
+            "cluster.enabled (file FILE) is True: it must be false: clustering is not available yet",
+        ),
+        (
+            {"storage": {"fsync_on_write": "maybe"}},
+            "storage.fsync_on_write (file FILE) is 'maybe': it must be true or false",
+        ),
+        ({"ack": {"max_retries": -1}}, "ack.max_retries (file FILE) is -1: it must be a whole number, 0 to 999"),
+        ({"ack": {"max_retries": 1000}}, "ack.max_retries (file FILE) is 1000: it must be a whole number, 0 to 999"),
+        (
+            {"broker": {"storage": {"type": "s3"}}},
+            "broker.storage.type (file FILE) is 's3': it must be pread or mmap",
+        ),
+    ],
+)
+def test_a_wrong_value_under_another_name_is_refused_by_that_name(
+    place: Place, content: dict[str, Any], problem: str
+) -> None:
+    assert place.problems(content) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("registry.url", "yet"),
+        ("registry.poll-interval", "yet"),
+        ("pipe.poll-interval", "yet"),
+        ("pipe.batch-size", "yet"),
+        ("cluster.node_id", "yet"),
+        ("cluster.raft_addr", "yet"),
+        ("cluster.raft_dir", "yet"),
+        ("network.threads.boss", "as there is one event loop"),
+        ("network.threads.worker", "as there is one event loop"),
+        ("client.request_timeout", "here: it is the client's"),
+        ("client.heartbeat_interval", "here: it is the client's"),
+        ("client.max_retries", "here: it is the client's"),
+        ("client.auto_ack", "here: it is the client's"),
+    ],
+)
+def test_what_has_no_effect_is_warned_of(place: Place, key: str, why: str) -> None:
+    loaded = place.load(nested(key, 1))
+    assert loaded.warnings == [f"{key} (file {place.path}) has no effect {why}"]
+    assert changed(loaded) == {}
+
+
+def test_the_flat_example(place: Place) -> None:
+    loaded = place.load(FLAT_EXAMPLE)
+    assert changed(loaded) == {
+        "server.host": "127.0.0.1",
+        "server.port": 9999,
+        "server.heartbeat_s": 30,
+        "storage.data_dir": "./storage/data",
+        "topic.durability": "fsync",
+    }
+    assert [warning.split()[0] for warning in loaded.warnings] == [
+        "client.request_timeout",
+        "client.heartbeat_interval",
+    ]
+
+
+def test_the_yaml_example(place: Place) -> None:
+    loaded = place.load(YAML_EXAMPLE, suffix=".yml")
+    expected = {
+        "server.quiet_port": 9092,
+        "server.node_id": "local-001",
+        "storage.data_dir": "./data",
+        "storage.reader": "mmap",
+        "topic.segment_bytes": 1 << 30,
+    }
+    assert changed(loaded) == expected
+    assert [warning.split()[0] for warning in loaded.warnings] == [
+        "broker.network.threads.boss",
+        "broker.network.threads.worker",
+        "broker.registry.url",
+        "broker.registry.poll-interval",
+        "broker.pipe.poll-interval",
+        "broker.pipe.batch-size",
+    ]
+    environ = {"NODE_ID": "b-1", "DATA_DIR": "/app/data", "BROKER_PORT": "9000", "HTTP_PORT": "8081"}
+    assert changed(place.load(YAML_EXAMPLE, suffix=".yml", environ=environ)) == expected | {
+        "server.quiet_port": 9000,
+        "server.http_port": 8081,
+        "server.node_id": "b-1",
+        "storage.data_dir": "/app/data",
+    }
+
+
+def test_the_json_example(place: Place) -> None:
+    loaded = place.load(JSON_EXAMPLE % "false")
+    assert changed(loaded) == {
+        "server.host": "0.0.0.0",
+        "server.port": 4222,
+        "storage.data_dir": "./data",
+        "topic.retain_ms": 86_400_000,
+        "topic.retain_bytes": 1 << 30,
+    }
+    assert [warning.split()[0] for warning in loaded.warnings] == [
+        "cluster.node_id",
+        "cluster.raft_addr",
+        "cluster.raft_dir",
+    ]
+    [problem] = place.problems(JSON_EXAMPLE % "true")
+    assert "clustering is not available yet" in problem
+
+
+# ---- variables within a file
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "meant"),
+    [
+        ("server.port", "${PORT}", 7000),
+        ("server.port", "${NONE:7001}", 7001),
+        ("server.port", "${PORT:7001}", 7000),
+        ("server.port", "7${DIGIT}${NONE:0}2", 7102),
+        ("storage.data_dir", "/srv/${NAME}/data", "/srv/x y/data"),
+        ("storage.data_dir", "/srv/${NONE:}/data", "/srv//data"),
+        ("storage.data_dir", "${NONE:http://h:80/}", "http://h:80/"),
+        ("storage.data_dir", "$HOME {x}", "$HOME {x}"),
+        ("topic.dead_letters", "${NONE:false}", False),
+        ("topic.retain_ms", "${NONE:1h}", 3_600_000),
+        ("topic.retain_bytes", "${NONE:1KiB}", 1024),
+    ],
+)
+def test_variables_in_a_file_are_replaced_and_the_result_is_converted(
+    place: Place, key: str, text: str, meant: Any
+) -> None:
+    loaded = place.load({key: text}, environ={"PORT": "7000", "DIGIT": "1", "NAME": "x y"})
+    assert changed(loaded) == {key: meant}
+    assert loaded.origins[key] == f"file {place.path}"
+
+
+def test_variables_are_replaced_in_the_settings_of_one_topic(place: Place) -> None:
+    loaded = place.load({"topics": {"t": {"partitions": "${COUNT}"}}}, environ={"COUNT": "7"})
+    assert loaded.config.topics["t"].partitions == 7
+
+
+def test_a_variable_that_is_not_set_is_refused_with_its_key(place: Place) -> None:
+    assert place.problems({"auth": {"token": "hush${SECRET}"}}) == [
+        "auth.token (file FILE): the environment has no SECRET, and it has no default"
+    ]
+
+
+@pytest.mark.parametrize("text", ["${", "${A", "${}", "${A B}", "${1A:2}", "x${:y}"])
+def test_a_variable_that_is_misspelled_is_refused(place: Place, text: str) -> None:
+    assert place.problems({"storage": {"dir": text}}, environ={"A": "a"}) == [
+        "storage.dir (file FILE): write a variable as ${NAME} or ${NAME:default}"
+    ]
+
+
+def test_nothing_is_replaced_outside_a_file(place: Place) -> None:
+    loaded = place.load(environ={"DATA_DIR": "${HOME}"}, flags={"server.node_id": "${HOME}"})
+    assert (loaded.config.storage.data_dir, loaded.config.server.node_id) == ("${HOME}", "${HOME}")
+
+
+# ---- values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("topic.retain_ms", 1500, 1500),
+        ("topic.retain_ms", "1500", 1500),
+        ("topic.retain_ms", "500ms", 500),
+        ("topic.retain_ms", "5s", 5000),
+        ("topic.retain_ms", "5m", 300_000),
+        ("topic.retain_ms", "24h", 86_400_000),
+        ("topic.retain_ms", "7d", 604_800_000),
+        ("topic.retain_ms", "1.5h", 5_400_000),
+        ("topic.retain_ms", "none", None),
+        ("topic.retain_ms", None, None),
+        ("server.stop_s", "3000ms", 3),
+        ("server.stop_s", "1m", 60),
+        ("server.stop_s", "1h", 3600),
+        ("storage.tail_bytes_max", "1048576", MIB),
+        ("storage.tail_bytes_max", "64MiB", 64 * MIB),
+        ("storage.tail_bytes_max", "64 MiB", 64 * MIB),
+        ("storage.tail_bytes_max", "1GB", 10**9),
+        ("storage.tail_bytes_max", "1GiB", 1 << 30),
+        ("storage.tail_bytes_max", "2kB", 2000),
+        ("storage.tail_bytes_max", "2KB", 2000),
+        ("storage.tail_bytes_max", "2KiB", 2048),
+        ("storage.tail_bytes_max", "3MB", 3_000_000),
+        ("storage.tail_bytes_max", "1TB", 10**12),
+        ("storage.tail_bytes_max", "1TiB", 1 << 40),
+        ("storage.tail_bytes_max", "7B", 7),
+        ("storage.tail_bytes_max", "0.5KiB", 512),
+        ("topic.auto_create", "FALSE", False),
+        ("topic.auto_create", "true", True),
+        ("server.log_level", "Warning", "warning"),
+        ("auth.token", "none", "none"),
+        ("server.port", 0, 0),
+        ("server.quiet_port", 0, 0),
+    ],
+)
+def test_a_value_may_be_written_in_several_ways(place: Place, key: str, value: Any, meant: Any) -> None:
+    config = place.load({key: value}).config
+    section, _, name = key.partition(".")
+    found = getattr(getattr(config, section), name)
+    assert (found, type(found)) == (meant, type(meant))
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("server.port", ["", "abc", "1.5", 1.5, 1.0, True, None, [1]]),
+        ("server.port", ["1s", "1 000", "1_000", "１", "0x10", " 1"]),
+        ("topic.retain_ms", ["5M", "5 minutes", "h", "1.5ms", "1h30m", "-5s", 0, "None", ""]),
+        ("server.stop_s", ["500ms", "1.5s", "0s"]),
+        ("storage.tail_bytes_max", ["64M", "64mb", "1Mb", "1.5B", "5s", -1, "none"]),
+        ("topic.dead_letters", ["yes", "", 1, 0, None, "off"]),
+        ("topic.durability", ["sync", "", None, True, False, 1]),
+        ("topic.dedup", ["on", True]),
+        ("server.host", ["", None, 1, True]),
+        ("auth.token", ["", 1234]),
+        ("dlq.prefix", [".", "DLQ..", ".DLQ", "DLQ.*", "DLQ.>", "D LQ", ""]),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_allowed(place: Place, key: str, values: list[Any]) -> None:
+    for value in values:
+        shown = "***" if key == "auth.token" else repr(value)
+        assert place.problems({key: value}) == [f"{key} (file FILE) is {shown}: it must be {SETTINGS[key].allowed}"]
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("server.port", "a whole number, 0 to 65535"),
+        ("server.host", "text that is not empty (a number needs quotes)"),
+        ("server.stop_s", 'whole seconds, as a number or like "5s", "5m", "24h", "7d", 1 to 3600'),
+        ("storage.tail_bytes_max", 'whole bytes, as a number or like "64MiB", "1GB", at least 0'),
+        (
+            "topic.retain_ms",
+            'whole milliseconds, as a number or like "500ms", "5s", "5m", "24h", "7d", at least 1, or none',
+        ),
+        ("topic.durability", "fsync or flush"),
+        ("topic.dedup", "off or id or payload"),
+        ("topic.dead_letters", "true or false"),
+        ("dlq.prefix", "text that is not empty (a number needs quotes): a subject without wildcards"),
+    ],
+)
+def test_what_is_allowed_is_said_in_words(key: str, allowed: str) -> None:
+    assert SETTINGS[key].allowed == allowed
+
+
+BOUNDS = [
+    ("server.port", 0, 65535),
+    ("server.quiet_port", 0, 65535),
+    ("server.http_port", 0, 65535),
+    ("server.heartbeat_s", 1, 86_400),
+    ("server.handshake_s", 1, 86_400),
+    ("server.connections_max", 1, 1_000_000),
+    ("server.payload_bytes_max", 1, 64 * MIB - 4096),
+    ("server.stop_s", 1, 3600),
+    ("storage.unflushed_bytes_max", 1, None),
+    ("storage.tail_bytes_max", 0, None),
+    ("storage.open_segments_max", 1, None),
+    ("storage.flush_messages", 1, None),
+    ("storage.flush_ms", 1, None),
+    ("storage.upkeep_ms", 1, None),
+    ("topic.topics_max", 0, None),
+    ("topic.partitions", 1, 256),
+    ("topic.segment_bytes", 4096, 2 << 30),
+    ("topic.retain_ms", 1, None),
+    ("topic.retain_bytes", 1, None),
+    ("topic.dedup_window_ms", 1, None),
+    ("topic.ack_deadline_ms", 1, None),
+    ("topic.deliveries_max", 1, 1000),
+    ("flow.rate", 0, None),
+    ("flow.burst", 1, None),
+    ("flow.buffer", 1, None),
+]
+
+
+@pytest.mark.parametrize(("key", "low", "high"), BOUNDS)
+def test_bounds_are_allowed_and_what_is_beyond_them_is_refused(
+    place: Place, key: str, low: int, high: int | None
+) -> None:
+    for value in (low, high):
+        if value is not None:
+            assert changed(place.load({key: value})) == {key: value}
+    for value in (low - 1, None if high is None else high + 1):
+        if value is not None:
+            [problem] = place.problems({key: value})
+            assert problem.startswith(f"{key} (file FILE) is {value}: ")
+
+
+def test_every_number_is_in_the_table_of_bounds() -> None:
+    assert [key for key, _, _ in BOUNDS] == [key for key, setting in SETTINGS.items() if setting.low is not None]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("server.prot", ": did you mean server.port?"),
+        ("server.Port", ": did you mean server.port?"),
+        ("sever.host", ": did you mean server.host?"),
+        ("server.port.number", ": did you mean server.port?"),
+        ("storage.retention.max_agee", ": did you mean storage.retention.max_age?"),
+        ("topic.durabilty", ": did you mean topic.durability?"),
+        ("durability", ": did you mean topic.durability?"),
+        ("port", ": did you mean server.port?"),
+        ("zzz", ""),
+    ],
+)
+def test_a_wrong_key_is_refused_with_the_nearest_right_one(place: Place, key: str, hint: str) -> None:
+    assert place.problems({key: 1}) == [f"{key} (file FILE) is not a setting{hint}"]
+
+
+def test_a_wrong_key_of_one_topic_is_refused_with_the_nearest_right_one(place: Place) -> None:
+    assert place.problems({"topics": {"a-b": {"retain-sm": 1}}}) == [
+        "topics.a-b.retain-sm (file FILE) is not a setting: did you mean topics.a-b.retain_ms?"
+    ]
+
+
+def test_a_wrong_variable_is_refused_with_the_nearest_right_one(place: Place) -> None:
+    assert place.problems(environ={"PENSTOCK_SERVER_PROT": "1", "PENSTOCK_CONFG": "x", "QB_WHATEVER": "1"}) == [
+        "PENSTOCK_SERVER_PROT (environment) is not a setting: did you mean PENSTOCK_SERVER_PORT?",
+        "PENSTOCK_CONFG (environment) is not a setting: did you mean PENSTOCK_CONFIG?",
+    ]
+
+
+def test_a_wrong_flag_is_refused_with_the_nearest_right_one(place: Place) -> None:
+    assert place.problems(flags={"server.prot": 1}) == [
+        "server.prot (flag --prot) is not a setting: did you mean server.port?"
+    ]
+
+
+@pytest.mark.parametrize("key", ["server", "topics", "topics.orders", "broker", "registry", "storage.retention"])
+def test_a_value_in_the_place_of_a_table_is_refused_and_not_shown(place: Place, key: str) -> None:
+    assert place.problems(nested(key, "hush")) == [f"{key} (file FILE) must be a table of settings"]
+
+
+def test_all_problems_are_told_at_once_each_with_its_source(place: Place) -> None:
+    assert place.problems(
+        {"server": {"port": 70000, "prot": 1}, "topic": {"cleanup": "burn"}, "auth": {"user": "me"}},
+        environ={"QB_SERVER_PORT": "x", "PENSTOCK_FLOW_RATE": "-1"},
+        flags={"storage.data_dir": ""},
+    ) == [
+        "server.port (file FILE) is 70000: it must be a whole number, 0 to 65535",
+        "server.prot (file FILE) is not a setting: did you mean server.port?",
+        "topic.cleanup (file FILE) is 'burn': it must be delete or compact",
+        "flow.rate (environment PENSTOCK_FLOW_RATE) is '-1': it must be a whole number, at least 0",
+        "server.quiet_port (environment QB_SERVER_PORT) is 'x': it must be a whole number, 0 to 65535",
+        "storage.data_dir (flag --data-dir) is '': it must be text that is not empty (a number needs quotes)",
+        "auth.user (file FILE) needs auth.password: set both, or neither",
+    ]
+
+
+def test_a_wrong_value_is_refused_even_if_a_right_one_beats_it(place: Place) -> None:
+    [problem] = place.problems({"server": {"port": -1}}, flags={"server.port": 5})
+    assert problem.startswith("server.port (file FILE) is -1")
+
+
+def test_a_user_and_a_password_go_together(place: Place) -> None:
+    config = place.load({"auth": {"user": "me"}}, environ={"PENSTOCK_AUTH_PASSWORD": "hush"}).config
+    assert (config.auth.user, config.auth.password) == ("me", "hush")
+    assert place.problems({"auth": {"password": "hush"}}) == [
+        "auth.password (file FILE) needs auth.user: set both, or neither"
+    ]
+    assert place.problems({"auth": {"user": "me", "password": None}}) == [
+        "auth.user (file FILE) needs auth.password: set both, or neither"
+    ]
+    # A password that is wrong is not missing too.
+    assert len(place.problems({"auth": {"user": "me", "password": 1234}})) == 1
+
+
+def test_doors_do_not_share_a_port(place: Place) -> None:
+    assert place.problems(flags={"server.port": 9092}) == [
+        "server.port (flag --port) and server.quiet_port (default) are both 9092: they must differ"
+    ]
+    assert place.problems(flags={"server.http_port": 4222}) == [
+        "server.port (default) and server.http_port (flag --http-port) are both 4222: they must differ"
+    ]
+    free = dict.fromkeys(("server.port", "server.quiet_port", "server.http_port"), 0)
+    assert changed(place.load(flags=free)) == free
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (
+            {"storage": {"dir": "a", "data_dir": "a"}},
+            "storage.data_dir (file FILE) says again what storage.dir (file FILE) says: keep one of them",
+        ),
+        (
+            {"server": {"node-id": "a", "node_id": "b"}},
+            "server.node_id (file FILE) says again what server.node-id (file FILE) says: keep one of them",
+        ),
+        (
+            {"server": {"port": 1}, "broker": {"server": {"port": 2}}},
+            "broker.server.port (file FILE) says again what server.port (file FILE) says: keep one of them",
+        ),
+        (
+            {"ack": {"max_retries": 3}, "topic": {"deliveries_max": 3}},
+            "topic.deliveries_max (file FILE) says again what ack.max_retries (file FILE) says: keep one of them",
+        ),
+    ],
+)
+def test_one_file_says_a_thing_once(place: Place, content: dict[str, Any], problem: str) -> None:
+    assert place.problems(content) == [problem]
+
+
+def test_the_environment_says_a_thing_once_unless_by_its_own_name(place: Place) -> None:
+    environ = {"QB_DATA_DIR": "/a", "DATA_DIR": "/b"}
+    assert place.problems(environ=environ) == [
+        (
+            "storage.data_dir (environment QB_DATA_DIR) says again what "
+            "storage.data_dir (environment DATA_DIR) says: keep one of them"
+        )
+    ]
+    assert place.load(environ=environ | {"PENSTOCK_STORAGE_DATA_DIR": "/c"}).config.storage.data_dir == "/c"
+
+
+def test_a_bad_configuration_has_a_code_of_its_own() -> None:
+    error = BadConfig(["one", "two"])
+    assert isinstance(error, PenstockError)
+    assert (error.code, error.problems, str(error)) == ("BAD_CONFIG", ["one", "two"], "one\ntwo")
+
+
+# ---- secrets
+
+
+def test_secrets_are_not_shown(place: Place) -> None:
+    loaded = place.load({"auth": {"user": "me", "password": "hush", "token": "psst"}})
+    assert changed(loaded) == {"auth.user": "me", "auth.password": "***", "auth.token": "***"}
+    assert "hush" not in repr(loaded)
+    assert "psst" not in repr(loaded)
+    assert (loaded.config.auth.password, loaded.config.auth.token) == ("hush", "psst")
+
+
+# ---- the command
+
+
+def penstock(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """With nothing in the environment that would be a setting."""
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", "config", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=inherited | environment,
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yml"
+    path.write_text("auth: {token: hush}\nstorage: {dir: '[red]x'}\nregistry: {url: x}\ntopics: {t: {partitions: 2}}\n")
+    return path
+
+
+def test_the_command_shows_every_value_and_its_origin(file: Path) -> None:
+    result = penstock("--config", file, QB_LOG_LEVEL="ERROR")
+    assert result.returncode == 0
+    assert result.stderr == f"warning: registry.url (file {file}) has no effect yet\n"
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines() if "." in line}
+    assert rows["auth.token"] == f"*** file {file}"
+    assert rows["storage.data_dir"] == f"[red]x file {file}"
+    assert rows["server.log_level"] == "error environment QB_LOG_LEVEL"
+    assert rows["topics.t.partitions"] == f"2 file {file}"
+    assert rows["topic.retain_ms"] == "none default"
+    assert rows["topic.dead_letters"] == "true default"
+    assert rows.keys() > DEFAULTS.keys()
+
+
+def test_the_command_tells_programs_the_same(file: Path) -> None:
+    result = penstock("--json", PENSTOCK_CONFIG=str(file))
+    assert result.returncode == 0
+    assert result.stderr.startswith("warning: registry.url ")
+    document = json.loads(result.stdout)
+    assert document["auth.token"] == {"value": "***", "from": f"file {file}"}
+    assert document["server.port"] == {"value": 4222, "from": "default"}
+    assert document["topic.retain_ms"] == {"value": None, "from": "default"}
+    assert document["topics.t.partitions"] == {"value": 2, "from": f"file {file}"}
+    assert document.keys() > DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_command_prints_each_problem_in_a_line(options: list[str]) -> None:
+    result = penstock(*options, PENSTOCK_SERVER_PORT="x", PENSTOCK_SERVER_PROT="1")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.splitlines() == [
+        "error: server.port (environment PENSTOCK_SERVER_PORT) is 'x': it must be a whole number, 0 to 65535",
+        "error: PENSTOCK_SERVER_PROT (environment) is not a setting: did you mean PENSTOCK_SERVER_PORT?",
+    ]
