@@ -119,6 +119,15 @@ def test_under_flush_it_is_given_what_is_written_though_not_synced() -> None:
     assert seen == [(1, [b"second"])]
 
 
+def test_a_run_that_was_chosen_from_another_gets_offsets_of_its_own() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    seen = watch(log)
+    log.gather(run(b"a", b"b", b"c").select([0, 2]))
+    log.flush()
+    assert seen == [(0, [b"a", b"c"])]
+    assert messages(log) == {0: b"a", 1: b"c"}
+
+
 def test_what_the_disk_refuses_is_given_to_nobody() -> None:
     files = FaultyFiles()
     log = open_log(DIRECTORY, files=files)

@@ -198,6 +198,7 @@ class Log:
             open_run.size += size
         else:
             run.base_offset = offset
+            run.offsets = None  # where it had holes, it was chosen from another
             run.size = size
             self._pending.append(run)
         self.end = offset + count
