@@ -1,0 +1,1 @@
+"""Bytes to events and back. No sockets, no clock."""
