@@ -1,0 +1,1 @@
+"""Topics, subjects, groups: who gets which message, and what became of it."""

@@ -1,0 +1,111 @@
+"""Messages for later: stored at once, in a topic of the broker's own, and appended to theirs when they are due."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from heapq import heappop, heappush
+from typing import Final, Protocol
+
+from penstock.broker import headers
+from penstock.broker.mover import Mover
+from penstock.broker.partition import Partition
+from penstock.broker.subscription import Loop
+from penstock.broker.topic import ServedTopic
+from penstock.errors import Overloaded, PenstockError
+from penstock.run import Run
+from penstock.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+DELAYED_TOPIC: Final = b"$delayed"
+# Each takes some memory until it is due.
+DELAYED_MAX: Final = 100_000
+# Those that are due within so short a time go together.
+_TOGETHER_US: Final = 5_000
+_MOVE_MAX: Final = 1000
+_RETRY_US: Final = 1_000_000
+_DUE: Final = b"Penstock-Due"
+
+
+class Host(Loop, Protocol):
+    store: Store
+
+    async def owner(self, subject: bytes) -> ServedTopic:
+        """The topic that stores a subject, made if need be."""
+        ...
+
+
+class Delays:
+    def __init__(self, partition: Partition, host: Host) -> None:
+        self.partition = partition
+        self._host = host
+        self._mover = Mover("delayed", partition, host, self._target)
+        self._next = max(self._mover.floor, partition.start)
+        # When each is due, and where it is stored.
+        self._due: list[tuple[int, int]] = []
+        self._woken = asyncio.Event()
+        partition.groups[self._woken.set] = None
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._due) + self.partition.end - self._next
+
+    def check_room(self, count: int) -> None:
+        if len(self) + count > DELAYED_MAX:
+            raise Overloaded(f"{len(self)} messages are delayed: no more than {DELAYED_MAX} can be")
+
+    def delayed(self, run: Run, index: int, due_us: int) -> Run:
+        """The message as it is stored until then."""
+        late = run.select([index])
+        block = headers.without(run.headers[index], b"delay:", b"deliver-at:")
+        late.headers[0] = block + headers.lines(penstock_due=due_us)
+        return late
+
+    async def run(self) -> None:
+        while True:
+            wait_us = _RETRY_US
+            try:
+                await self._mover.finish()
+                await self._look()
+                wait_us = await self._move()
+            except PenstockError as error:
+                logger.error("delayed messages that are due cannot be stored, tried again: %s", error)
+            self._woken.clear()
+            moment_us = self._host.clock.monotonic_us() + max(wait_us, _TOGETHER_US)
+            timer = self._host.call_at(moment_us, self._woken.set)
+            await self._woken.wait()
+            timer.cancel()
+
+    async def _look(self) -> None:
+        """Take note of those that were stored since the last time."""
+        while (found := await self.partition.read(self._next)) is not None:
+            run, self._next = found
+            for index in range(len(run)):
+                due = headers.value_of(run.headers.get(index, b""), _DUE)
+                if due is not None and not self._mover.is_moved(run.offset(index)):
+                    heappush(self._due, (int(due), run.offset(index)))
+
+    async def _move(self) -> int:
+        """Move those that are due; how long until the next is."""
+        while self._due:
+            now_us = self._host.clock.now_us()
+            if self._due[0][0] > now_us:
+                return self._due[0][0] - now_us
+            due: list[tuple[int, int]] = []
+            while self._due and self._due[0][0] <= now_us and len(due) < _MOVE_MAX:
+                due.append(heappop(self._due))
+            try:
+                await self._mover.move([offset for _, offset in due])
+            except PenstockError:
+                for entry in due:
+                    heappush(self._due, entry)
+                raise
+        return 3600 * 1_000_000
+
+    async def _target(self, run: Run) -> tuple[Partition, Run]:
+        topic = await self._host.owner(run.subjects[0])
+        block = headers.without(run.headers.pop(0), _DUE.lower())
+        if block:
+            run.headers[0] = block
+        return topic.choose(run.subjects[0], run.keys.get(0)), run

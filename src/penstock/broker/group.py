@@ -1,0 +1,538 @@
+"""A group: a name, a pattern, and the members that share what matches it; it remembers how far they have come.
+
+In a *shared* group each message goes to one member, which acknowledges it. What is not acknowledged in time, is given
+back, or was with a member that left goes to another one; after the last try it becomes a dead letter. In a
+*partitioned* group each partition belongs to one member (partition p to member p % members), which commits an offset.
+
+A position counts when it is in the state topic; whoever acknowledges is told then. Many acknowledgements share a write.
+So after a crash only that is delivered again which nobody was told about.
+
+A dead letter is stored once, whatever happens: first the position says which messages are about to become dead letters
+and under which number, then they are appended under that number, which the log of the dead letters knows again, and
+only then are they done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any, Final, Protocol
+
+from penstock.broker import headers
+from penstock.broker.inflight import Inflight
+from penstock.broker.member import Member, share_out
+from penstock.broker.partition import Partition
+from penstock.broker.sources import append_once, source_number
+from penstock.broker.subscription import Loop, select_matching
+from penstock.broker.topic import ServedTopic
+from penstock.errors import PenstockError, StaleCommit
+from penstock.run import Run
+from penstock.storage.meta import Change
+from penstock.storage.store import Store
+from penstock.subject import meets
+
+logger = logging.getLogger(__name__)
+
+# Where a position moves though nobody acknowledges (messages of other subjects), it is written this often.
+_SAVE_US: Final = 1_000_000
+# Until the next try, when dead letters cannot be stored.
+_RETRY_US: Final = 1_000_000
+_NEVER_US: Final = 1 << 62
+
+Saved = Callable[[PenstockError | None], None]
+
+
+class Mode(StrEnum):
+    SHARED = "shared"
+    PARTITIONED = "partitioned"
+
+
+class Host(Loop, Protocol):
+    """The broker, as far as a group needs it."""
+
+    store: Store
+
+    async def dead_letter_topic(self) -> ServedTopic:
+        """Made when it is first needed."""
+        ...
+
+    def dead_letter_subject(self, subject: bytes) -> bytes: ...
+
+
+class Position:
+    """How far a group has come in one partition."""
+
+    __slots__ = ("buried", "burying", "inflight", "partition")
+
+    def __init__(self, partition: Partition, inflight: Inflight) -> None:
+        self.partition = partition
+        self.inflight = inflight
+        # The number under which dead letters were stored last, and what is being stored under the next one.
+        self.buried = 0
+        self.burying: list[tuple[int, int]] | None = None
+
+    def to_json(self, now_us: int) -> dict[str, Any]:
+        return {**self.inflight.snapshot(now_us), "buried": self.buried, "burying": self.burying}
+
+    @classmethod
+    def from_json(cls, partition: Partition, data: dict[str, Any], now_us: int) -> Position:
+        position = cls(partition, Inflight.restore(data, now_us))
+        position.buried = data["buried"]
+        if data["burying"] is not None:
+            position.burying = [(offset, attempts) for offset, attempts in data["burying"]]
+        return position
+
+
+class Group:
+    def __init__(self, name: bytes | None, pattern: bytes, mode: Mode, host: Host) -> None:
+        """Without a name it is forgotten with its last member, and nothing of it is written."""
+        self.name = name
+        self.pattern = pattern
+        self.mode = mode
+        # It goes up with every change of the members or of a position by hand: commits made before do not count.
+        self.generation = 0
+        self.members: list[Member] = []
+        self.positions: dict[tuple[int, int], Position] = {}
+        self.redelivered = 0
+        self.dead_lettered = 0
+        # Messages that retention dropped before they were acknowledged.
+        self.lost = 0
+        self._host = host
+        self._numbers = 0
+        self._turn = 0
+        self._woken = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._unsaved: dict[Position, None] = {}
+        self._saved: list[Saved] = []
+        self._is_saving = False
+        self._retry_us = 0
+
+    # Its members.
+
+    def join(self, member: Member) -> None:
+        self._numbers += 1
+        member.number = self._numbers
+        member.out = 0
+        self.members.append(member)
+        self._rebalance()
+
+    def leave(self, member: Member) -> None:
+        """What it had goes to the others at once."""
+        if member not in self.members:
+            return
+        self.members.remove(member)
+        now_us = self._host.clock.monotonic_us()
+        for position in self.positions.values():
+            if self.mode is Mode.SHARED:
+                position.inflight.release(member.number, now_us)
+        self._rebalance()
+
+    def owner(self, position: Position) -> Sequence[Member]:
+        """Who gets the messages of a partition."""
+        if self.mode is Mode.SHARED or not self.members:
+            return self.members
+        return [self.members[position.partition.number % len(self.members)]]
+
+    def _rebalance(self) -> None:
+        self.generation += 1
+        if self.mode is Mode.PARTITIONED:
+            # A partition's new owner begins where the last one has committed.
+            for position in self.positions.values():
+                position.inflight.reset(position.inflight.floor)
+        self.wake()
+
+    # Its positions.
+
+    def attach(self, partition: Partition, start: int, data: dict[str, Any] | None = None) -> Position:
+        """Read this partition too, from `start`, or from where `data` says."""
+        place = (partition.topic_id, partition.number)
+        if data is None:
+            position = Position(partition, Inflight(start))
+        else:
+            position = Position.from_json(partition, data, self._host.clock.monotonic_us())
+        self.positions[place] = position
+        partition.groups[self.wake] = None
+        self.wake()
+        return position
+
+    def detach(self, partition: Partition) -> None:
+        position = self.positions.pop((partition.topic_id, partition.number), None)
+        if position is not None:
+            self._unsaved.pop(position, None)
+            partition.groups.pop(self.wake, None)
+
+    def matches(self, topic: bytes) -> bool:
+        return meets(self.pattern, topic)
+
+    def lag(self) -> int:
+        """How many offsets it has still to acknowledge; messages of other subjects among them."""
+        return sum(
+            len(position.inflight) + max(0, position.partition.served - position.inflight.next)
+            for position in self.positions.values()
+        )
+
+    # What members say.
+
+    def ack(self, place: tuple[int, int], offset: int, saved: Saved) -> bool:
+        """It is done. False if it was before, or was never delivered: then `saved` is not called."""
+        position = self.positions.get(place)
+        if position is None:
+            return False
+        owner = position.inflight.owner(offset)
+        if not position.inflight.ack(offset):
+            return False
+        self._gets_back(owner)
+        self._save(position, saved)
+        self.wake()
+        return True
+
+    def nack(self, place: tuple[int, int], offset: int, delay_us: int) -> bool:
+        """Deliver it again, after a while."""
+        position = self.positions.get(place)
+        if position is None:
+            return False
+        owner = position.inflight.owner(offset)
+        if not position.inflight.nack(offset, self._host.clock.monotonic_us() + delay_us):
+            return False
+        self._gets_back(owner)
+        self._save(position, None)
+        self.wake()
+        return True
+
+    def extend(self, place: tuple[int, int], offset: int) -> bool:
+        """Whoever has it needs more time."""
+        position = self.positions.get(place)
+        if position is None:
+            return False
+        return position.inflight.extend(offset, self._due_us(position))
+
+    def kill(self, place: tuple[int, int], offset: int) -> bool:
+        """It can never be handled: a dead letter, without further tries."""
+        position = self.positions.get(place)
+        if position is None:
+            return False
+        owner = position.inflight.owner(offset)
+        if not position.inflight.kill(offset):
+            return False
+        self._gets_back(owner)
+        self.wake()
+        return True
+
+    def commit(self, place: tuple[int, int], offset: int, generation: int, saved: Saved) -> None:
+        """All below `offset` is done; for partitioned groups."""
+        if generation != self.generation:
+            raise StaleCommit(f"the group is at generation {self.generation}, not {generation}: join it again")
+        position = self.positions[place]
+        if offset > position.inflight.floor:
+            position.inflight.ack_upto(offset - 1)
+        self._save(position, saved)
+        self.wake()
+
+    def reset(self, place: tuple[int, int], offset: int, saved: Saved) -> None:
+        """Go on from `offset`, which may lie before what is done."""
+        position = self.positions[place]
+        position.inflight.reset(offset)
+        self.generation += 1
+        self._save(position, saved)
+        self.wake()
+
+    # Its life.
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def start(self) -> None:
+        self._task = self._host.spawn(self._run())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for position in self.positions.values():
+            position.partition.groups.pop(self.wake, None)
+
+    def save_all(self) -> None:
+        """Write where it is, in passing; before a stop."""
+        for position in self.positions.values():
+            self._save(position, None)
+
+    async def _run(self) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            for position in list(self.positions.values()):
+                try:
+                    await self._serve(position)
+                except PenstockError as error:
+                    logger.error("group %s cannot read %s: %s", self.name, position.partition.name.decode(), error)
+                    for member in self.members:
+                        member.sink.fail(error)
+            self._set_timer()
+
+    async def drain(self) -> None:
+        """Hand out what can be handed out now."""
+        for position in list(self.positions.values()):
+            await self._serve(position)
+
+    async def _serve(self, position: Position) -> None:
+        inflight, partition = position.inflight, position.partition
+        if partition.start > inflight.floor:
+            self._lose(position)
+        if inflight.expire(self._host.clock.monotonic_us()):
+            self._save(position, None)
+        if partition.policy.dead_letters and self.mode is Mode.SHARED:
+            inflight.doom(partition.policy.deliveries_max)
+        if (position.burying or inflight.dead()) and self._retry_us <= self._host.clock.monotonic_us():
+            await self._bury(position)
+        members = self.owner(position)
+        for member in members:
+            member.out = sum(other.inflight.held(member.number) for other in self.positions.values())
+        while await self._redeliver(position):
+            pass
+        while await self._deliver(position):
+            pass
+
+    async def _redeliver(self, position: Position) -> bool:
+        """What is back goes out once more; whether there may be more of it."""
+        inflight, partition = position.inflight, position.partition
+        now_us = self._host.clock.monotonic_us()
+        first = inflight.back(now_us, 1)
+        if not first or not self._has_room(position, now_us):
+            return False
+        found = await partition.read(first[0])
+        # Others acted meanwhile: only what is still back counts.
+        members = self.owner(position)
+        room = max((member.flow.buffer for member in members if member.flow), default=0) * len(members)
+        back = inflight.back(now_us, room)
+        if not back:
+            return False
+        run, following = found if found is not None else (Run([], []), back[0] + 1)
+        index_of = {run.offset(index): index for index in range(len(run))}
+        gone = [offset for offset in back if offset < following and offset not in index_of]
+        if gone:
+            # Compaction or retention was faster than the members.
+            inflight.ack_many(gone)
+            self._save(position, None)
+            return True
+        again = [offset for offset in back if offset in index_of]
+        if not again:
+            return False
+        chosen = run.select([index_of[offset] for offset in again])
+        shares, shared = share_out(partition, chosen, members, self._turn, now_us)
+        self._turn += shared
+        for share in shares:
+            part = share.of(chosen)
+            offsets = [part.offset(index) for index in range(len(part))]
+            inflight.retake(offsets, share.member.number, self._due_us(position))
+            attempts = {index: inflight.attempts(offset) for index, offset in enumerate(offsets)}
+            share.member.gets(partition, part, attempts)
+        self.redelivered += shared
+        if shared:
+            self._save(position, None)
+        return shared == len(again)
+
+    async def _deliver(self, position: Position) -> bool:
+        """Messages that were not delivered before; whether there may be more, and room for them."""
+        inflight, partition = position.inflight, position.partition
+        now_us = self._host.clock.monotonic_us()
+        if not inflight.room() or not self._has_room(position, now_us):
+            return False
+        begin = inflight.next
+        found = await partition.read(begin)
+        if found is None or inflight.next != begin:
+            return inflight.next != begin
+        run, following = found
+        if run.values:
+            run = select_matching(run, self.pattern)
+        if not run.values:
+            inflight.take([], following, 0, 0)
+            self._save_later(position)
+            return True
+        room = inflight.room()
+        offered = run if len(run) <= room else run.select(range(room))
+        shares, shared = share_out(partition, offered, self.owner(position), self._turn, now_us)
+        self._turn += shared
+        if not shared:
+            return False
+        taken = []
+        for share in shares:
+            part = share.of(offered)
+            taken.append((share.member, part))
+        inflight.share(
+            [(member.number, [part.offset(index) for index in range(len(part))]) for member, part in taken],
+            following if shared == len(run) else run.offset(shared),
+            self._due_us(position),
+        )
+        for member, part in taken:
+            member.gets(partition, part)
+        return shared == len(run)
+
+    def _has_room(self, position: Position, now_us: int) -> bool:
+        for member in self.owner(position):
+            room = member.room(1, now_us)
+            member.refund(room)
+            if room:
+                return True
+        return False
+
+    def _due_us(self, position: Position) -> int:
+        if self.mode is Mode.PARTITIONED:
+            return _NEVER_US
+        return self._host.clock.monotonic_us() + position.partition.policy.ack_deadline_ms * 1000
+
+    def _gets_back(self, number: int | None) -> None:
+        for member in self.members:
+            if member.number == number and member.out:
+                member.out -= 1
+
+    def _lose(self, position: Position) -> None:
+        lost = position.inflight.forget_below(position.partition.start)
+        self.lost += lost
+        if lost:
+            logger.warning(
+                "group %s: %d messages of %s were dropped by retention before they were acknowledged",
+                self.name,
+                lost,
+                position.partition.name.decode(),
+            )
+        self._save(position, None)
+
+    def _set_timer(self) -> None:
+        """Wake when a deadline is over, a delay is, or a member's rate allows more."""
+        now_us = self._host.clock.monotonic_us()
+        moments = [moment for p in self.positions.values() if (moment := p.inflight.next_us()) is not None]
+        moments += [moment for member in self.members if (moment := member.ready_us(now_us)) is not None]
+        if self._retry_us > now_us:
+            moments.append(self._retry_us)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        when_us = min(moments, default=_NEVER_US)
+        if when_us < _NEVER_US:
+            self._timer = self._host.call_at(when_us, self.wake)
+
+    # Dead letters.
+
+    async def _bury(self, position: Position) -> None:
+        if position.burying is None:
+            position.burying = position.inflight.dead()
+        burying = position.burying
+        try:
+            # Before the first letter is stored the position must say which ones these are.
+            await self._saved_now(position)
+            await self._store_letters(position, burying)
+        except PenstockError as error:
+            logger.error("group %s cannot store dead letters, tried again: %s", self.name, error)
+            self._retry_us = self._host.clock.monotonic_us() + _RETRY_US
+            return
+        position.inflight.bury([offset for offset, _ in burying])
+        position.buried += 1
+        position.burying = None
+        self.dead_lettered += len(burying)
+        self._save(position, None)
+
+    async def _store_letters(self, position: Position, burying: list[tuple[int, int]]) -> None:
+        topic = await self._host.dead_letter_topic()
+        policy = position.partition.policy
+        letters: dict[Partition, Run] = {}
+        for offset, attempts in burying:
+            found = await position.partition.read(offset)
+            if found is None or not found[0].values or found[0].offset(0) != offset:
+                self.lost += 1
+                logger.warning("offset %d of %s is gone, so it is no dead letter", offset, position.partition.name)
+                continue
+            run = found[0]
+            subject = self._host.dead_letter_subject(run.subjects[0])
+            letter = Run([subject], [run.values[0]])
+            letter.headers[0] = run.headers.get(0, b"") + headers.lines(
+                dead_letter_reason="not acknowledged" if attempts >= policy.deliveries_max else "refused",
+                dead_letter_attempts=attempts,
+                dead_letter_group=(self.name or b"").decode(),
+                dead_letter_subject=run.subjects[0].decode(),
+                dead_letter_topic=position.partition.name.decode(),
+                dead_letter_partition=position.partition.number,
+                dead_letter_offset=offset,
+            )
+            if 0 in run.keys:
+                letter.keys[0] = run.keys[0]
+            target = topic.choose(subject, run.keys.get(0))
+            if target in letters:
+                letters[target].extend(letter)
+            else:
+                letters[target] = letter
+        source = source_number("dead letters", self.name, position.partition.topic_id, position.partition.number)
+        for target, run in letters.items():
+            await append_once(self._host, target, run, source if self.name else 0, position.buried + 1)
+
+    # Saving.
+
+    def _save(self, position: Position, saved: Saved | None) -> None:
+        """Write the position, with all else that changes in this turn of the loop; `saved` is called when it counts."""
+        if self.name is None:
+            if saved is not None:
+                saved(None)
+            return
+        if saved is not None:
+            self._saved.append(saved)
+        self._unsaved[position] = None
+        if not self._is_saving:
+            self._is_saving = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _save_later(self, position: Position) -> None:
+        if self.name is not None and position not in self._unsaved:
+            if not self._unsaved:
+                self._host.call_at(self._host.clock.monotonic_us() + _SAVE_US, self._write_soon)
+            self._unsaved[position] = None
+
+    def _write_soon(self) -> None:
+        if self._unsaved and not self._is_saving:
+            self._is_saving = True
+            self._write()
+
+    async def _saved_now(self, position: Position) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def saved(error: PenstockError | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        self._save(position, saved)
+        await future
+
+    def _write(self) -> None:
+        now_us = self._host.clock.monotonic_us()
+        positions, self._unsaved = self._unsaved, {}
+        callbacks, self._saved = self._saved, []
+        changes = [Change("position", self.key(p.partition), p.to_json(now_us)) for p in positions]
+
+        def done(_offset: int, error: PenstockError | None) -> None:
+            for saved in callbacks:
+                saved(error)
+            if error is not None:
+                logger.error("group %s: its position is not written, tried again: %s", self.name, error)
+                self._is_saving = False
+                for position in positions:
+                    self._save_later(position)
+            elif self._unsaved:
+                self._write()
+            else:
+                self._is_saving = False
+
+        try:
+            self._host.store.state.write(changes, done)
+        except PenstockError as error:
+            done(0, error)
+
+    def key(self, partition: Partition) -> str:
+        """Under which its position in a partition is in the state topic."""
+        assert self.name is not None
+        return f"{self.name.decode()}/{partition.topic_id}/{partition.number}"

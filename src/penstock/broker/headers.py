@@ -1,0 +1,113 @@
+"""What a message's headers ask of the broker, and what the broker says in them.
+
+Msg-ID, Nats-Msg-Id     the message has this id: stored once
+Penstock-Key            its key: decides its partition, and is what compaction goes by
+Deliver-At, Delay       when it is to be appended: seconds since 1970 or an ISO time; from now: 500ms, 5s, 2m, 1h, 1d
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from penstock.errors import BadHeader
+
+# A year: what is further away is a mistake in the unit.
+DELAY_US_MAX: Final = 366 * 24 * 3600 * 1_000_000
+
+_ASKED: Final = re.compile(
+    rb"^(msg-id|nats-msg-id|penstock-key|deliver-at|delay)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r?$", re.I | re.M
+)
+_IDENTITY: Final = re.compile(rb"^(?:nats-)?msg-id[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r?$", re.I | re.M)
+_DURATION: Final = re.compile(rb"(\d{1,12}(?:\.\d{1,6})?)(ms|s|m|h|d)?")
+_UNIT_US: Final = {b"ms": 1_000, b"s": 1_000_000, b"m": 60_000_000, b"h": 3_600_000_000, b"d": 86_400_000_000}
+
+
+class Asked(NamedTuple):
+    identity: bytes | None = None
+    key: bytes | None = None
+    # µs since 1970.
+    due_us: int | None = None
+
+
+_NOTHING: Final = Asked()
+
+
+def read(block: bytes, now_us: int) -> Asked:
+    """What the header lines of a message ask for."""
+    found = _ASKED.findall(block)
+    if not found:
+        return _NOTHING
+    identity = key = due_us = None
+    for name, value in found:
+        match name.lower():
+            case b"msg-id" | b"nats-msg-id":
+                identity = value or None
+            case b"penstock-key":
+                key = value
+            case b"deliver-at":
+                due_us = _moment(value)
+            case b"delay":
+                due_us = now_us + _duration(value)
+    if due_us is not None and due_us > now_us + DELAY_US_MAX:
+        raise BadHeader("a message can be delayed for a year at the most")
+    return Asked(identity, key, due_us)
+
+
+def identity(block: bytes) -> bytes | None:
+    """The id of a message."""
+    found = _IDENTITY.search(block)
+    return found[1] or None if found else None
+
+
+def lines(**fields: object) -> bytes:
+    """Header lines: `dead_letter_reason="…"` becomes `Dead-Letter-Reason: …`."""
+    out = []
+    for name, value in fields.items():
+        text = str(value).replace("\r", " ").replace("\n", " ")
+        out.append(f"{name.replace('_', '-').title()}: {text}\r\n")
+    return "".join(out).encode()
+
+
+def without(block: bytes, *prefixes: bytes) -> bytes:
+    """The lines whose name begins with none of these, in lower case."""
+    kept = [line for line in block.splitlines(keepends=True) if not line.lower().startswith(prefixes)]
+    return b"".join(kept)
+
+
+def value_of(block: bytes, name: bytes) -> bytes | None:
+    found = re.search(rb"^" + re.escape(name) + rb"[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r?$", block, re.I | re.M)
+    return found[1] if found else None
+
+
+@lru_cache(4096)
+def hash_key(key: bytes) -> int:
+    """FNV-1a, 64 bits: what decides the partition of a key, here and in every client."""
+    number = 14695981039346656037
+    for byte in key:
+        number = (number ^ byte) * 1099511628211 & 0xFFFFFFFFFFFFFFFF
+    return number
+
+
+def _duration(value: bytes) -> int:
+    found = _DURATION.fullmatch(value)
+    if not found:
+        raise BadHeader(f"Delay: {value.decode(errors='replace')!r} is not a time such as 500ms, 5s, 2m, 1h or 1d")
+    return int(float(found[1]) * _UNIT_US[found[2] or b"s"])
+
+
+def _moment(value: bytes) -> int:
+    text = value.decode(errors="replace")
+    try:
+        return int(float(text) * 1_000_000)
+    except (ValueError, OverflowError):
+        pass
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise BadHeader(f"Deliver-At: {text!r} is neither seconds since 1970 nor an ISO 8601 time") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return int(moment.timestamp() * 1_000_000)

@@ -1,0 +1,87 @@
+"""Who wants which subject.
+
+A tree of tokens, walked once for each subject that is new; what it said is remembered, so a message costs one look-up
+however many subscriptions there are.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Generic, TypeVar
+
+from penstock.subject import is_literal
+
+T = TypeVar("T")
+
+# Subjects that are remembered. A flood of new ones begins again: each costs a walk of some µs then.
+_REMEMBERED_MAX: Final = 65_536
+
+
+class _Node(Generic[T]):
+    __slots__ = ("below", "targets")
+
+    def __init__(self) -> None:
+        self.below: dict[bytes, _Node[T]] = {}
+        self.targets: dict[T, None] = {}
+
+
+class Interest(Generic[T]):
+    def __init__(self) -> None:
+        self._root: _Node[T] = _Node()
+        self._remembered: dict[bytes, tuple[T, ...]] = {}
+
+    def add(self, pattern: bytes, target: T) -> None:
+        node = self._root
+        for token in pattern.split(b"."):
+            following = node.below.get(token)
+            if following is None:
+                following = node.below[token] = _Node()
+            node = following
+        node.targets[target] = None
+        self._forget(pattern)
+
+    def remove(self, pattern: bytes, target: T) -> None:
+        path = [self._root]
+        tokens = pattern.split(b".")
+        for token in tokens:
+            path.append(path[-1].below[token])
+        del path[-1].targets[target]
+        # Branches that lead nowhere go with it.
+        for token, parent, node in zip(reversed(tokens), reversed(path[:-1]), reversed(path[1:]), strict=True):
+            if node.targets or node.below:
+                break
+            del parent.below[token]
+        self._forget(pattern)
+
+    def match(self, subject: bytes) -> tuple[T, ...]:
+        """Everyone whose pattern matches the subject, each once."""
+        found = self._remembered.get(subject)
+        if found is None:
+            if len(self._remembered) >= _REMEMBERED_MAX:
+                self._remembered.clear()
+            found = self._remembered[subject] = self._walk(subject)
+        return found
+
+    def _walk(self, subject: bytes) -> tuple[T, ...]:
+        found: dict[T, None] = {}
+        nodes = [self._root]
+        for token in subject.split(b"."):
+            following = []
+            for node in nodes:
+                below = node.below
+                if not below:
+                    continue
+                for name in (token, b"*"):
+                    if name in below:
+                        following.append(below[name])
+                if b">" in below:
+                    found.update(below[b">"].targets)
+            nodes = following
+        for node in nodes:
+            found.update(node.targets)
+        return tuple(found)
+
+    def _forget(self, pattern: bytes) -> None:
+        if is_literal(pattern):
+            self._remembered.pop(pattern, None)
+        else:
+            self._remembered.clear()

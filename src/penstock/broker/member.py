@@ -1,0 +1,174 @@
+"""A member: one subscription of one connection, alone or among others that share the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.broker.flow import Flow, TokenBucket
+from penstock.errors import PenstockError
+from penstock.run import Run
+
+
+class Place(Protocol):
+    """A partition, as far as whoever gets its messages must know it."""
+
+    topic_id: int
+    name: bytes
+
+    @property
+    def number(self) -> int: ...
+
+
+class Sink(Protocol):
+    """The connection that a member is of."""
+
+    # Whether it takes more now. When it does again it wakes those that its members belong to.
+    is_open: bool
+    # Whether it wants what it has published itself.
+    echo: bool
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+        """`attempts`: the how-manieth delivery of each message this is, where it is not the first."""
+        ...
+
+    def has_published(self, place: Place, offset: int) -> bool:
+        """Whether the message came from this connection; for those without echo."""
+        ...
+
+    def fail(self, error: PenstockError) -> None:
+        """What its members should get cannot be read."""
+        ...
+
+
+class Member:
+    __slots__ = ("bucket", "credit", "delivered", "dropped", "flow", "number", "out", "remaining", "sid", "sink")
+
+    def __init__(self, sid: bytes, sink: Sink, flow: Flow | None = None, number: int = 0) -> None:
+        self.sid = sid
+        self.sink = sink
+        self.number = number
+        # Without one it gets all that its connection takes.
+        self.flow = flow
+        self.bucket = TokenBucket(flow.rate, flow.burst) if flow and flow.rate else None
+        # In pull mode: how many it has asked for; None: messages are pushed.
+        self.credit: int | None = None
+        # How many more it gets before it is over; None: no end.
+        self.remaining: int | None = None
+        # Messages that it has and has not acknowledged; None: it need not.
+        self.out: int | None = None
+        self.delivered = 0
+        self.dropped = 0
+
+    def set_flow(self, flow: Flow, credit: int | None) -> None:
+        self.flow = flow
+        self.bucket = TokenBucket(flow.rate, flow.burst) if flow.rate else None
+        self.credit = credit
+
+    @property
+    def is_unlimited(self) -> bool:
+        return (
+            self.bucket is None
+            and self.credit is None
+            and self.remaining is None
+            and self.out is None
+            and self.sink.echo
+        )
+
+    def room(self, wanted: int, now_us: int) -> int:
+        """How many of so many it can take now; the tokens are taken, `refund` gives back what is not used."""
+        if not self.sink.is_open:
+            return 0
+        room = wanted
+        if self.credit is not None:
+            room = min(room, self.credit)
+        if self.remaining is not None:
+            room = min(room, self.remaining)
+        if self.out is not None:
+            assert self.flow is not None
+            room = min(room, max(0, self.flow.buffer - self.out))
+        if self.bucket is not None:
+            room = self.bucket.take(room, now_us)
+        return room
+
+    def refund(self, count: int) -> None:
+        if self.bucket is not None:
+            self.bucket.refund(count)
+
+    def gets(self, place: Place, run: Run, attempts: Mapping[int, int] | None = None) -> None:
+        count = len(run)
+        self.delivered += count
+        if self.credit is not None:
+            self.credit -= count
+        if self.remaining is not None:
+            self.remaining -= count
+        if self.out is not None:
+            self.out += count
+        self.sink.send(self, place, run, attempts)
+
+    def ready_us(self, now_us: int) -> int | None:
+        """When its rate lets it take more, if that is what it waits for."""
+        if self.bucket is None or not self.sink.is_open:
+            return None
+        ready_us = self.bucket.ready_us(now_us)
+        return ready_us if ready_us > now_us else None
+
+
+class Share(NamedTuple):
+    member: Member
+    # Which messages of the run; None: all.
+    indices: Sequence[int] | None
+
+    def of(self, run: Run) -> Run:
+        return run if self.indices is None else run.select(self.indices)
+
+
+def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_us: int) -> tuple[list[Share], int]:
+    """Each message to one member, in turn, as long as one has room: the shares, and how many messages are in them.
+
+    Those are the first of the run: what comes behind waits.
+    """
+    count = len(run)
+    if len(members) == 1 and (member := members[0]).is_unlimited:
+        return ([Share(member, None)], count) if member.sink.is_open else ([], 0)
+    ready = [member for member in members if member.sink.is_open]
+    if all(member.is_unlimited for member in ready):
+        several = len(ready)
+        shares = [Share(ready[(turn + i) % several], range(i, count, several)) for i in range(min(several, count))]
+        return shares, count if ready else 0
+    return _share_out_limited(place, run, ready, turn, now_us)
+
+
+def _share_out_limited(
+    place: Place, run: Run, members: Sequence[Member], turn: int, now_us: int
+) -> tuple[list[Share], int]:
+    count = len(run)
+    rooms = [member.room(count, now_us) for member in members]
+    taken: list[list[int]] = [[] for _ in members]
+    shared = 0
+    if members and all(member.sink.echo for member in members):
+        several = len(members)
+        at = turn % several
+        while shared < count and any(rooms):
+            while not rooms[at]:
+                at = (at + 1) % several
+            taken[at].append(shared)
+            rooms[at] -= 1
+            at = (at + 1) % several
+            shared += 1
+    else:
+        for index in range(count):
+            offset = run.offset(index)
+            others = [i for i, m in enumerate(members) if m.sink.echo or not m.sink.has_published(place, offset)]
+            able = [i for i in others if rooms[i]]
+            if able:
+                chosen = able[(turn + index) % len(able)]
+                taken[chosen].append(index)
+                rooms[chosen] -= 1
+            elif others:
+                break
+            # else nobody here wants it: it is from the only one that could get it
+            shared = index + 1
+    for member, room in zip(members, rooms, strict=True):
+        member.refund(room)
+    return [Share(member, indices) for member, indices in zip(members, taken, strict=True) if indices], shared

@@ -1,0 +1,173 @@
+"""A subscription: a pattern, and the members that get what matches it from now on.
+
+With one member it is a plain subscription, with more a NATS queue group: each message goes to one of them, and is done
+when it is handed to its connection. While the members keep up, a subscription has no position: it is handed what
+is committed. When they do not, it notes where it stopped and reads on from there, from memory or disk, as fast as they
+take it; nobody else waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from penstock.broker.flow import Overflow, window
+from penstock.broker.member import Member, share_out
+from penstock.broker.partition import LivePartition, Partition
+from penstock.clock import Clock
+from penstock.errors import PenstockError
+from penstock.run import Run
+from penstock.subject import matches
+
+logger = logging.getLogger(__name__)
+
+
+class Loop(Protocol):
+    """Who runs what cannot be done at once."""
+
+    clock: Clock
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+    def call_at(self, when_us: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """On the monotonic clock."""
+        ...
+
+
+class Subscription:
+    __slots__ = ("_loop", "_reading", "_turn", "_until", "behind", "members", "pattern", "since")
+
+    def __init__(self, pattern: bytes, loop: Loop) -> None:
+        self.pattern = pattern
+        self.members: list[Member] = []
+        self._loop = loop
+        # Where it stopped, in each partition where it is behind.
+        self.behind: dict[Partition, int] = {}
+        # It begins here where messages were already on their way when it was made.
+        self.since: dict[Partition | LivePartition, int] = {}
+        # With `drop`: what is read before the rest is skipped, and where to go on then.
+        self._until: dict[Partition, tuple[int, int]] = {}
+        self._reading = False
+        self._turn = 0
+
+    def deliver(self, partition: Partition | LivePartition, run: Run) -> None:
+        """`run` was committed, and all of it matches."""
+        if self.behind and partition in self.behind:
+            return
+        if self.since:
+            begin = self.since.get(partition, 0)
+            if run.end <= begin:
+                return
+            if run.offset(0) < begin:
+                run = run.select([index for index in range(len(run)) if run.offset(index) >= begin])
+            self.since.pop(partition, None)
+        shared = self._share_out(partition, run)
+        if shared == len(run):
+            return
+        if isinstance(partition, LivePartition):
+            for member in self.members:
+                member.dropped += len(run) - shared
+        else:
+            self.behind[partition] = run.offset(shared)
+            self._wait()
+
+    def wake(self) -> None:
+        """A member may have room again."""
+        if self.behind and not self._reading and any(member.sink.is_open for member in self.members):
+            self._reading = True
+            self._loop.spawn(self._read_on())
+
+    async def drain(self) -> None:
+        """Hand out what can be handed out now."""
+        if self.behind and not self._reading:
+            self._reading = True
+            await self._read_on()
+
+    def lag(self) -> int:
+        return sum(partition.served - offset for partition, offset in self.behind.items())
+
+    def _share_out(self, partition: Partition | LivePartition, run: Run) -> int:
+        shares, shared = share_out(partition, run, self.members, self._turn, self._loop.clock.monotonic_us())
+        self._turn += shared
+        for share in shares:
+            share.member.gets(partition, share.of(run))
+        return shared
+
+    async def _read_on(self) -> None:
+        try:
+            for partition in list(self.behind):
+                while partition in self.behind and await self._read_next(partition):
+                    pass
+        except PenstockError as error:
+            for member in self.members:
+                member.sink.fail(error)
+        finally:
+            self._reading = False
+        if self.behind:
+            self._wait()
+
+    async def _read_next(self, partition: Partition) -> bool:
+        """Hand out the next batch; whether there is more and room for it."""
+        offset = self._skip(partition, self.behind[partition])
+        found = await partition.read(offset)
+        if partition not in self.behind:
+            return False
+        if found is None:
+            if offset >= partition.served:
+                del self.behind[partition]
+            return False
+        run, following = found
+        if run.values:
+            if run.offset(0) > offset and partition.start > offset:
+                self._drop(partition.start - offset)
+            run = select_matching(run, self.pattern)
+        shared = self._share_out(partition, run) if run.values else 0
+        self.behind[partition] = following if shared == len(run) else run.offset(shared)
+        return shared == len(run)
+
+    def _skip(self, partition: Partition, offset: int) -> int:
+        """Where to read, which is further on for one that is too far behind and does not want to wait."""
+        flow = self.members[0].flow if len(self.members) == 1 else None
+        if flow is None or flow.overflow is Overflow.BLOCK:
+            return offset
+        if partition in self._until:
+            until, jump = self._until[partition]
+            if offset < until:
+                return offset
+            del self._until[partition]
+            self._drop(jump - offset)
+            return jump
+        if partition.served - offset <= flow.buffer:
+            return offset
+        begin, until, jump, _ = window(flow, offset, partition.served)
+        self._drop(begin - offset)
+        if until < jump:
+            self._until[partition] = (until, jump)
+        return begin
+
+    def _drop(self, count: int) -> None:
+        for member in self.members:
+            member.dropped += count
+        if count:
+            logger.warning("a reader of %s is too slow: %d messages skipped", self.pattern.decode(), count)
+
+    def _wait(self) -> None:
+        """Until a connection takes more, which wakes us, or a member's rate does."""
+        now_us = self._loop.clock.monotonic_us()
+        moments = [ready_us for member in self.members if (ready_us := member.ready_us(now_us)) is not None]
+        if moments:
+            self._loop.call_at(min(moments), self.wake)
+
+
+def select_matching(run: Run, pattern: bytes) -> Run:
+    """The messages whose subject matches."""
+    subject = run.subject
+    if subject is not None:
+        return run if matches(pattern, subject) else Run([], [])
+    known = {subject: matches(pattern, subject) for subject in set(run.subjects)}
+    if all(known.values()):
+        return run
+    indices = [index for index, subject in enumerate(run.subjects) if known[subject]]
+    return run.select(indices) if indices else Run([], [])

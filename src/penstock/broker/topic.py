@@ -1,0 +1,106 @@
+"""Topics by name, and which partition a message belongs to.
+
+A topic stores the subjects at and below its name, and no topic's name lies at or below another's: so a subject has
+one owner for ever. Of a topic's partitions a message goes to the one of its key; without a key to that of its
+subject, if it lies below the topic's name, so that each subject keeps its order; else to each in turn, run by run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from penstock.broker.dedup import Dedup
+from penstock.broker.headers import hash_key
+from penstock.broker.partition import LivePartition, Partition
+from penstock.errors import PenstockError, TopicConflict
+from penstock.storage.policy import Topic
+
+# Topics whose names begin so are the broker's own.
+RESERVED: Final = b"$"
+# Subjects whose owner is remembered; a flood of new ones begins again.
+_REMEMBERED_MAX: Final = 65_536
+
+
+class ServedTopic:
+    """A topic, its partitions, and what of them was already seen, where it is asked for."""
+
+    __slots__ = ("_turn", "dedups", "name", "partitions", "refusal", "topic")
+
+    def __init__(self, topic: Topic, partitions: list[Partition], refusal: PenstockError | None = None) -> None:
+        self.topic = topic
+        # Why it cannot be served, if one of its logs could not be opened: then it has no partitions here.
+        self.refusal = refusal
+        self.name = topic.name.encode()
+        self.partitions = partitions
+        # The window of each partition that has been asked for a repetition, once it is read from the log.
+        self.dedups: dict[Partition, Dedup] = {}
+        self._turn = 0
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether it is the broker's own, which nobody reads or writes."""
+        return self.name.startswith(RESERVED)
+
+    def choose(self, subject: bytes, key: bytes | None) -> Partition:
+        partitions = self.partitions
+        if len(partitions) == 1:
+            return partitions[0]
+        if key is not None:
+            return partitions[hash_key(key) % len(partitions)]
+        if subject != self.name:
+            return partitions[hash_key(subject) % len(partitions)]
+        return partitions[self._turn % len(partitions)]
+
+    def turn(self) -> None:
+        """The next run begins."""
+        self._turn += 1
+
+
+class Topics:
+    def __init__(self) -> None:
+        self._topics: dict[bytes, ServedTopic] = {}
+        self._remembered: dict[bytes, ServedTopic] = {}
+
+    def __iter__(self) -> Iterator[ServedTopic]:
+        return iter(self._topics.values())
+
+    def __len__(self) -> int:
+        return len(self._topics)
+
+    def get(self, name: bytes) -> ServedTopic | None:
+        return self._topics.get(name)
+
+    def owner(self, subject: bytes) -> ServedTopic | None:
+        """The topic that stores this subject, if there is one."""
+        found = self._remembered.get(subject)
+        if found is None:
+            tokens = subject.split(b".")
+            for length in range(1, len(tokens) + 1):
+                found = self._topics.get(b".".join(tokens[:length]))
+                if found is not None:
+                    if len(self._remembered) >= _REMEMBERED_MAX:
+                        self._remembered.clear()
+                    self._remembered[subject] = found
+                    break
+        return found
+
+    def check_new(self, name: bytes) -> None:
+        """Raise unless a topic can have this name beside those that there are."""
+        above = self.owner(name)
+        if above is not None:
+            raise TopicConflict(f"{name.decode()} belongs to the topic {above.name.decode()}, which exists")
+        below = next((other for other in self._topics if other.startswith(name + b".")), None)
+        if below is not None:
+            raise TopicConflict(f"{name.decode()} would own the subjects of the topic {below.decode()}, which exists")
+
+    def add(self, topic: ServedTopic) -> None:
+        self._topics[topic.name] = topic
+        self._remembered.clear()
+
+    def remove(self, name: bytes) -> None:
+        del self._topics[name]
+        self._remembered.clear()
+
+
+Target = Partition | LivePartition
