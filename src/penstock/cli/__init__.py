@@ -6,6 +6,7 @@ What a command needs is imported when it runs, so that `--help` and completion d
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -66,4 +67,43 @@ def run_demo(
     from penstock.cli import demo
 
     if not demo.run(messages):
+        raise typer.Exit(1)
+
+
+@app.command("config")
+def run_config(
+    path: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show every setting, its value, and where that came from. Exit code 1 if anything is wrong."""
+    from penstock.cli import config
+
+    if not config.run(path, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command("serve")
+def run_serve(
+    host: Annotated[str | None, typer.Option(help="Address of all doors.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Text door; 0: any free port.  [default: 4222]")] = None,
+    quiet_port: Annotated[int | None, typer.Option(help="For clients that speak first.  [default: 9092]")] = None,
+    http_port: Annotated[int | None, typer.Option(help="Health and statistics.  [default: 8222]")] = None,
+    data: Annotated[str | None, typer.Option(help="Directory of all data.  [default: ./data]")] = None,
+    path: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
+    ] = None,
+) -> None:
+    """Start the server. It stops cleanly on SIGTERM and Ctrl-C."""
+    from penstock.cli import serve
+
+    flags = {
+        "server.host": host,
+        "server.port": port,
+        "server.quiet_port": quiet_port,
+        "server.http_port": http_port,
+        "storage.data_dir": data,
+    }
+    if not serve.run(path, flags):
         raise typer.Exit(1)

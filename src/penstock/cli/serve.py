@@ -1,0 +1,56 @@
+"""`penstock serve`: the server, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from penstock.errors import BadConfig
+from penstock.server.config import load
+from penstock.server.server import Server
+
+logger = logging.getLogger(__name__)
+
+
+def run(path: Path | None, flags: dict[str, Any]) -> bool:
+    """Whether it began; it returns when it has ended."""
+    try:
+        loaded = load(path=path, environ=os.environ, flags=flags)
+    except BadConfig as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return False
+    logging.basicConfig(
+        level=loaded.config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    for warning in loaded.warnings:
+        logger.warning(warning)
+    server = Server(loaded.config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(server))
+    return True
+
+
+async def _serve(server: Server) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await server.run(stop, _tell_ready)
+
+
+def _tell_ready(server: Server) -> None:
+    host = server.config.server.host
+    print(
+        f"penstock {server.version} ready: text on {host}:{server.ports['text']}, "
+        f"quiet on {host}:{server.ports['quiet']}, http on {host}:{server.ports['http']}, "
+        f"data in {server.config.storage.data_dir}",
+        flush=True,
+    )

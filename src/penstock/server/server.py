@@ -1,0 +1,293 @@
+"""The server: a store, a broker, and the doors to it, started and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.broker import broker as brokers
+from penstock.broker.broker import Broker
+from penstock.broker.flow import Flow, Overflow
+from penstock.clock import SystemClock
+from penstock.server.config import Config, TopicConfig
+from penstock.server.http import HttpPort
+from penstock.server.session import Session, Traffic
+from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
+from penstock.storage.store import Settings, Store
+
+logger = logging.getLogger(__name__)
+
+# Connections that the system keeps for us until we take them.
+BACKLOG: Final = 4096
+_SWEEP_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start."""
+
+    connections: int = 0
+    refused: int = 0  # connections beyond the limit
+    silent: int = 0  # closed, because they sent no whole command in time
+    stale: int = 0  # closed, because they did not answer PINGs
+    unauthorized: int = 0
+    protocol_errors: int = 0
+    failed_publishes: int = 0  # messages that were not stored, and whose publisher was told
+    unread: int = 0  # times that a client was not read from, because it did not read its answers
+
+
+class Server:
+    def __init__(self, config: Config) -> None:
+        """Open the data directory, which may take a while after a crash."""
+        self.config = config
+        self.counters = Counters()
+        self.flow = Flow(
+            rate=config.flow.rate,
+            burst=config.flow.burst,
+            buffer=config.flow.buffer,
+            overflow=Overflow(config.flow.mode),
+        )
+        clock = SystemClock()
+        self._store = Store(Path(config.storage.data_dir), settings=_store_settings(config), clock=clock)
+        self.broker = Broker(self._store, clock=clock, settings=_broker_settings(config, self.flow))
+        self._id = secrets.token_hex(8)
+        self.version = metadata.version("penstock")
+        self._sessions: dict[Session, None] = {}
+        # Those that have not sent a command yet, the oldest first, with when they came.
+        self._silent: dict[Session, float] = {}
+        self._last_id = 0
+        # Of the connections that are gone.
+        self.totals = Traffic()
+        self._is_stopping = False
+        self._all_gone = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._listeners: list[asyncio.Server] = []
+        self.ports: dict[str, int] = {}
+
+    # Its life.
+
+    async def run(self, stop: asyncio.Event, ready: Callable[[Server], None]) -> None:
+        """Serve until `stop`, then finish what was begun. The reverse order of the start, each step bounded."""
+        started = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            broker = tasks.create_task(self.broker.run(started))
+            await started.wait()
+            try:
+                for name, topic in self.config.topics.items():
+                    await self._ensure_topic(name.encode(), topic)
+                await self._listen()
+                http = HttpPort(self, self.config.server.host, self.config.server.http_port)
+                self.ports["http"] = http.port
+                web = tasks.create_task(http.run())
+                sweeper = tasks.create_task(self._sweep())
+                ready(self)
+                await stop.wait()
+                sweeper.cancel()
+                await self._stop_sessions()
+                http.stop()
+                await web
+            finally:
+                for listener in self._listeners:
+                    listener.close()
+                self.broker.save()
+                broker.cancel()
+        self._store.close()
+
+    async def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        server = self.config.server
+        for name, port, greets in (("text", server.port, True), ("quiet", server.quiet_port, False)):
+            listener = await loop.create_server(
+                lambda greets=greets: Session(self, greets=greets),  # type: ignore[misc]
+                server.host,
+                port,
+                backlog=BACKLOG,
+            )
+            self._listeners.append(listener)
+            self.ports[name] = listener.sockets[0].getsockname()[1]
+
+    async def _stop_sessions(self) -> None:
+        """Take no more connections and commands, and let those that are there have their answers."""
+        self._is_stopping = True
+        for listener in self._listeners:
+            listener.close()
+        for session in list(self._sessions):
+            session.stop()
+        try:
+            async with asyncio.timeout(self.config.server.stop_s):
+                if self._sessions:
+                    await self._all_gone.wait()
+        except TimeoutError:
+            logger.warning("%d connections did not end in time", len(self._sessions))
+            for session in list(self._sessions):
+                session.abort()
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        heartbeat, handshake = self.config.server.heartbeat_s, self.config.server.handshake_s
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = loop.time()
+            for session, came in list(self._silent.items()):
+                if session.has_spoken:
+                    del self._silent[session]
+                elif now - came >= handshake:
+                    del self._silent[session]
+                    session.expire()
+                else:
+                    break
+            for session in [session for session in self._sessions if session.ping_at <= now]:
+                session.ping_at = now + heartbeat
+                session.ping()
+
+    async def _ensure_topic(self, name: bytes, topic: TopicConfig) -> None:
+        policy = _policy(topic)
+        served = self.broker.topics.get(name)
+        if served is None:
+            await self.broker.create_topic(name, partitions=topic.partitions, policy=policy)
+        elif (served.topic.partitions, served.topic.policy) != (topic.partitions, policy):
+            await self.broker.alter_topic(name, partitions=topic.partitions, policy=policy)
+
+    # For sessions.
+
+    def add(self, session: Session) -> str | None:
+        """A new connection; why it cannot stay, if it cannot."""
+        self._last_id += 1
+        session.id = self._last_id
+        self.counters.connections += 1
+        now = asyncio.get_running_loop().time()
+        session.ping_at = now + self.config.server.heartbeat_s
+        self._sessions[session] = None
+        if len(self._sessions) > self.config.server.connections_max:
+            self.counters.refused += 1
+            return "maximum connections exceeded"
+        self._silent[session] = now
+        return None
+
+    def remove(self, session: Session) -> None:
+        if session in self._sessions:
+            del self._sessions[session]
+            self.totals += session.traffic
+        self._silent.pop(session, None)
+        if self._is_stopping and not self._sessions:
+            self._all_gone.set()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None, "it runs"
+        self._tasks.create_task(coroutine)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, callback)
+
+    @property
+    def needs_auth(self) -> bool:
+        return self.config.auth.user is not None or self.config.auth.token is not None
+
+    def authorizes(self, options: dict[str, Any]) -> bool:
+        auth = self.config.auth
+        if auth.token is not None and _same(options.get("auth_token"), auth.token):
+            return True
+        if auth.user is None or auth.password is None:
+            return False
+        # Both are looked at, so that the time it takes tells nothing.
+        return _same(options.get("user"), auth.user) & _same(options.get("pass"), auth.password)
+
+    def info(self, session: Session) -> dict[str, Any]:
+        return {
+            "server_id": self._id,
+            "server_name": self.config.server.node_id,
+            "version": f"2.10.0-penstock-{self.version}",
+            "proto": 1,
+            "host": self.config.server.host,
+            "port": self.ports.get("text", 0),
+            "headers": True,
+            "max_payload": self.config.server.payload_bytes_max,
+            "client_id": session.id,
+            "client_ip": session.address,
+            "auth_required": self.needs_auth,
+            "jetstream": False,
+            # As Flux has it: a cluster of one.
+            "cluster_id": "",
+            "node_id": self.config.server.node_id,
+            "leader": self.config.server.node_id,
+            "is_leader": True,
+        }
+
+    @property
+    def sessions(self) -> list[Session]:
+        return list(self._sessions)
+
+    def ill(self) -> str | None:
+        """Why it cannot do what it should, if it cannot."""
+        if self._is_stopping:
+            return "stopping"
+        if self.broker.refused:
+            return f"partitions that cannot be opened: {', '.join(self.broker.refused)}"
+        return None
+
+    def statistics(self) -> dict[str, Any]:
+        totals = self.totals
+        for session in self._sessions:
+            totals += session.traffic
+        return {
+            "server_id": self._id,
+            "version": self.version,
+            "connections": len(self._sessions),
+            "topics": len(self.broker.topics),
+            "groups": len(self.broker.groups),
+            "delayed": len(self.broker.delays) if self.broker.delays is not None else 0,
+            "unflushed_bytes": self._store.unflushed_bytes,
+            **totals._asdict(),
+            "since_start": asdict(self.counters),
+        }
+
+
+def _same(given: object, wanted: str) -> bool:
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), wanted.encode())
+
+
+def _store_settings(config: Config) -> Settings:
+    storage = config.storage
+    return Settings(
+        reader=storage.reader,
+        unflushed_bytes_max=storage.unflushed_bytes_max,
+        tail_bytes_max=storage.tail_bytes_max,
+        open_segments_max=storage.open_segments_max,
+        flush_messages=storage.flush_messages,
+        flush_ms=storage.flush_ms,
+        upkeep_ms=storage.upkeep_ms,
+    )
+
+
+def _broker_settings(config: Config, flow: Flow) -> brokers.Settings:
+    return brokers.Settings(
+        auto_create=config.topic.auto_create,
+        topics_max=config.topic.topics_max,
+        partitions=config.topic.partitions,
+        policy=_policy(config.topic),
+        flow=flow,
+        dead_letter_prefix=config.dlq.prefix,
+    )
+
+
+def _policy(topic: TopicConfig) -> Policy:
+    return Policy(
+        durability=Durability(topic.durability),
+        segment_bytes=topic.segment_bytes,
+        cleanup=Cleanup(topic.cleanup),
+        retain_ms=topic.retain_ms,
+        retain_bytes=topic.retain_bytes,
+        dedup=Dedup(topic.dedup),
+        dedup_window_ms=topic.dedup_window_ms,
+        ack_deadline_ms=topic.ack_deadline_ms,
+        deliveries_max=topic.deliveries_max,
+        dead_letters=topic.dead_letters,
+    )

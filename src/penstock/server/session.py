@@ -1,0 +1,725 @@
+"""A connection at the text door: bytes to events, events to the broker, and what the broker says back to bytes.
+
+Answers go out in the order of the questions. Those to a publish wait until it is as durable as its topic promises, and
+all that come behind it wait with it: so a PONG says that everything before it is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from copy import copy
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, assert_never, cast
+
+from penstock.broker import headers
+from penstock.broker.broker import Receipt
+from penstock.broker.flow import Flow, Overflow
+from penstock.broker.group import Group
+from penstock.broker.history import History
+from penstock.broker.member import Member, Place
+from penstock.broker.partition import Partition
+from penstock.broker.subscription import Subscription, select_matching
+from penstock.errors import PenstockError
+from penstock.run import Run
+from penstock.subject import matches
+from penstock.wire import text
+from penstock.wire.events import (
+    Ack,
+    Asked,
+    Call,
+    Connect,
+    Event,
+    FlowControl,
+    Origin,
+    Pull,
+    Refused,
+    Replay,
+    Stats,
+    Subscribe,
+    Unsubscribe,
+)
+
+if TYPE_CHECKING:
+    from penstock.server.server import Server
+
+# A connection that has so much unsent gets no more messages until it has read some. Large enough for a whole batch.
+UNSENT_BYTES_MAX: Final = 1 << 20
+# Answers to a client that does not read them: then its commands are not read either.
+UNREAD_ANSWERS_MAX: Final = 256 << 10
+# An acknowledgement in the NATS dialect is a message to this subject: `msg.ack()` of a NATS client sends one.
+ACK_SUBJECT: Final = b"$ACK."
+# Runs of its own that a connection without echo is protected from: what it has on the way at once.
+OWN_RUNS_MAX: Final = 1000
+# How long a connection that is being closed has to read what was sent.
+CLOSE_S: Final = 5.0
+
+
+class _Answer:
+    """The place of an answer among the others; None: it is not known yet."""
+
+    __slots__ = ("closes", "data")
+
+    def __init__(self, data: bytes | None, *, closes: bool = False) -> None:
+        self.data = data
+        self.closes = closes
+
+
+class Traffic(NamedTuple):
+    in_msgs: int = 0
+    in_bytes: int = 0
+    out_msgs: int = 0
+    out_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]
+        return Traffic(*(mine + others for mine, others in zip(self, other, strict=True)))
+
+
+class Session(asyncio.Protocol):
+    def __init__(self, server: Server, *, greets: bool) -> None:
+        self.server = server
+        self.broker = server.broker
+        self.id = 0
+        self.name = ""
+        self.address = ""
+        # When to ask whether it is still there.
+        self.ping_at = 0.0
+        self.is_open = True
+        self.echo = True
+        self.is_greeted = greets
+        # Whether a whole command has come, and how many of the server's PINGs have not been answered.
+        self.has_spoken = False
+        self.unanswered = 0
+        self.in_messages = self.in_bytes = self.out_messages = self.out_bytes = 0
+        self.subscriptions: dict[bytes, tuple[Member, Subscription | Group]] = {}
+        self._parser = text.Parser(server.config.server.payload_bytes_max)
+        self._transport: asyncio.Transport | None = None
+        self._verbose = True
+        self._has_headers = True
+        self._wants_no_responders = False
+        self._is_authorized = not server.needs_auth
+        self._has_ponged = False
+        self._answers: deque[_Answer] = deque()
+        self._unread_answers = 0
+        # Events that wait for one that is being awaited; None: none is.
+        self._waiting: deque[Event] | None = None
+        self._closing = False
+        # What this connection published last, if it does not want it back: place -> first and last offset of each run.
+        self._published: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        # Where PULL has come to, for each subject.
+        self._pulls: dict[bytes, History] = {}
+        self._drains: asyncio.Future[None] | None = None
+
+    # From the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.address = peer[0] if peer else ""
+        transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        refusal = self.server.add(self)
+        if refusal is not None:
+            self._refuse(refusal)
+        elif self.is_greeted:
+            transport.write(text.info(self.server.info(self)))
+
+    def data_received(self, data: bytes) -> None:
+        self.in_bytes += len(data)
+        events = self._parser.feed(data)
+        if not events or self._closing:
+            return
+        self.has_spoken = True
+        self.unanswered = 0
+        if self._waiting is not None:
+            self._waiting.extend(events)
+        else:
+            self._handle(deque(events))
+
+    def pause_writing(self) -> None:
+        self.is_open = False
+
+    def resume_writing(self) -> None:
+        self.is_open = True
+        if self._unread_answers > UNREAD_ANSWERS_MAX and self._waiting is None and self._transport is not None:
+            self._transport.resume_reading()
+        self._unread_answers = 0
+        self._end_drain()
+        for _, reader in list(self.subscriptions.values()):
+            reader.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closing = True
+        self.is_open = False
+        self._transport = None
+        self._answers.clear()
+        self._end_drain()
+        for sid in list(self.subscriptions):
+            self._unsubscribe(sid)
+        self.server.remove(self)
+
+    def _end_drain(self) -> None:
+        if self._drains is not None and not self._drains.done():
+            self._drains.set_result(None)
+
+    # From the broker.
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+        self.out_messages += len(run)
+        if attempts is not None:
+            run = self._with_attempts(run, attempts)
+        if self._parser.is_nats:
+            if member.out is not None:
+                run = self._with_ack_subject(member, place, run)
+            data = text.messages(run, member.sid, has_headers=self._has_headers)
+        else:
+            data = text.numbered_messages(run, member.sid, self._sequences(place, run))
+        self._write(data)
+        if member.remaining == 0:
+            self._unsubscribe(member.sid)
+
+    def has_published(self, place: Place, offset: int) -> bool:
+        runs = self._published.get((place.topic_id, place.number), ())
+        return any(first <= offset <= last for first, last in runs)
+
+    def fail(self, error: PenstockError) -> None:
+        self._refuse(f"{error.code} {error}")
+
+    # For the server.
+
+    def ping(self) -> None:
+        """Ask whether anyone is there; whoever does not answer twice is not."""
+        if not self._parser.is_nats:
+            return
+        if self.unanswered >= 2:
+            self.server.counters.stale += 1
+            self._refuse("Stale Connection")
+            return
+        self.unanswered += 1
+        self._write(b"PING\r\n")
+
+    def expire(self) -> None:
+        """It has had its time to say something."""
+        self.server.counters.silent += 1
+        self._refuse("Authentication Timeout" if self.server.needs_auth else "Connection Timeout")
+
+    def stop(self) -> None:
+        """The server stops: no more commands, but the answers that are owed."""
+        if self._transport is None or self._closing:
+            return
+        self._transport.pause_reading()
+        if self._parser.is_nats:
+            # No error: a NATS client takes one for the end, and would not come back.
+            self._answer(text.info({**self.server.info(self), "ldm": True}), closes=True)
+        else:
+            self._answer(text.error("Server Shutdown", is_nats=False), closes=True)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Events.
+
+    def _handle(self, events: deque[Event]) -> None:
+        while events and not self._closing:
+            event = events.popleft()
+            waits = self._do(event)
+            if waits is not None:
+                self._waiting = events
+                if self._transport is not None:
+                    self._transport.pause_reading()
+                self.server.spawn(self._wait(waits))
+                return
+
+    async def _wait(self, waits: Coroutine[Any, Any, None]) -> None:
+        """Let an event take its time; those behind it wait."""
+        try:
+            await waits
+        except PenstockError as error:
+            self._answer_error(error)
+        except ValueError as error:
+            self._answer(text.error(str(error), is_nats=self._parser.is_nats))
+        events, self._waiting = self._waiting or deque(), None
+        if self._closing:
+            return
+        if self._transport is not None:
+            self._transport.resume_reading()
+        self._handle(events)
+
+    def _do(self, event: Event) -> Coroutine[Any, Any, None] | None:
+        """One event; what is still to be awaited, if anything is."""
+        if not self._is_authorized and not isinstance(event, Connect):
+            self.server.counters.unauthorized += 1
+            self._refuse("Authorization Violation")
+            return None
+        match event:
+            case Run():
+                if self.broker.is_ready(event):
+                    self._publish(event)
+                else:
+                    return self._prepare(event)
+            case Asked.PING:
+                self._pong()
+            case Asked.PONG:
+                pass
+            case Subscribe():
+                return self._subscribe(event)
+            case Unsubscribe():
+                self._end(event)
+            case Ack():
+                self._ack(event)
+            case Call():
+                self._call(event)
+            case Connect():
+                self._connect(event)
+            case Asked.INFO:
+                self._answer(text.info(self.server.info(self)))
+            case FlowControl():
+                self._control_flow(event)
+            case Stats():
+                self._stats(event)
+            case Pull():
+                return self._pull(event)
+            case Replay():
+                return self._replay(event)
+            case Asked.MEMBERSHIP:
+                self._answer(text.error("clustering not enabled", is_nats=self._parser.is_nats))
+            case Refused():
+                self._refused(event)
+            case _:
+                assert_never(event)
+        return None
+
+    def _connect(self, event: Connect) -> None:
+        options = event.options
+        if not self._is_authorized and not self.server.authorizes(options):
+            self.server.counters.unauthorized += 1
+            self._refuse("Authorization Violation")
+            return
+        self._is_authorized = True
+        self._verbose = options.get("verbose") is True
+        self.echo = options.get("echo") is not False
+        self._has_headers = options.get("headers") is True
+        self._wants_no_responders = options.get("no_responders") is True and self._has_headers
+        self.name = str(options.get("name") or "")
+        self._ok()
+
+    def _pong(self) -> None:
+        self._answer(b"PONG\r\n")
+        if self._parser.is_nats and not self._has_ponged:
+            self._has_ponged = True
+            self._answer(text.info({**self.server.info(self), "connect_info": True}))
+
+    # Publish.
+
+    async def _prepare(self, run: Run) -> None:
+        while not self.broker.is_ready(run):
+            try:
+                await self.broker.prepare(run)
+            except PenstockError as error:
+                self._published_nothing(len(run), error)
+                return
+        self._publish(run)
+
+    def _publish(self, run: Run) -> None:
+        self.in_messages += len(run)
+        answer = _Answer(None)
+        self._answers.append(answer)
+        if run.replies and self._wants_no_responders:
+            self._tell_no_responders(run)
+
+        def done(receipt: Receipt) -> None:
+            if receipt.error is not None:
+                answer.data, answer.closes = self._failure(receipt.count, receipt.error)
+            elif self._verbose:
+                duplicates = [] if self._parser.is_nats else receipt.duplicates
+                answer.data = text.acknowledgements(receipt.count, duplicates)
+            else:
+                answer.data = b""
+            self._send_answers()
+
+        receipt = self.broker.publish(run, done)
+        if not self.echo:
+            for target, offset, count in receipt.places:
+                place = (target.topic_id, target.number)
+                self._published.setdefault(place, deque(maxlen=OWN_RUNS_MAX)).append((offset, offset + count - 1))
+
+    def _published_nothing(self, count: int, error: PenstockError) -> None:
+        data, closes = self._failure(count, error)
+        self._answer(data, closes=closes)
+
+    def _failure(self, count: int, error: PenstockError) -> tuple[bytes, bool]:
+        """What a publisher is told; a NATS client knows of no single message, so it must not go on."""
+        self.server.counters.failed_publishes += count
+        is_nats = self._parser.is_nats
+        return text.error(f"STORAGE {error.code} {error}", is_nats=is_nats) * (1 if is_nats else count), is_nats
+
+    def _tell_no_responders(self, run: Run) -> None:
+        for index, reply in run.replies.items():
+            if not self.broker.is_served(run.subjects[index]):
+                self._tell_no_responder(run.subjects[index], reply)
+
+    def _tell_no_responder(self, subject: bytes, reply: bytes) -> bool:
+        for member, reader in self.subscriptions.values():
+            if matches(reader.pattern, reply):
+                self._write(text.no_responders(reply, member.sid, subject))
+                return True
+        return False
+
+    def _call(self, event: Call) -> None:
+        if event.subject.startswith(ACK_SUBJECT):
+            self._acknowledge_by_subject(event)
+            self._ok()
+        elif self._wants_no_responders and event.reply and self._tell_no_responder(event.subject, event.reply):
+            self._ok()
+        else:
+            self._forbid("Publish", event.subject)
+
+    def _forbid(self, what: str, subject: bytes) -> None:
+        reason = f'Permissions Violation for {what} to "{subject.decode(errors="replace")}"'
+        self._answer(text.error(reason, is_nats=self._parser.is_nats))
+
+    # Subscribe.
+
+    def _subscribe(self, event: Subscribe) -> Coroutine[Any, Any, None] | None:
+        if event.subject.startswith(b"$"):
+            self._forbid("Subscription", event.subject)
+            return None
+        if event.sid in self.subscriptions:
+            # As nats-server has it: the first one stands.
+            self._ok()
+            return None
+        if event.durable or not self._parser.is_nats:
+            return self._join(event)
+        member = Member(event.sid, self)
+        self.subscriptions[event.sid] = (member, self.broker.subscribe(event.subject, member, event.group))
+        self._ok()
+        return None
+
+    async def _join(self, event: Subscribe) -> None:
+        """As a member of a group, whose messages must be acknowledged."""
+        member = Member(event.sid, self, self.server.flow)
+        name = event.subject + b":" + event.group if event.group is not None else None
+        group = await self.broker.join(name, event.subject, member)
+        if self._transport is None:
+            self.broker.leave(group, member)
+            return
+        self.subscriptions[event.sid] = (member, group)
+        self._ok()
+
+    def _end(self, event: Unsubscribe) -> None:
+        held = self.subscriptions.get(event.sid)
+        if held is not None:
+            member = held[0]
+            if event.after is None or event.after <= member.delivered:
+                self._unsubscribe(event.sid)
+            else:
+                member.remaining = event.after - member.delivered
+        self._ok()
+
+    def _unsubscribe(self, sid: bytes) -> None:
+        held = self.subscriptions.pop(sid, None)
+        if held is None:
+            return
+        member, reader = held
+        if isinstance(reader, Group):
+            self.broker.leave(reader, member)
+        else:
+            self.broker.unsubscribe(reader, member)
+
+    # Acknowledge.
+
+    def _sequences(self, place: Place, run: Run) -> range | list[int]:
+        base = text.sequence_base(max(place.topic_id, 0), place.number)
+        if run.offsets is None:
+            return range(base + run.base_offset, base + run.base_offset + len(run))
+        return [base + offset for offset in run.offsets]
+
+    def _with_ack_subject(self, member: Member, place: Place, run: Run) -> Run:
+        """A copy whose replies go to the acknowledgement of each message."""
+        numbered = Run(run.subjects, run.values)
+        numbered.headers = run.headers
+        prefix = ACK_SUBJECT + member.sid + b"."
+        numbered.replies = {
+            index: b"%b%d" % (prefix, sequence) for index, sequence in enumerate(self._sequences(place, run))
+        }
+        return numbered
+
+    def _with_attempts(self, run: Run, attempts: Mapping[int, int]) -> Run:
+        """A copy that says of each message how often it was delivered, where there is a place for it."""
+        told = copy(run)
+        told.headers = dict(run.headers)
+        for index, count in attempts.items():
+            if index in told.headers or self._parser.is_nats:
+                told.headers[index] = told.headers.get(index, b"") + headers.lines(delivery_count=count)
+        return told
+
+    def _ack(self, event: Ack) -> None:
+        """Acknowledged before, or redelivered to somebody else meanwhile: it is the same to the one who asks."""
+        topic_id, partition, offset = text.split_sequence(event.sequence)
+        answer = self._reserve()
+        for _, reader in self.subscriptions.values():
+            if not isinstance(reader, Group) or (event.group is not None and event.group != reader.name):
+                continue
+            if reader.ack((topic_id, partition), offset, self._when_saved(answer)):
+                return
+        answer.data = self._ok_line()
+        self._send_answers()
+
+    def _when_saved(self, answer: _Answer) -> Callable[[PenstockError | None], None]:
+        def saved(error: PenstockError | None) -> None:
+            if error is None:
+                answer.data = self._ok_line()
+            else:
+                answer.data = text.error(f"STORAGE {error.code} {error}", is_nats=self._parser.is_nats)
+            self._send_answers()
+
+        return saved
+
+    def _acknowledge_by_subject(self, event: Call) -> None:
+        """`$ACK.<sid>.<sequence>`, with what NATS clients write into it: nothing or +ACK, -NAK, +WPI, +TERM."""
+        sid, _, number = event.subject.removeprefix(ACK_SUBJECT).rpartition(b".")
+        held = self.subscriptions.get(sid)
+        if held is None or not number.isdigit() or len(number) > 24 or not isinstance(held[1], Group):
+            return
+        group = held[1]
+        topic_id, partition, offset = text.split_sequence(int(number))
+        place = (topic_id, partition)
+        word, _, rest = event.value.partition(b" ")
+        match word:
+            case b"" | b"+ACK":
+                answer = self._reserve()
+                if not group.ack(place, offset, self._when_acked(answer, event.reply)):
+                    self._when_acked(answer, event.reply)(None)
+            case b"-NAK":
+                group.nack(place, offset, _delay_us(rest))
+            case b"+WPI":
+                group.extend(place, offset)
+            case b"+TERM":
+                group.kill(place, offset)
+
+    def _when_acked(self, answer: _Answer, reply: bytes | None) -> Callable[[PenstockError | None], None]:
+        """A client that asks for it (`ack_sync`) is told when the acknowledgement is stored."""
+
+        def saved(error: PenstockError | None) -> None:
+            answer.data = b""
+            if error is not None:
+                answer.data = text.error(f"STORAGE {error.code} {error}", is_nats=True)
+            elif reply is not None:
+                self.broker.publish(Run([reply], [b""]), lambda _: None)
+            self._send_answers()
+
+        return saved
+
+    # Flow, statistics, history.
+
+    def _control_flow(self, event: FlowControl) -> None:
+        held = self.subscriptions.get(event.sid)
+        if held is None:
+            self._answer(text.error("unknown sid", is_nats=self._parser.is_nats))
+            return
+        member, reader = held
+        now = member.flow or self.server.flow
+        flow = Flow(
+            rate=now.rate if event.rate is None else event.rate,
+            burst=now.burst if event.burst is None else event.burst,
+            buffer=now.buffer if event.buffer is None else event.buffer,
+            overflow=now.overflow if event.overflow is None else Overflow(event.overflow),
+        )
+        member.set_flow(flow, None if event.push else 0)
+        reader.wake()
+        mode = "PUSH" if event.push else "PULL"
+        self._ok(f"mode={mode} rate={flow.rate:g} burst={flow.burst} buffer={flow.buffer}")
+
+    def _stats(self, event: Stats) -> None:
+        if event.sid is None:
+            self._answer_stats({**self.statistics(), "server": self.server.statistics()})
+        elif event.sid in self.subscriptions:
+            self._answer_stats(self._member_statistics(event.sid))
+        else:
+            self._answer(text.error("unknown sid", is_nats=self._parser.is_nats))
+
+    def _answer_stats(self, fields: dict[str, Any]) -> None:
+        if self._parser.is_nats:
+            self._answer(text.info({**self.server.info(self), "stats": fields}))
+        else:
+            self._answer(b"+STATS " + json.dumps(fields).encode() + b"\r\n")
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self.in_messages, self.in_bytes, self.out_messages, self.out_bytes)
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "cid": self.id,
+            "ip": self.address,
+            "name": self.name,
+            **self.traffic._asdict(),
+            "unanswered": len(self._answers),
+            "subscriptions": [self._member_statistics(sid) for sid in self.subscriptions],
+        }
+
+    def _member_statistics(self, sid: bytes) -> dict[str, Any]:
+        member, reader = self.subscriptions[sid]
+        flow = member.flow or self.server.flow
+        tokens = member.bucket.tokens(self.broker.clock.monotonic_us()) if member.bucket else None
+        buffered = reader.lag()
+        usage = min(1.0, buffered / flow.buffer)
+        return {
+            "id": sid.decode(errors="replace"),
+            "subject": reader.pattern.decode(errors="replace"),
+            "mode": "PUSH" if member.credit is None else "PULL",
+            "overflow": flow.overflow,
+            "active": self.is_open,
+            "rate_limit_tokens": tokens,
+            "unacknowledged": member.out,
+            "buffered": buffered,
+            "dropped": member.dropped,
+            "delivered": member.delivered,
+            "buffer_usage": usage,
+            "slow_consumer": usage > 0.8,
+        }
+
+    async def _pull(self, event: Pull) -> None:
+        """So many messages as there are, up to what is asked for."""
+        for member, reader in self.subscriptions.values():
+            if reader.pattern == event.subject and member.credit is not None:
+                before = member.delivered
+                member.credit = event.messages_max
+                await reader.drain()
+                member.credit = 0
+                self._ok(str(member.delivered - before))
+                return
+        if self._parser.is_nats:
+            self._answer(text.error("PULL needs a subscription in pull mode: FLOWCTL <sid> PULL", is_nats=True))
+            return
+        cursor = self._pulls.get(event.subject)
+        if cursor is None:
+            cursor = self._pulls[event.subject] = History(self.broker, event.subject)
+        self._ok(str(await self._send_history(cursor, event.messages_max, b"pull")))
+
+    async def _replay(self, event: Replay) -> None:
+        history = History(self.broker, b">")
+        match event.origin:
+            case Origin.SEQUENCE:
+                await history.seek_sequence(*text.split_sequence(event.value))
+            case Origin.FIRST:
+                pass
+            case Origin.LAST:
+                await history.seek_last()
+            case Origin.TIME:
+                await history.seek_time(event.value)
+        self._ok(str(await self._send_history(history, event.messages_max, b"replay")))
+
+    async def _send_history(self, history: History, count: int, sid: bytes) -> int:
+        sent = 0
+        while sent < count and not self._closing:
+            found = await history.read(count - sent)
+            if found is None:
+                break
+            partition, run = found
+            sent += self._send_run(partition, run, sid)
+            await self._drained()
+        return sent
+
+    def _send_run(self, partition: Partition, run: Run, sid: bytes) -> int:
+        """Messages that no subscription asked for; a NATS client takes them only under a sid that it knows."""
+        if not self._parser.is_nats:
+            self._write(text.numbered_messages(run, sid, self._sequences(partition, run)))
+            self.out_messages += len(run)
+            return len(run)
+        sent = 0
+        for member, reader in self.subscriptions.values():
+            part = select_matching(run, reader.pattern)
+            if part.values:
+                self._write(text.messages(part, member.sid, has_headers=self._has_headers))
+                sent += len(part)
+        self.out_messages += sent
+        return sent
+
+    async def _drained(self) -> None:
+        """Until the connection takes more, or is gone."""
+        if not self.is_open and not self._closing:
+            self._drains = asyncio.get_running_loop().create_future()
+            await self._drains
+
+    # Answers.
+
+    def _refused(self, event: Refused) -> None:
+        self.server.counters.protocol_errors += 1
+        self._answer(text.error(event.reason, is_nats=self._parser.is_nats), closes=event.closes)
+
+    def _refuse(self, reason: str) -> None:
+        """Say why, and close."""
+        self._answer(text.error(reason, is_nats=self._parser.is_nats or self.is_greeted), closes=True)
+
+    def _answer_error(self, error: PenstockError) -> None:
+        self._answer(text.error(f"{error.code} {error}", is_nats=self._parser.is_nats))
+
+    def _ok(self, more: str = "") -> None:
+        self._answer(self._ok_line(more))
+
+    def _ok_line(self, more: str = "") -> bytes:
+        if not self._verbose:
+            return b""
+        # NATS clients take no word behind it.
+        return b"+OK\r\n" if self._parser.is_nats or not more else f"+OK {more}\r\n".encode()
+
+    def _reserve(self) -> _Answer:
+        answer = _Answer(None)
+        self._answers.append(answer)
+        return answer
+
+    def _answer(self, data: bytes, *, closes: bool = False) -> None:
+        if self._answers or closes:
+            self._answers.append(_Answer(data, closes=closes))
+            self._send_answers()
+        elif data:
+            self._write(data)
+            self._note_unread(len(data))
+
+    def _send_answers(self) -> None:
+        answers = self._answers
+        ready = []
+        closes = False
+        while answers and not closes and (data := answers[0].data) is not None:
+            ready.append(data)
+            closes = answers.popleft().closes
+        data = b"".join(ready)
+        if data:
+            self._write(data)
+            self._note_unread(len(data))
+        if closes:
+            self._close()
+
+    def _note_unread(self, count: int) -> None:
+        """A client that asks and does not read the answers is not asked for more."""
+        if self.is_open or self._transport is None:
+            return
+        before, self._unread_answers = self._unread_answers, self._unread_answers + count
+        if before <= UNREAD_ANSWERS_MAX < self._unread_answers:
+            self.server.counters.unread += 1
+            self._transport.pause_reading()
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self.out_bytes += len(data)
+            self._transport.write(data)
+
+    def _close(self) -> None:
+        self._closing = True
+        self._answers.clear()
+        if self._transport is not None:
+            self._transport.close()
+            # What it has not read by then it will not.
+            self.server.call_later(CLOSE_S, self.abort)
+
+
+def _delay_us(options: bytes) -> int:
+    """NATS clients write the delay in nanoseconds: -NAK {"delay": 1000000000}."""
+    try:
+        delay = json.loads(options)["delay"] if options else 0
+        return max(0, int(delay) // 1000)
+    except (ValueError, TypeError, KeyError):
+        return 0
