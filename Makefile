@@ -32,7 +32,7 @@ format: $(READY) ## put the code into its one form
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(READY) ## measure against the machine's own limits
+bench: $(READY) ## measure against the machine's own limits, nats-server and Redis
 	@$(BIN)/python -m bench
 
 soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200

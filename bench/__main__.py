@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from bench import append, batch, read, upkeep
+from bench import append, batch, doors, read, upkeep
 from bench.measure import Bench, Line
 
 SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
@@ -26,6 +26,12 @@ SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "read": read.measure,
     "open": upkeep.measure_open,
     "compact": upkeep.measure_compact,
+    "live": doors.measure_live,
+    "acked": doors.measure_acked,
+    "one in flight": doors.measure_one_in_flight,
+    "latency": doors.measure_latency,
+    "idle": doors.measure_idle,
+    "many": doors.measure_many,
 }
 
 
@@ -39,24 +45,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.directory.is_dir():
         parser.error(f"--directory: {options.directory} is not a directory")
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=options.directory) as directory:
-        lines = _run(options.only or list(SECTIONS), Path(directory), quick=options.quick)
+        lines, notes = _run(options.only or list(SECTIONS), Path(directory), quick=options.quick)
     console = Console()
     if not console.is_terminal:
         console = Console(width=144)
     console.print(_table(lines, wide=console.width >= 140))
     console.print(
         "The rounds of both sides alternate. Each figure is of a side's best round; where every round waits for the "
-        "disk (append, event loop) of the one that a tenth of its rounds beat, and p50 is the median.",
+        "disk (append, event loop, acknowledged) of the one that a tenth of its rounds beat; p50 and p99 are of every "
+        "message of every round.",
         style="dim",
     )
+    for note in notes:
+        console.print(note)
     if options.json:
         options.json.write_text(json.dumps(_figures(lines, quick=options.quick), indent=2) + "\n")
 
 
-def _run(sections: list[str], directory: Path, *, quick: bool) -> list[Line]:
+def _run(sections: list[str], directory: Path, *, quick: bool) -> tuple[list[Line], list[str]]:
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     lines: list[Line] = []
+    notes: dict[str, None] = {}  # each once, in their order
     # It is drawn between two rounds only: a thread that draws would be measured too.
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task("", total=len(sections))
@@ -67,18 +77,18 @@ def _run(sections: list[str], directory: Path, *, quick: bool) -> list[Line]:
 
         for section in sections:
             with tempfile.TemporaryDirectory(dir=directory) as own:
-                lines += SECTIONS[section](Bench(Path(own), quick, tell))
+                lines += SECTIONS[section](Bench(Path(own), quick, tell, notes.setdefault))
             progress.advance(task)
-    return lines
+    return lines, list(notes)
 
 
 def _table(lines: list[Line], *, wide: bool) -> Table:
     table = Table(title=f"Penstock on {os.cpu_count()} cores, Python {platform.python_version()}", title_justify="left")
     table.add_column("what", no_wrap=wide)
     table.add_column("Penstock", justify="right", no_wrap=True)
-    table.add_column("limit", justify="right", no_wrap=True)
+    table.add_column("against", justify="right", no_wrap=True)
     if wide:
-        table.add_column("the limit is, by hand")
+        table.add_column("which is")
     table.add_column("ratio", justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
     table.add_column("met?")
@@ -103,7 +113,8 @@ def _figure(value: float, unit: str) -> str:
 def _target(line: Line) -> str:
     if line.target is None:
         return "n/a"
-    return f"{'≥' if line.ratio_of == 'speed' else '≤'} {line.target}"
+    unit = f" {line.unit}" if line.target_of == "figure" else ""
+    return f"{'≥' if line.ratio_of == 'speed' else '≤'} {line.target}{unit}"
 
 
 def _figures(lines: list[Line], *, quick: bool) -> dict[str, object]:

@@ -22,8 +22,9 @@ Round = Callable[[], float]
 class Line:
     """One line of the table.
 
-    `penstock` and `limit` are in `unit`, a speed (…/s) or a time. The ratio is of their speeds, and the target is to
-    reach at least that much, or of their times, and the target is to take at most that much.
+    `penstock` and `limit`, the machine's or a peer's, are in `unit`: a speed (…/s), a time or memory. The ratio is of
+    their speeds, and the target is to reach at least that much, or of their times or memory, and the target is to take
+    at most that much. A target of the figure is for `penstock` itself.
     """
 
     section: str
@@ -32,8 +33,9 @@ class Line:
     unit: str
     penstock: float
     limit: float
-    ratio_of: Literal["speed", "time"]
+    ratio_of: Literal["speed", "time", "memory"]
     target: float | None = None
+    target_of: Literal["ratio", "figure"] = "ratio"
 
     @property
     def ratio(self) -> float:
@@ -44,7 +46,8 @@ class Line:
     def met(self) -> bool | None:
         if self.target is None:
             return None
-        return self.ratio >= self.target if self.ratio_of == "speed" else self.ratio <= self.target
+        reached = self.ratio if self.target_of == "ratio" else self.penstock
+        return reached >= self.target if self.ratio_of == "speed" else reached <= self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Bench:
     directory: Path
     quick: bool
     progress: Callable[[str], None]
+    note: Callable[[str], None]  # what is to be read below the table
 
     def choose(self, full: int, quick: int) -> int:
         return quick if self.quick else full
