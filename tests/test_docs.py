@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 
 from penstock.batch import encode
 from penstock.storage.store import Store
+from tests.server import Raw, Serve
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -37,12 +39,49 @@ def run(directory: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_every_snippet_runs(code: str, tmp_path: Path) -> None:
-    assert run(tmp_path, "-c", code) == "0 b'a' b'first'\n1 None b'second'\n"
+# What each Python snippet prints, in their order.
+PRINTED = [
+    "orders.eu first\norders.us second\n",
+    "42\n",
+    "0 b'a' b'first'\n1 None b'second'\n",
+]
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command.startswith("penstock ")])
+@pytest.mark.parametrize(("code", "printed"), list(zip(blocks("python"), PRINTED, strict=True)))
+def test_every_snippet_runs(code: str, printed: str, tmp_path: Path) -> None:
+    with Serve(tmp_path / "server") as server:
+        assert run(tmp_path, "-c", code.replace("127.0.0.1:4222", f"127.0.0.1:{server.port}")) == printed
+
+
+def test_the_session_by_hand_goes_as_it_is_shown(tmp_path: Path) -> None:
+    [shown] = [block.splitlines() for block in blocks("text") if block.startswith("SUB")]
+    # What is typed, and how many lines come back.
+    typed = {"SUB orders.> 1 workers": 1, "PUB orders.eu 5\r\nhello": 3, "ACK 562949953421312": 1, "REPLAY FIRST 10": 3}
+    with Serve(tmp_path) as server, Raw(server.ports["quiet"]) as peer:
+        session = []
+        for command, lines in typed.items():
+            session += [*command.splitlines(), peer.ask(command), *(peer.line() for _ in range(lines - 1))]
+    assert session == shown
+
+
+def test_the_settings_that_are_shown_are_settings(tmp_path: Path) -> None:
+    [settings] = blocks("toml")
+    (tmp_path / "penstock.toml").write_text(settings)
+    shown = json.loads(run(tmp_path, "-m", "penstock", "config", "--config", "penstock.toml", "--json"))
+    assert shown["topics.clicks.partitions"]["value"] == 4
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command.startswith("penstock serve")])
+def test_every_server_that_is_started_gets_ready(command: str, tmp_path: Path) -> None:
+    flags = shlex.split(command)[2:]
+    with Serve(tmp_path, flags=flags) as server:
+        assert "ready" in server.ready
+
+
+@pytest.mark.parametrize(
+    "command",
+    [command for command in commands() if command.startswith("penstock ") and not command.startswith("penstock serve")],
+)
 def test_every_command_runs(command: str, tmp_path: Path) -> None:
     with Store(tmp_path / "data") as store:
         log = store.log(store.create_topic("orders").id)
