@@ -36,6 +36,7 @@ class Dedup:
         return offset
 
     def add(self, identity: bytes, offset: int, now_us: int) -> None:
+        self._expire(now_us)
         if identity in self._offsets:
             return
         self._offsets[identity] = offset

@@ -17,10 +17,7 @@ from penstock.errors import BadHeader
 # A year: what is further away is a mistake in the unit.
 DELAY_US_MAX: Final = 366 * 24 * 3600 * 1_000_000
 
-_ASKED: Final = re.compile(
-    rb"^(msg-id|nats-msg-id|penstock-key|deliver-at|delay)[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r?$", re.I | re.M
-)
-_IDENTITY: Final = re.compile(rb"^(?:nats-)?msg-id[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r?$", re.I | re.M)
+_IDENTITIES: Final = (b"msg-id", b"nats-msg-id")
 _DURATION: Final = re.compile(rb"(\d{1,12}(?:\.\d{1,6})?)(ms|s|m|h|d)?")
 _UNIT_US: Final = {b"ms": 1_000, b"s": 1_000_000, b"m": 60_000_000, b"h": 3_600_000_000, b"d": 86_400_000_000}
 
@@ -32,34 +29,22 @@ class Asked(NamedTuple):
     due_us: int | None = None
 
 
-_NOTHING: Final = Asked()
-
-
 def read(block: bytes, now_us: int) -> Asked:
-    """What the header lines of a message ask for."""
-    found = _ASKED.findall(block)
-    if not found:
-        return _NOTHING
-    identity = key = due_us = None
-    for name, value in found:
-        match name.lower():
-            case b"msg-id" | b"nats-msg-id":
-                identity = value or None
-            case b"penstock-key":
-                key = value
-            case b"deliver-at":
-                due_us = _moment(value)
-            case b"delay":
-                due_us = now_us + _duration(value)
+    """What the header lines of a message ask for. Of two that ask for the same the first counts."""
+    fields = _fields(block)
+    due_us = None
+    if (moment := fields.get(b"deliver-at")) is not None:
+        due_us = _moment(moment)
+    elif (delay := fields.get(b"delay")) is not None:
+        due_us = now_us + _duration(delay)
     if due_us is not None and due_us > now_us + DELAY_US_MAX:
         raise BadHeader("a message can be delayed for a year at the most")
-    return Asked(identity, key, due_us)
+    return Asked(_identity(fields), fields.get(b"penstock-key"), due_us)
 
 
 def identity(block: bytes) -> bytes | None:
-    """The id of a message."""
-    found = _IDENTITY.search(block)
-    return found[1] or None if found else None
+    """The id of a message, if it has one."""
+    return _identity(_fields(block))
 
 
 def lines(**fields: object) -> bytes:
@@ -78,8 +63,7 @@ def without(block: bytes, *prefixes: bytes) -> bytes:
 
 
 def value_of(block: bytes, name: bytes) -> bytes | None:
-    found = re.search(rb"^" + re.escape(name) + rb"[ \t]*:[ \t]*([^\r\n]*?)[ \t]*\r?$", block, re.I | re.M)
-    return found[1] if found else None
+    return _fields(block).get(name.lower())
 
 
 @lru_cache(4096)
@@ -89,6 +73,21 @@ def hash_key(key: bytes) -> int:
     for byte in key:
         number = (number ^ byte) * 1099511628211 & 0xFFFFFFFFFFFFFFFF
     return number
+
+
+def _fields(block: bytes) -> dict[bytes, bytes]:
+    """The values by their names, in lower case; of a name that comes twice, the first."""
+    fields: dict[bytes, bytes] = {}
+    for line in block.split(b"\n"):
+        name, colon, value = line.partition(b":")
+        # A line that begins with a blank goes on with the one before, and is no field.
+        if colon and name[:1] not in b" \t":
+            fields.setdefault(name.rstrip(b" \t").lower(), value.strip(b" \t\r"))
+    return fields
+
+
+def _identity(fields: dict[bytes, bytes]) -> bytes | None:
+    return next((fields[name] for name in _IDENTITIES if fields.get(name)), None)
 
 
 def _duration(value: bytes) -> int:

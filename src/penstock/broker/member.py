@@ -131,12 +131,12 @@ def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_
     count = len(run)
     if len(members) == 1 and (member := members[0]).is_unlimited:
         return ([Share(member, None)], count) if member.sink.is_open else ([], 0)
-    ready = [member for member in members if member.sink.is_open]
-    if all(member.is_unlimited for member in ready):
+    if all(member.is_unlimited for member in members):
+        ready = [member for member in members if member.sink.is_open]
         several = len(ready)
         shares = [Share(ready[(turn + i) % several], range(i, count, several)) for i in range(min(several, count))]
         return shares, count if ready else 0
-    return _share_out_limited(place, run, ready, turn, now_us)
+    return _share_out_limited(place, run, members, turn, now_us)
 
 
 def _share_out_limited(
@@ -146,7 +146,7 @@ def _share_out_limited(
     rooms = [member.room(count, now_us) for member in members]
     taken: list[list[int]] = [[] for _ in members]
     shared = 0
-    if members and all(member.sink.echo for member in members):
+    if all(member.sink.echo for member in members):
         several = len(members)
         at = turn % several
         while shared < count and any(rooms):

@@ -14,6 +14,7 @@ it. They differ in the order of SUB's words, in the sequence that Flux has behin
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -46,6 +47,9 @@ HEADER_LINE: Final = b"NATS/1.0\r\n"
 
 # Lines that are remembered with what they mean. A client has a few subjects and sizes, or as many as it has messages.
 _LINES_MAX: Final = 4096
+# Lines with nothing in them are passed over, however many.
+_BLANK: Final = (b"\r\n\r", b"\r\n\n", b"\n\r", b"\n\n")
+_LINE_ENDS: Final = re.compile(rb"[\r\n]*")
 # More digits than any length, count or sequence has; int() of a long string takes quadratic time.
 _DIGITS_MAX: Final = 20
 _NO_RESPONDERS: Final = b"NATS/1.0 503\r\nNats-Subject: %b\r\n\r\n"
@@ -76,11 +80,6 @@ class Parser:
         self._subjects: dict[bytes, bytes] = {}
         self._closed = False
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a command has begun that is not all there."""
-        return len(self._rest) > 2 or bool(self._pieces)
-
     def feed(self, data: bytes) -> list[Event]:
         if self._closed:
             return []
@@ -98,6 +97,8 @@ class Parser:
         try:
             while True:
                 at = self._parse_publishes(data, at, events)
+                if data.startswith(_BLANK, at):
+                    at = _LINE_ENDS.match(data, at).end() - 1  # type: ignore[union-attr]
                 following = self._parse_line(data, at, events)
                 if following < 0:
                     break
@@ -162,6 +163,8 @@ class Parser:
         if not words:
             return line_end
         verb = words[0].upper()
+        if verb == b"CONNECT":
+            words = data[begin:line_end].split(None, 1)  # blanks within strings count
         if verb in (b"PUB", b"HPUB"):
             return self._parse_publish(data, at, line_end, verb, words[1:], events)
         command = _COMMANDS.get(verb)
@@ -199,10 +202,11 @@ class Parser:
             return -1
         if data[end] not in b"\r\n":
             raise _Wrong("Parser Error", closes=True)
+        header_end = begin + sizes[0] if verb == b"HPUB" else begin
         subject = self._intern(words[0])
         reply = words[1] if len(words) == numbers + 2 else None
         if words[0].startswith(b"$"):
-            events.append(Call(words[0], data[begin:end], reply))
+            events.append(Call(words[0], data[header_end:end], reply))
             return end
         if subject is None or (reply is not None and not is_subject(reply)):
             # A NATS client is told of no single message, so the next PONG would say that this one is stored.
@@ -219,7 +223,6 @@ class Parser:
         if run is None:
             run = Run([], [])
             events.append(run)
-        header_end = begin + sizes[0] if verb == b"HPUB" else begin
         index = len(run.values)
         if reply is not None:
             run.replies[index] = reply
