@@ -16,13 +16,13 @@ _TOKENS: Final = re.compile(rb"[^\x00-\x20\x7f.]+(?:\.[^\x00-\x20\x7f.]+)*")
 
 
 def is_subject(subject: bytes) -> bool:
-    """Whether a message can have this subject: no empty token, no wildcard, and text."""
-    return is_pattern(subject) and is_literal(subject) and _is_text(subject)
+    """Whether a message can have this subject: a pattern without wildcards."""
+    return is_pattern(subject) and is_literal(subject)
 
 
 def is_pattern(pattern: bytes) -> bool:
-    """Whether someone can subscribe to this: no empty token, and `>` only at the end."""
-    if len(pattern) > SUBJECT_BYTES_MAX or not _TOKENS.fullmatch(pattern):
+    """Whether someone can subscribe to this: no empty token, `>` only at the end, and text."""
+    if len(pattern) > SUBJECT_BYTES_MAX or not _TOKENS.fullmatch(pattern) or not is_text(pattern):
         return False
     return b">" not in pattern or b">" not in pattern.split(b".")[:-1]
 
@@ -63,7 +63,7 @@ def owns(topic: bytes, subject: bytes) -> bool:
     return subject.startswith(topic) and (len(subject) == len(topic) or subject[len(topic)] == ord("."))
 
 
-def _is_text(subject: bytes) -> bool:
+def is_text(subject: bytes) -> bool:
     try:
         subject.decode()
     except UnicodeDecodeError:

@@ -7,20 +7,17 @@ messages; whatever waits for the disk and is rare (topics, groups, reading what 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
-from typing import Any, Final
+from typing import Any
 
-from penstock.broker import headers
 from penstock.broker.deadletters import DeadLetters
-from penstock.broker.dedup import Dedup
 from penstock.broker.delay import DELAYED_TOPIC, Delays
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
+from penstock.broker.intake import LIVE, Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member
 from penstock.broker.partition import LivePartition, Partition
@@ -33,12 +30,9 @@ from penstock.storage.meta import Change
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.policy import Policy, Topic
 from penstock.storage.store import Store
-from penstock.subject import is_pattern, is_subject, matches, meets
+from penstock.subject import is_pattern, is_subject, is_text, matches, meets
 
 logger = logging.getLogger(__name__)
-
-# Subjects that begin so are live only: inboxes.
-LIVE: Final = b"_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,40 +53,6 @@ class Start(StrEnum):
     LATEST = "latest"
 
 
-class Receipt:
-    """What becomes of a run that is published. `done` is called once, when all of it is decided."""
-
-    __slots__ = ("_done", "_undo", "_waiting", "count", "duplicates", "error", "places")
-
-    def __init__(self, count: int, done: Callable[[Receipt], None]) -> None:
-        self.count = count
-        # The first thing that went wrong; then none of the run counts as stored, though some of it may be.
-        self.error: PenstockError | None = None
-        # Which of the messages were stored before, and are not again.
-        self.duplicates: list[int] = []
-        # Where the messages went: partition, first offset, how many.
-        self.places: list[tuple[Target, int, int]] = []
-        self._done = done
-        self._waiting = 1
-        self._undo: list[Callable[[], None]] = []
-
-    def on_failure(self, undo: Callable[[], None]) -> None:
-        self._undo.append(undo)
-
-    def expect(self) -> None:
-        self._waiting += 1
-
-    def settle(self, _offset: int, error: PenstockError | None) -> None:
-        if error is not None and self.error is None:
-            self.error = error
-        self._waiting -= 1
-        if not self._waiting:
-            if self.error is not None:
-                for undo in self._undo:
-                    undo()
-            self._done(self)
-
-
 class Broker:
     def __init__(self, store: Store, *, clock: Clock, settings: Settings | None = None) -> None:
         self.store = store
@@ -103,15 +63,16 @@ class Broker:
         # Partitions with messages that nobody was given yet.
         self._unserved: dict[Partition, None] = {}
         self._queues: dict[tuple[bytes, bytes], Subscription] = {}
-        self._live = LivePartition(LIVE, self._deliver)
+        self._intake = Intake(self, LivePartition(LIVE, self._deliver))
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs.
         self.delays: Delays | None = None
         self._dead_letters: DeadLetters | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        # Those with a name.
+        # Those with a name, and all.
         self.groups: dict[bytes, Group] = {}
+        self._all_groups: dict[Group, None] = {}
         for topic in store.topics:
             self._serve(topic)
         for name, value in store.state.items("group"):
@@ -169,10 +130,11 @@ class Broker:
         self.topics.remove(name)
         positions = []
         for partition in served.partitions:
-            for group in self.groups.values():
+            for group in self._all_groups:
                 if (partition.topic_id, partition.number) in group.positions:
                     group.detach(partition)
-                    positions.append(Change("position", group.key(partition), None))
+                    if group.name is not None:
+                        positions.append(Change("position", group.key(partition), None))
             partition.close()
         await self.store.delete_topic_async(served.topic.id)
         if positions:
@@ -225,13 +187,13 @@ class Broker:
             # What is in a topic of our own has the subject of where it goes, and is not there yet.
             deliver = _deliver_to_nobody if name.startswith(RESERVED) else self._deliver
             partitions.append(Partition(topic.id, number, name, log, self.store, deliver, self._unserved))
-            for group in self.groups.values():
+            for group in self._all_groups:
                 if group.matches(name) and not name.startswith(RESERVED):
                     # The group is older than the partition: all of it is for the group.
                     group.attach(partitions[-1], log.start)
         served = ServedTopic(topic, partitions)
-        if before is not None:
-            served.dedups = before.dedups
+        if before is not None and _same_dedup(before.topic.policy, topic.policy):
+            served.dedup = before.dedup
         self.topics.add(served)
         return served
 
@@ -239,170 +201,18 @@ class Broker:
 
     def is_ready(self, run: Run) -> bool:
         """Whether `publish` can take the run as things are; if not, `prepare` makes it so."""
-        if self.store.is_crowded:
-            return False
-        subject = run.subject
-        if subject is not None and not run.headers:
-            return subject.startswith(LIVE) or (
-                (topic := self.topics.owner(subject)) is not None
-                and topic.refusal is None
-                and topic.topic.policy.dedup is not DedupMode.PAYLOAD
-            )
-        return all(self._is_prepared(subject) for subject in set(run.subjects))
+        return self._intake.is_ready(run)
 
-    async def prepare(self, run: Run) -> None:
-        """Make the topics that the run needs, read what must be known of them, and wait for the disk to catch up."""
-        for subject in set(run.subjects):
-            if subject.startswith(LIVE):
-                continue
-            topic = await self.owner(subject)
-            if topic.refusal is not None:
-                raise topic.refusal
-            if topic.topic.policy.dedup is not DedupMode.OFF:
-                for partition in topic.partitions:
-                    if partition not in topic.dedups:
-                        topic.dedups[partition] = await self._read_dedup(topic, partition)
-        await self.store.room()
+    async def prepare(self, run: Run) -> Refusals:
+        """Make the topics that the run needs, read what must be known of them, and wait for the disk to catch up.
 
-    def publish(self, run: Run, done: Callable[[Receipt], None]) -> Receipt:
-        """Take a run that is the broker's from now on. It must be ready for it (`is_ready`)."""
-        receipt = Receipt(len(run), done)
-        subject = run.subject
-        if subject is not None and not run.headers:
-            if subject.startswith(LIVE):
-                self._append(self._live, run, receipt)
-                receipt.settle(0, None)
-                return receipt
-            topic = self.topics.owner(subject)
-            if topic is not None and topic.topic.policy.dedup is not DedupMode.PAYLOAD:
-                self._append(topic.choose(subject, None), run, receipt)
-                topic.turn()
-                receipt.settle(0, None)
-                return receipt
-        self._publish_mixed(run, receipt)
-        receipt.settle(0, None)
-        return receipt
+        Subjects for which that cannot be, with the reason: for `publish`.
+        """
+        return await self._intake.prepare(run)
 
-    def _append(self, target: Target, run: Run, receipt: Receipt) -> int:
-        receipt.expect()
-        count = len(run)
-        try:
-            offset = target.append(run, receipt.settle)
-        except PenstockError as error:
-            receipt.settle(0, error)
-            return -1
-        receipt.places.append((target, offset, count))
-        return offset
-
-    def _publish_mixed(self, run: Run, receipt: Receipt) -> None:
-        """Message by message to where it belongs; those for the same partition stay together and in order."""
-        now_us = self.clock.now_us()
-        parts: dict[Target, list[int]] = {}
-        topics: dict[Target, ServedTopic] = {}
-        asked: dict[int, headers.Asked] = {}
-        try:
-            for index, block in run.headers.items():
-                asked[index] = headers.read(block, now_us)
-        except PenstockError as error:
-            receipt.error = error
-            return
-        for index, found in asked.items():
-            if found.key is not None:
-                run.keys[index] = found.key
-        for index, subject in enumerate(run.subjects):
-            if subject.startswith(LIVE):
-                parts.setdefault(self._live, []).append(index)
-                continue
-            topic = self.topics.owner(subject)
-            if topic is None:
-                receipt.error = UnknownTopic(f"the topic of {subject.decode()} was deleted meanwhile")
-                return
-            partition = topic.choose(subject, run.keys.get(index))
-            topics[partition] = topic
-            parts.setdefault(partition, []).append(index)
-        for topic in set(topics.values()):
-            topic.turn()
-        for target, indices in parts.items():
-            if isinstance(target, Partition):
-                self._append_part(topics[target], target, run, indices, asked, receipt)
-            else:
-                self._append(target, run.select(indices), receipt)
-
-    def _append_part(
-        self,
-        topic: ServedTopic,
-        partition: Partition,
-        run: Run,
-        indices: list[int],
-        asked: dict[int, headers.Asked],
-        receipt: Receipt,
-    ) -> None:
-        """Append what was not stored before, and is not for later."""
-        now_us = self.clock.now_us()
-        fresh = indices
-        identities: list[bytes] = []
-        if topic.topic.policy.dedup is not DedupMode.OFF:
-            fresh, identities = self._sift(topic, partition, run, indices, asked, receipt)
-        later = [index for index in fresh if index in asked and (asked[index].due_us or 0) > now_us]
-        if later:
-            delays = self.delays
-            assert delays is not None, "it runs"
-            try:
-                delays.check_room(len(later))
-            except PenstockError as error:
-                receipt.error = error
-                return
-            for index in later:
-                self._append(delays.partition, delays.delayed(run, index, asked[index].due_us or 0), receipt)
-            fresh = [index for index in fresh if index not in later]
-        if fresh:
-            self._append(partition, run.select(fresh), receipt)
-        if identities:
-            # They are known from now on, unless what they belong to is taken back.
-            dedup = topic.dedups[partition]
-            for identity in identities:
-                dedup.add(identity, partition.end, now_us)
-            receipt.on_failure(partial(dedup.forget, identities))
-
-    def _sift(
-        self,
-        topic: ServedTopic,
-        partition: Partition,
-        run: Run,
-        indices: list[int],
-        asked: dict[int, headers.Asked],
-        receipt: Receipt,
-    ) -> tuple[list[int], list[bytes]]:
-        """Those of the messages that were not stored before, and the ids that they have."""
-        by_payload = topic.topic.policy.dedup is DedupMode.PAYLOAD
-        dedup = topic.dedups[partition]
-        now_us = self.clock.now_us()
-        fresh: list[int] = []
-        identities: dict[bytes, None] = {}
-        for index in indices:
-            if by_payload:
-                identity: bytes | None = _payload_identity(run.values[index])
-            else:
-                identity = asked[index].identity if index in asked else None
-            if identity is not None:
-                if identity in identities or dedup.find(identity, now_us) is not None:
-                    receipt.duplicates.append(index)
-                    continue
-                identities[identity] = None
-            fresh.append(index)
-        if len(fresh) < len(indices):
-            # A repetition is as durable as the message that it repeats, which may still wait for the disk.
-            receipt.expect()
-            partition.log.when_committed(0, receipt.settle)
-        return fresh, list(identities)
-
-    def _is_prepared(self, subject: bytes) -> bool:
-        if subject.startswith(LIVE):
-            return True
-        topic = self.topics.owner(subject)
-        if topic is None or topic.refusal is not None:
-            return False
-        return topic.topic.policy.dedup is DedupMode.OFF or len(topic.dedups) == len(topic.partitions)
+    def publish(self, run: Run, done: Callable[[Receipt], None], refusals: Refusals | None = None) -> Receipt:
+        """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`."""
+        return self._intake.publish(run, done, refusals)
 
     async def owner(self, subject: bytes) -> ServedTopic:
         """The topic that stores a subject, made if there is none."""
@@ -411,34 +221,10 @@ class Broker:
     async def _create_for(self, subject: bytes) -> ServedTopic:
         if not self.settings.auto_create:
             raise UnknownTopic(f"no topic stores {subject.decode()}, and none is made by itself: create it")
-        if len(self.topics) + len(self._creating) >= self.settings.topics_max:
-            raise TooManyTopics(f"there are {len(self.topics)} topics: create the one for {subject.decode()} by name")
+        count = sum(not topic.is_internal for topic in self.topics) + len(self._creating)
+        if count >= self.settings.topics_max:
+            raise TooManyTopics(f"there are {count} topics: create the one for {subject.decode()} by name")
         return await self._create(subject.split(b".", 1)[0], None, None)
-
-    async def _read_dedup(self, topic: ServedTopic, partition: Partition) -> Dedup:
-        """What the log says of the messages within the window."""
-        policy = topic.topic.policy
-        dedup = Dedup(policy.dedup_window_us)
-        by_payload = policy.dedup is DedupMode.PAYLOAD
-        loop = asyncio.get_running_loop()
-        since = self.clock.now_us() - policy.dedup_window_us
-        offset = await loop.run_in_executor(None, partition.log.offset_at, since)
-        while offset < partition.log.committed:
-            batches = await self.store.read(partition.log, offset, 1 << 20)
-            for batch in batches:
-                columns = batch.columns()
-                if by_payload:
-                    for at, value in zip(columns.offsets(), columns.values(), strict=True):
-                        dedup.add(_payload_identity(value), at, batch.append_time)
-                elif (blocks := columns.headers()) is not None:
-                    for at, block in zip(columns.offsets(), blocks, strict=True):
-                        identity = headers.identity(block) if block else None
-                        if identity is not None:
-                            dedup.add(identity, at, batch.append_time)
-            if not batches:
-                break
-            offset = batches[-1].end
-        return dedup
 
     # Out.
 
@@ -472,6 +258,7 @@ class Broker:
         """Make `member` one of a group, which is made if there is none; without a name, one of its own."""
         if name is None:
             group = Group(None, pattern, mode, self)
+            self._all_groups[group] = None
             self._attach(group)
             group.start()
         else:
@@ -486,6 +273,7 @@ class Broker:
     def leave(self, group: Group, member: Member) -> None:
         group.leave(member)
         if group.name is None and not group.members:
+            del self._all_groups[group]
             group.stop()
 
     async def create_group(
@@ -494,9 +282,12 @@ class Broker:
         """A group that is remembered, with its positions, from now on."""
         if not is_pattern(pattern):
             raise BadSubject(f"{pattern.decode(errors='replace')!r} is not a pattern")
+        if not is_text(name):
+            raise BadSubject(f"a group cannot be named {name!r}")
         if name in self.groups:
             raise GroupConflict(f"there is a group {name.decode()} already")
         group = self.groups[name] = Group(name, pattern, mode, self)
+        self._all_groups[group] = None
         self._attach(group, start)
         now_us = self.clock.monotonic_us()
         changes = [Change("group", name.decode(), {"pattern": pattern.decode(), "mode": mode})]
@@ -504,19 +295,23 @@ class Broker:
         try:
             await self.store.write_state(changes)
         except PenstockError:
-            del self.groups[name]
-            group.stop()
+            self._forget_group(group)
             raise
         group.start()
         return group
 
     async def delete_group(self, name: bytes) -> None:
         group = self.group(name)
-        del self.groups[name]
-        group.stop()
+        self._forget_group(group)
         changes = [Change("group", name.decode(), None)]
         changes += [Change("position", group.key(p.partition), None) for p in group.positions.values()]
         await self.store.write_state(changes)
+
+    def _forget_group(self, group: Group) -> None:
+        assert group.name is not None
+        del self.groups[group.name]
+        del self._all_groups[group]
+        group.stop()
 
     def group(self, name: bytes) -> Group:
         found = self.groups.get(name)
@@ -533,6 +328,7 @@ class Broker:
     def _open_group(self, name: str, value: dict[str, Any]) -> None:
         """As it was when the broker stopped."""
         group = self.groups[name.encode()] = Group(name.encode(), value["pattern"].encode(), Mode(value["mode"]), self)
+        self._all_groups[group] = None
         for topic in self.topics:
             if group.matches(topic.name) and not topic.is_internal:
                 for partition in topic.partitions:
@@ -550,6 +346,9 @@ class Broker:
         if self._dead_letters is None or self._dead_letters.topic is not topic:
             self._dead_letters = DeadLetters(topic, self)
         return self._dead_letters
+
+    def is_dead_letters(self, topic: bytes) -> bool:
+        return topic == self.settings.dead_letter_prefix.encode()
 
     def dead_letter_subject(self, subject: bytes) -> bytes:
         return self.settings.dead_letter_prefix.encode() + b"." + subject
@@ -590,9 +389,9 @@ class Broker:
                 subscription.since[partition] = partition.end
 
 
+def _same_dedup(before: Policy, now: Policy) -> bool:
+    return (before.dedup, before.dedup_window_us) == (now.dedup, now.dedup_window_us)
+
+
 def _deliver_to_nobody(_partition: Partition, _run: Run) -> None:
     pass
-
-
-def _payload_identity(value: bytes) -> bytes:
-    return hashlib.blake2b(value, digest_size=16).digest()

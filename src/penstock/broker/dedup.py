@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
-# The oldest are forgotten first, even within the window: it bounds memory to some 20 MB a partition.
+from penstock.errors import PenstockError
+
+# The oldest are forgotten first, even within the window: it bounds memory to some 20 MB a topic.
 ENTRIES_MAX: Final = 100_000
+
+# Called with the offset of a message, and why it is not stored after all.
+Done = Callable[[int, PenstockError | None], None]
 
 
 class Dedup:
     """Times are those of the messages, in µs; they must not go back."""
 
-    __slots__ = ("_offsets", "_order", "checked", "entries_max", "found", "window_us")
+    __slots__ = ("_offsets", "_on_the_way", "_order", "checked", "entries_max", "found", "window_us")
 
     def __init__(self, window_us: int, entries_max: int = ENTRIES_MAX) -> None:
         self.window_us = window_us
@@ -23,6 +28,8 @@ class Dedup:
         self._offsets: dict[bytes, int] = {}
         # When each id was stored, oldest first.
         self._order: deque[tuple[int, bytes]] = deque()
+        # The ids of messages that wait for the disk, and who waits for the same: repetitions of them.
+        self._on_the_way: dict[bytes, list[Done]] = {}
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -44,11 +51,35 @@ class Dedup:
         if len(self._order) > self.entries_max:
             self._offsets.pop(self._order.popleft()[1], None)
 
-    def forget(self, identities: Iterable[bytes]) -> None:
-        """The messages with these ids were taken back."""
-        gone = {identity for identity in identities if self._offsets.pop(identity, None) is not None}
-        if gone:
-            self._order = deque(entry for entry in self._order if entry[1] not in gone)
+    def expect(self, identities: Iterable[bytes]) -> None:
+        """Messages with these ids, which were added, wait for the disk; `settle` tells what became of them."""
+        for identity in identities:
+            self._on_the_way[identity] = []
+
+    def wait(self, identity: bytes, done: Done) -> bool:
+        """Call `done` with what becomes of the message that has this id; False if it is stored already."""
+        waiting = self._on_the_way.get(identity)
+        if waiting is None:
+            return False
+        waiting.append(done)
+        return True
+
+    def settle(self, identities: Iterable[bytes], error: PenstockError | None) -> None:
+        """The messages with these ids are stored, or were taken back."""
+        for identity in identities:
+            waiting = self._on_the_way.pop(identity, [])
+            if error is not None:
+                self._forget(identity)
+            for done in waiting:
+                done(self._offsets.get(identity, 0), error)
+
+    def _forget(self, identity: bytes) -> None:
+        if self._offsets.pop(identity, None) is not None:
+            # The last ones, most likely.
+            for place in range(len(self._order) - 1, -1, -1):
+                if self._order[place][1] == identity:
+                    del self._order[place]
+                    break
 
     def _expire(self, now_us: int) -> None:
         order = self._order

@@ -51,9 +51,11 @@ class Delays:
         """How many wait."""
         return len(self._due) + self.partition.end - self._next
 
-    def check_room(self, count: int) -> None:
-        if len(self) + count > DELAYED_MAX:
-            raise Overloaded(f"{len(self)} messages are delayed: no more than {DELAYED_MAX} can be")
+    def refusal(self) -> PenstockError | None:
+        """Why no more can be delayed, if so."""
+        if len(self) >= DELAYED_MAX:
+            return Overloaded(f"{len(self)} messages are delayed: no more than {DELAYED_MAX} can be")
+        return None
 
     def delayed(self, run: Run, index: int, due_us: int) -> Run:
         """The message as it is stored until then."""

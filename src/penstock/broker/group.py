@@ -60,6 +60,8 @@ class Host(Loop, Protocol):
 
     def dead_letter_subject(self, subject: bytes) -> bytes: ...
 
+    def is_dead_letters(self, topic: bytes) -> bool: ...
+
 
 class Position:
     """How far a group has come in one partition."""
@@ -103,6 +105,8 @@ class Group:
         self._numbers = 0
         self._turn = 0
         self._woken = asyncio.Event()
+        # One at a time hands out.
+        self._serving = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._unsaved: dict[Position, None] = {}
@@ -264,19 +268,21 @@ class Group:
         while True:
             await self._woken.wait()
             self._woken.clear()
+            await self.drain()
+
+    async def drain(self) -> None:
+        """Hand out what can be handed out now."""
+        async with self._serving:
             for position in list(self.positions.values()):
                 try:
                     await self._serve(position)
                 except PenstockError as error:
                     logger.error("group %s cannot read %s: %s", self.name, position.partition.name.decode(), error)
-                    for member in self.members:
+                    for member in list(self.members):
                         member.sink.fail(error)
+                except Exception:  # a fault of ours in one group must not end the others
+                    logger.exception("group %s fails at %s", self.name, position.partition.name.decode())
             self._set_timer()
-
-    async def drain(self) -> None:
-        """Hand out what can be handed out now."""
-        for position in list(self.positions.values()):
-            await self._serve(position)
 
     async def _serve(self, position: Position) -> None:
         inflight, partition = position.inflight, position.partition
@@ -284,7 +290,8 @@ class Group:
             self._lose(position)
         if inflight.expire(self._host.clock.monotonic_us()):
             self._save(position, None)
-        if partition.policy.dead_letters and self.mode is Mode.SHARED:
+        is_shared = self.mode is Mode.SHARED
+        if is_shared and partition.policy.dead_letters and not self._host.is_dead_letters(partition.name):
             inflight.doom(partition.policy.deliveries_max)
         if (position.burying or inflight.dead()) and self._retry_us <= self._host.clock.monotonic_us():
             await self._bury(position)
@@ -358,15 +365,14 @@ class Group:
         self._turn += shared
         if not shared:
             return False
-        taken = []
-        for share in shares:
-            part = share.of(offered)
-            taken.append((share.member, part))
-        inflight.share(
-            [(member.number, [part.offset(index) for index in range(len(part))]) for member, part in taken],
-            following if shared == len(run) else run.offset(shared),
-            self._due_us(position),
-        )
+        taken = [(share.member, share.of(offered)) for share in shares]
+        upto = following if shared == len(run) else run.offset(shared)
+        if taken:
+            each = [(member.number, [part.offset(index) for index in range(len(part))]) for member, part in taken]
+            inflight.share(each, upto, self._due_us(position))
+        else:
+            # All of it is from those who do not want to hear themselves.
+            inflight.take([], upto, 0, 0)
         for member, part in taken:
             member.gets(partition, part)
         return shared == len(run)

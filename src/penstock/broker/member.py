@@ -15,6 +15,8 @@ class Place(Protocol):
 
     topic_id: int
     name: bytes
+    # Whether what is published there is stored.
+    keeps: bool
 
     @property
     def number(self) -> int: ...
@@ -107,11 +109,12 @@ class Member:
         self.sink.send(self, place, run, attempts)
 
     def ready_us(self, now_us: int) -> int | None:
-        """When its rate lets it take more, if that is what it waits for."""
-        if self.bucket is None or not self.sink.is_open:
+        """When its rate lets it take more, if that is what it waits for: now, or later."""
+        if self.bucket is None or not self.sink.is_open or self.credit == 0 or self.remaining == 0:
             return None
-        ready_us = self.bucket.ready_us(now_us)
-        return ready_us if ready_us > now_us else None
+        if self.out is not None and self.flow is not None and self.out >= self.flow.buffer:
+            return None
+        return self.bucket.ready_us(now_us)
 
 
 class Share(NamedTuple):

@@ -23,7 +23,7 @@ class Partition:
     A reader that is not behind has no position of its own: it has seen all below `served`, and gets what comes next.
     """
 
-    __slots__ = ("_deliver", "_reader", "_unserved", "groups", "log", "name", "number", "served", "topic_id")
+    __slots__ = ("_deliver", "_reader", "_unserved", "groups", "keeps", "log", "name", "number", "served", "topic_id")
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Partition:
     ) -> None:
         """`name` is the topic's; `deliver` gets every run once, in order; meanwhile this is one of `unserved`."""
         self.topic_id = topic_id
+        self.keeps = True
         self.number = number
         self.name = name
         self.log = log
@@ -100,13 +101,14 @@ class Partition:
 class LivePartition:
     """What is published here goes to those who wait for it now, and nowhere else: inboxes."""
 
-    __slots__ = ("_deliver", "groups", "name", "served", "topic_id")
+    __slots__ = ("_deliver", "groups", "keeps", "name", "served", "topic_id")
 
     number = 0
     start = 0
 
     def __init__(self, name: bytes, deliver: Callable[[LivePartition, Run], None]) -> None:
         self.topic_id = -1
+        self.keeps = False
         self.name = name
         self.served = 0
         self._deliver = deliver

@@ -25,7 +25,7 @@ _REMEMBERED_MAX: Final = 65_536
 class ServedTopic:
     """A topic, its partitions, and what of them was already seen, where it is asked for."""
 
-    __slots__ = ("_turn", "dedups", "name", "partitions", "refusal", "topic")
+    __slots__ = ("_turn", "dedup", "name", "partitions", "refusal", "topic")
 
     def __init__(self, topic: Topic, partitions: list[Partition], refusal: PenstockError | None = None) -> None:
         self.topic = topic
@@ -33,8 +33,8 @@ class ServedTopic:
         self.refusal = refusal
         self.name = topic.name.encode()
         self.partitions = partitions
-        # The window of each partition that has been asked for a repetition, once it is read from the log.
-        self.dedups: dict[Partition, Dedup] = {}
+        # What was stored not long ago, once it was read from the logs because somebody asked for a repetition.
+        self.dedup: Dedup | None = None
         self._turn = 0
 
     @property

@@ -7,14 +7,16 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from penstock.errors import BadConfig
+from penstock.errors import BadConfig, PenstockError
 from penstock.server.config import load
 from penstock.server.server import Server
+from penstock.storage.inspect import explain
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +34,32 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
     )
     for warning in loaded.warnings:
         logger.warning(warning)
-    server = Server(loaded.config)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(server))
+    try:
+        server = Server(loaded.config)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(server))
+    except (PenstockError, OSError, ValueError, ExceptionGroup) as error:
+        reasons = list(_reasons(error))
+        if None in reasons:
+            raise
+        for reason in reasons:
+            print(f"error: {reason}", file=sys.stderr)
+        return False
     return True
+
+
+def _reasons(error: Exception) -> Iterator[str | None]:
+    """What went wrong, without the tasks around it; None where it is no fault of the world."""
+    match error:
+        case ExceptionGroup():
+            for inner in error.exceptions:
+                yield from _reasons(inner)
+        case PenstockError() | OSError():
+            yield explain(error)
+        case ValueError():
+            yield str(error)
+        case _:
+            yield None
 
 
 async def _serve(server: Server) -> None:

@@ -66,6 +66,7 @@ class Server:
         # Of the connections that are gone.
         self.totals = Traffic()
         self._is_stopping = False
+        self._started = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[asyncio.Server] = []
@@ -75,31 +76,35 @@ class Server:
 
     async def run(self, stop: asyncio.Event, ready: Callable[[Server], None]) -> None:
         """Serve until `stop`, then finish what was begun. The reverse order of the start, each step bounded."""
-        started = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            broker = tasks.create_task(self.broker.run(started))
-            await started.wait()
-            try:
-                for name, topic in self.config.topics.items():
-                    await self._ensure_topic(name.encode(), topic)
-                await self._listen()
-                http = HttpPort(self, self.config.server.host, self.config.server.http_port)
-                self.ports["http"] = http.port
-                web = tasks.create_task(http.run())
-                sweeper = tasks.create_task(self._sweep())
-                ready(self)
-                await stop.wait()
-                sweeper.cancel()
-                await self._stop_sessions()
-                http.stop()
-                await web
-            finally:
-                for listener in self._listeners:
-                    listener.close()
-                self.broker.save()
-                broker.cancel()
-        self._store.close()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                broker = tasks.create_task(self.broker.run(self._started))
+                try:
+                    await self._serve(tasks, stop, ready)
+                finally:
+                    for listener in self._listeners:
+                        listener.close()
+                    self.broker.save()
+                    broker.cancel()
+        finally:
+            self._store.close()
+
+    async def _serve(self, tasks: asyncio.TaskGroup, stop: asyncio.Event, ready: Callable[[Server], None]) -> None:
+        await self._started.wait()
+        for name, topic in self.config.topics.items():
+            await self._ensure_topic(name.encode(), topic)
+        await self._listen()
+        http = HttpPort(self, self.config.server.host, self.config.server.http_port)
+        self.ports["http"] = http.port
+        web = tasks.create_task(http.run())
+        sweeper = tasks.create_task(self._sweep())
+        ready(self)
+        await stop.wait()
+        sweeper.cancel()
+        await self._stop_sessions()
+        http.stop()
+        await web
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -219,6 +224,7 @@ class Server:
             "node_id": self.config.server.node_id,
             "leader": self.config.server.node_id,
             "is_leader": True,
+            "raft_stats": {"state": "alone"},
         }
 
     @property

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, assert_never, cast
 
+from penstock.batch import OFFSET_MAX
 from penstock.broker import headers
-from penstock.broker.broker import Receipt
 from penstock.broker.flow import Flow, Overflow
 from penstock.broker.group import Group
 from penstock.broker.history import History
+from penstock.broker.intake import Receipt, Refusals
 from penstock.broker.member import Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
@@ -106,7 +108,8 @@ class Session(asyncio.Protocol):
         self._waiting: deque[Event] | None = None
         self._closing = False
         # What this connection published last, if it does not want it back: place -> first and last offset of each run.
-        self._published: dict[tuple[int, int], deque[tuple[int, int]]] = {}
+        self._published: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._is_publishing = False
         # Where PULL has come to, for each subject.
         self._pulls: dict[bytes, History] = {}
         self._drains: asyncio.Future[None] | None = None
@@ -141,9 +144,8 @@ class Session(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_open = True
-        if self._unread_answers > UNREAD_ANSWERS_MAX and self._waiting is None and self._transport is not None:
-            self._transport.resume_reading()
         self._unread_answers = 0
+        self._resume_reading()
         self._end_drain()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
@@ -157,6 +159,11 @@ class Session(asyncio.Protocol):
         for sid in list(self.subscriptions):
             self._unsubscribe(sid)
         self.server.remove(self)
+
+    def _resume_reading(self) -> None:
+        """Unless an event is still awaited, or the client does not read its answers."""
+        if self._transport is not None and self._waiting is None and self._unread_answers <= UNREAD_ANSWERS_MAX:
+            self._transport.resume_reading()
 
     def _end_drain(self) -> None:
         if self._drains is not None and not self._drains.done():
@@ -179,8 +186,11 @@ class Session(asyncio.Protocol):
             self._unsubscribe(member.sid)
 
     def has_published(self, place: Place, offset: int) -> bool:
-        runs = self._published.get((place.topic_id, place.number), ())
-        return any(first <= offset <= last for first, last in runs)
+        if not place.keeps:
+            return self._is_publishing  # what is not kept is delivered while it is published
+        own = self._published.get((place.topic_id, place.number), [])
+        at = bisect_right(own, (offset, OFFSET_MAX)) - 1
+        return at >= 0 and offset <= own[at][1]
 
     def fail(self, error: PenstockError) -> None:
         self._refuse(f"{error.code} {error}")
@@ -242,8 +252,7 @@ class Session(asyncio.Protocol):
         events, self._waiting = self._waiting or deque(), None
         if self._closing:
             return
-        if self._transport is not None:
-            self._transport.resume_reading()
+        self._resume_reading()
         self._handle(events)
 
     def _do(self, event: Event) -> Coroutine[Any, Any, None] | None:
@@ -314,14 +323,13 @@ class Session(asyncio.Protocol):
 
     async def _prepare(self, run: Run) -> None:
         while not self.broker.is_ready(run):
-            try:
-                await self.broker.prepare(run)
-            except PenstockError as error:
-                self._published_nothing(len(run), error)
+            refusals = await self.broker.prepare(run)
+            if refusals:
+                self._publish(run, refusals)
                 return
         self._publish(run)
 
-    def _publish(self, run: Run) -> None:
+    def _publish(self, run: Run, refusals: Refusals | None = None) -> None:
         self.in_messages += len(run)
         answer = _Answer(None)
         self._answers.append(answer)
@@ -329,30 +337,29 @@ class Session(asyncio.Protocol):
             self._tell_no_responders(run)
 
         def done(receipt: Receipt) -> None:
-            if receipt.error is not None:
-                answer.data, answer.closes = self._failure(receipt.count, receipt.error)
-            elif self._verbose:
-                duplicates = [] if self._parser.is_nats else receipt.duplicates
-                answer.data = text.acknowledgements(receipt.count, duplicates)
-            else:
-                answer.data = b""
+            answer.data, answer.closes = self._told(receipt)
             self._send_answers()
 
-        receipt = self.broker.publish(run, done)
+        self._is_publishing = True
+        receipt = self.broker.publish(run, done, refusals)
+        self._is_publishing = False
         if not self.echo:
             for target, offset, count in receipt.places:
-                place = (target.topic_id, target.number)
-                self._published.setdefault(place, deque(maxlen=OWN_RUNS_MAX)).append((offset, offset + count - 1))
+                own = self._published.setdefault((target.topic_id, target.number), [])
+                own.append((offset, offset + count - 1))
+                if len(own) > 2 * OWN_RUNS_MAX:
+                    del own[:OWN_RUNS_MAX]
 
-    def _published_nothing(self, count: int, error: PenstockError) -> None:
-        data, closes = self._failure(count, error)
-        self._answer(data, closes=closes)
-
-    def _failure(self, count: int, error: PenstockError) -> tuple[bytes, bool]:
-        """What a publisher is told; a NATS client knows of no single message, so it must not go on."""
-        self.server.counters.failed_publishes += count
-        is_nats = self._parser.is_nats
-        return text.error(f"STORAGE {error.code} {error}", is_nats=is_nats) * (1 if is_nats else count), is_nats
+    def _told(self, receipt: Receipt) -> tuple[bytes, bool]:
+        """What a publisher is told, and whether that is the end."""
+        self.server.counters.failed_publishes += len(receipt.failed)
+        reasons = {index: _reason(error) for index, error in receipt.failed.items()}
+        if not self._parser.is_nats:
+            return text.acknowledgements(receipt.count, receipt.duplicates, reasons), False
+        if reasons:
+            # A NATS client knows of no single message, so it must not go on as if all were stored.
+            return text.error(next(iter(reasons.values())), is_nats=True), True
+        return (text.acknowledgements(receipt.count) if self._verbose else b""), False
 
     def _tell_no_responders(self, run: Run) -> None:
         for index, reply in run.replies.items():
@@ -391,7 +398,7 @@ class Session(asyncio.Protocol):
             return None
         if event.durable or not self._parser.is_nats:
             return self._join(event)
-        member = Member(event.sid, self)
+        member = Member(event.sid, self, self.server.flow)
         self.subscriptions[event.sid] = (member, self.broker.subscribe(event.subject, member, event.group))
         self._ok()
         return None
@@ -458,12 +465,15 @@ class Session(asyncio.Protocol):
         """Acknowledged before, or redelivered to somebody else meanwhile: it is the same to the one who asks."""
         topic_id, partition, offset = text.split_sequence(event.sequence)
         answer = self._reserve()
-        for _, reader in self.subscriptions.values():
-            if not isinstance(reader, Group) or (event.group is not None and event.group != reader.name):
-                continue
-            if reader.ack((topic_id, partition), offset, self._when_saved(answer)):
+        groups = [reader for _, reader in self.subscriptions.values() if isinstance(reader, Group)]
+        if event.group is not None:
+            groups = [self.broker.groups[event.group]] if event.group in self.broker.groups else []
+        for group in groups:
+            if group.ack((topic_id, partition), offset, self._when_saved(answer)):
                 return
         answer.data = self._ok_line()
+        if event.group is not None and not groups:
+            answer.data = text.error("unknown group", is_nats=self._parser.is_nats)
         self._send_answers()
 
     def _when_saved(self, answer: _Answer) -> Callable[[PenstockError | None], None]:
@@ -471,7 +481,7 @@ class Session(asyncio.Protocol):
             if error is None:
                 answer.data = self._ok_line()
             else:
-                answer.data = text.error(f"STORAGE {error.code} {error}", is_nats=self._parser.is_nats)
+                answer.data = text.error(_reason(error), is_nats=self._parser.is_nats)
             self._send_answers()
 
         return saved
@@ -504,7 +514,7 @@ class Session(asyncio.Protocol):
         def saved(error: PenstockError | None) -> None:
             answer.data = b""
             if error is not None:
-                answer.data = text.error(f"STORAGE {error.code} {error}", is_nats=True)
+                answer.data = text.error(_reason(error), is_nats=True)
             elif reply is not None:
                 self.broker.publish(Run([reply], [b""]), lambda _: None)
             self._send_answers()
@@ -519,6 +529,9 @@ class Session(asyncio.Protocol):
             self._answer(text.error("unknown sid", is_nats=self._parser.is_nats))
             return
         member, reader = held
+        if event.overflow in ("drop", "shed") and isinstance(reader, Group) and reader.name is not None:
+            self._answer(text.error("a group that is remembered loses nothing: block", is_nats=self._parser.is_nats))
+            return
         now = member.flow or self.server.flow
         flow = Flow(
             rate=now.rate if event.rate is None else event.rate,
@@ -714,6 +727,10 @@ class Session(asyncio.Protocol):
             self._transport.close()
             # What it has not read by then it will not.
             self.server.call_later(CLOSE_S, self.abort)
+
+
+def _reason(error: PenstockError) -> str:
+    return f"STORAGE {error.code} {error}"
 
 
 def _delay_us(options: bytes) -> int:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from penstock.run import Run
-from penstock.subject import is_pattern, is_subject
+from penstock.subject import is_pattern, is_subject, is_text
 from penstock.wire.events import (
     Ack,
     Asked,
@@ -283,9 +283,11 @@ def _subscribe(words: list[bytes], is_nats: bool) -> Subscribe:
             sid, group = group, sid
     if group is not None and group.startswith(DURABLE):
         name = group.removeprefix(DURABLE)
-        if not name:
-            raise _Wrong("Parser Error", closes=True)
+        if not name or not is_text(name):
+            raise _Wrong("Invalid Group")
         return Subscribe(subject, sid, name, durable=True)
+    if group is not None and not is_text(group):
+        raise _Wrong("Invalid Group")
     # A NATS queue group is forgotten with its last member, Flux's group is not.
     return Subscribe(subject, sid, group, durable=group is not None and not is_nats)
 
@@ -478,11 +480,13 @@ def numbered_messages(run: Run, sid: bytes, sequences: Iterable[int]) -> bytes:
     return b"".join(parts)
 
 
-def acknowledgements(count: int, duplicates: Sequence[int] = ()) -> bytes:
-    """+OK for so many messages; `duplicates`: which of them were stored before."""
-    if not duplicates:
+def acknowledgements(count: int, duplicates: Sequence[int] = (), refused: Mapping[int, str] | None = None) -> bytes:
+    """+OK for so many messages; `duplicates`: which of them were stored before; `refused`: why some are not."""
+    if not duplicates and not refused:
         return b"+OK\r\n" * count
     lines = [b"+OK\r\n"] * count
     for index in duplicates:
         lines[index] = b"+OK DUP\r\n"
+    for index, reason in (refused or {}).items():
+        lines[index] = error(reason, is_nats=False)
     return b"".join(lines)

@@ -1,0 +1,344 @@
+"""The way in: from a run that somebody publishes to the partitions where its messages belong.
+
+Most runs have one subject and no headers, and go to one partition as they are. Of the others each message is looked
+at: its key, its id, and whether it is for later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+from penstock.batch import Batch
+from penstock.broker import headers
+from penstock.broker.dedup import Dedup
+from penstock.broker.delay import Delays
+from penstock.broker.partition import LivePartition, Partition
+from penstock.broker.topic import ServedTopic, Target, Topics
+from penstock.clock import Clock
+from penstock.errors import PenstockError, UnknownTopic
+from penstock.run import Run
+from penstock.storage.log import Done
+from penstock.storage.policy import Dedup as DedupMode
+from penstock.storage.store import Store
+
+# Subjects that begin so are live only: inboxes.
+LIVE: Final = b"_"
+
+_READ_BYTES: Final = 1 << 20
+
+# Why messages with a subject cannot be stored.
+Refusals = dict[bytes, PenstockError]
+
+
+class Receipt:
+    """What becomes of a run that is published. `done` is called once, when all of it is decided."""
+
+    __slots__ = ("_done", "_waiting", "count", "duplicates", "failed", "places")
+
+    def __init__(self, count: int, done: Callable[[Receipt], None]) -> None:
+        self.count = count
+        # Why messages are not stored, by their place in the run.
+        self.failed: dict[int, PenstockError] = {}
+        # Which of the messages were stored before, and are not again.
+        self.duplicates: list[int] = []
+        # Where the messages went: partition, first offset, how many.
+        self.places: list[tuple[Target, int, int]] = []
+        self._done = done
+        # Parts that are not decided; until `close` there may come more.
+        self._waiting = 1
+
+    @property
+    def error(self) -> PenstockError | None:
+        return next(iter(self.failed.values()), None)
+
+    def part(self, indices: Sequence[int]) -> Done:
+        """These messages are decided when what is returned is called."""
+        self._waiting += 1
+
+        def settle(_offset: int, error: PenstockError | None) -> None:
+            if error is not None:
+                self.refuse(indices, error)
+            self.close()
+
+        return settle
+
+    def refuse(self, indices: Sequence[int], error: PenstockError) -> None:
+        for index in indices:
+            self.failed.setdefault(index, error)
+
+    def close(self) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._done(self)
+
+
+class Host(Protocol):
+    clock: Clock
+    store: Store
+    topics: Topics
+    delays: Delays | None
+
+    async def owner(self, subject: bytes) -> ServedTopic: ...
+
+
+class Intake:
+    def __init__(self, host: Host, live: LivePartition) -> None:
+        self._host = host
+        self._live = live
+
+    def is_ready(self, run: Run) -> bool:
+        """Whether `publish` can take the run as things are; if not, `prepare` makes it so."""
+        if self._host.store.is_crowded:
+            return False
+        subject = run.subject
+        subjects = set(run.subjects) if subject is None else (subject,)
+        return all(self._knows(each, has_headers=bool(run.headers)) for each in subjects)
+
+    async def prepare(self, run: Run) -> Refusals:
+        """Make the topics that the run needs, read what must be known of them, and wait for the disk to catch up.
+
+        Subjects for which that cannot be, with the reason: for `publish`.
+        """
+        refusals: Refusals = {}
+        for subject in set(run.subjects):
+            if not subject.startswith(LIVE):
+                try:
+                    await self._prepare_topic(subject)
+                except PenstockError as error:
+                    refusals[subject] = error
+        await self._host.store.room()
+        return refusals
+
+    async def _prepare_topic(self, subject: bytes) -> None:
+        topic = await self._host.owner(subject)
+        if topic.refusal is not None:
+            raise topic.refusal
+        if topic.dedup is None and topic.topic.policy.dedup is not DedupMode.OFF:
+            dedup = await self._read_dedup(topic)
+            # Somebody else may have had the same need, and published since.
+            if topic.dedup is None:
+                topic.dedup = dedup
+
+    def publish(self, run: Run, done: Callable[[Receipt], None], refusals: Refusals | None = None) -> Receipt:
+        """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`."""
+        receipt = Receipt(len(run), done)
+        for index, each in enumerate(run.subjects if refusals else ()):
+            if refusals and each in refusals:
+                receipt.refuse([index], refusals[each])
+        subject = run.subject
+        topic = None
+        if subject is not None and not (run.headers or run.keys or refusals):
+            topic = self._host.topics.owner(subject)
+        if subject is not None and topic is not None and topic.topic.policy.dedup is not DedupMode.PAYLOAD:
+            self._append(topic.choose(subject, None), run, range(len(run)), receipt)
+            topic.turn()
+        else:
+            self._publish_each(run, receipt)
+        receipt.close()
+        return receipt
+
+    def _append(
+        self, target: Target, run: Run, indices: Sequence[int], receipt: Receipt, done: Done | None = None
+    ) -> int:
+        """Append messages, which are at these places of the run that is published; their offset, -1 if refused."""
+        settle = receipt.part(indices)
+
+        def decided(offset: int, error: PenstockError | None) -> None:
+            if done is not None:
+                done(offset, error)
+            settle(offset, error)
+
+        count = len(run)
+        try:
+            offset = target.append(run, decided if done is not None else settle)
+        except PenstockError as error:
+            settle(0, error)
+            return -1
+        receipt.places.append((target, offset, count))
+        return offset
+
+    def _publish_each(self, run: Run, receipt: Receipt) -> None:
+        """Message by message to where it belongs; those for the same partition stay together and in order."""
+        now_us = self._host.clock.now_us()
+        asked: dict[int, headers.Asked] = {}
+        for index, block in run.headers.items():
+            try:
+                asked[index] = headers.read(block, now_us)
+            except PenstockError as error:
+                receipt.refuse([index], error)
+        for index, found in asked.items():
+            if found.key is not None:
+                run.keys[index] = found.key
+        parts: dict[Target, list[int]] = {}
+        later: list[int] = []
+        topics: dict[int, ServedTopic] = {}
+        for index, subject in enumerate(run.subjects):
+            if index in receipt.failed:
+                continue
+            if subject.startswith(LIVE):
+                parts.setdefault(self._live, []).append(index)
+                continue
+            topic = self._host.topics.owner(subject)
+            if topic is None:
+                receipt.refuse([index], UnknownTopic(f"the topic of {subject.decode()} was deleted meanwhile"))
+                continue
+            topics[index] = topic
+            if index in asked and (asked[index].due_us or 0) > now_us:
+                later.append(index)
+            else:
+                parts.setdefault(topic.choose(subject, run.keys.get(index)), []).append(index)
+        for topic in set(topics.values()):
+            topic.turn()
+        identities = self._sift(run, topics, asked, receipt, now_us)
+        for target, indices in parts.items():
+            self._append_part(target, run, indices, topics, identities, receipt)
+        if later:
+            self._append_later(run, later, topics, identities, asked, receipt)
+
+    def _sift(
+        self,
+        run: Run,
+        topics: dict[int, ServedTopic],
+        asked: dict[int, headers.Asked],
+        receipt: Receipt,
+        now_us: int,
+    ) -> dict[int, bytes]:
+        """Find those that were stored before; the ids of the others, which are known from now on."""
+        identities: dict[int, bytes] = {}
+        for index, topic in topics.items():
+            match topic.topic.policy.dedup:
+                case DedupMode.PAYLOAD:
+                    identity: bytes | None = _payload_identity(run.values[index])
+                case DedupMode.ID:
+                    identity = asked[index].identity if index in asked else None
+                case DedupMode.OFF:
+                    identity = None
+            if identity is None:
+                continue
+            assert topic.dedup is not None, "it is prepared"
+            if topic.dedup.find(identity, now_us) is None:
+                topic.dedup.add(identity, 0, now_us)
+                topic.dedup.expect([identity])
+                identities[index] = identity
+                continue
+            receipt.duplicates.append(index)
+            # A repetition is as durable as the message that it repeats, which may still wait for the disk.
+            settle = receipt.part([index])
+            if not topic.dedup.wait(identity, settle):
+                settle(0, None)
+        return identities
+
+    def _append_part(
+        self,
+        target: Target,
+        run: Run,
+        indices: list[int],
+        topics: dict[int, ServedTopic],
+        identities: dict[int, bytes],
+        receipt: Receipt,
+    ) -> None:
+        repeated = set(receipt.duplicates)
+        fresh = [index for index in indices if index not in repeated]
+        if not fresh:
+            return
+        known = [(topics[index].dedup, identities[index]) for index in fresh if index in identities]
+        part = run if len(fresh) == len(run) else run.select(fresh)
+        if not known:
+            self._append(target, part, fresh, receipt)
+            return
+
+        def done(_offset: int, error: PenstockError | None) -> None:
+            for dedup, identity in known:
+                assert dedup is not None
+                dedup.settle([identity], error)
+
+        if self._append(target, part, fresh, receipt, done) < 0:
+            done(0, receipt.failed[fresh[0]])
+
+    def _append_later(
+        self,
+        run: Run,
+        later: list[int],
+        topics: dict[int, ServedTopic],
+        identities: dict[int, bytes],
+        asked: dict[int, headers.Asked],
+        receipt: Receipt,
+    ) -> None:
+        delays = self._host.delays
+        repeated = set(receipt.duplicates)
+        for index in later:
+            if index in repeated:
+                continue
+            dedup, identity, due_us = topics[index].dedup, identities.get(index), asked[index].due_us
+            assert due_us is not None
+
+            def done(
+                _offset: int,
+                error: PenstockError | None,
+                dedup: Dedup | None = dedup,
+                identity: bytes | None = identity,
+            ) -> None:
+                if dedup is not None and identity is not None:
+                    dedup.settle([identity], error)
+
+            refusal = UnknownTopic("delayed messages cannot be stored here") if delays is None else delays.refusal()
+            if delays is None or refusal is not None:
+                assert refusal is not None
+                receipt.refuse([index], refusal)
+                done(0, refusal)
+            elif self._append(delays.partition, delays.delayed(run, index, due_us), [index], receipt, done) < 0:
+                done(0, receipt.failed[index])
+
+    def _knows(self, subject: bytes, *, has_headers: bool) -> bool:
+        """Whether there is a topic for it, with what must be known of earlier messages."""
+        if subject.startswith(LIVE):
+            return True
+        topic = self._host.topics.owner(subject)
+        if topic is None or topic.refusal is not None:
+            return False
+        mode = topic.topic.policy.dedup
+        return topic.dedup is not None or mode is DedupMode.OFF or (mode is DedupMode.ID and not has_headers)
+
+    async def _read_dedup(self, topic: ServedTopic) -> Dedup:
+        """What the logs say of the topic's messages within the window, those for later too."""
+        policy = topic.topic.policy
+        since_us = self._host.clock.now_us() - policy.dedup_window_us
+        found: list[tuple[int, bytes, int]] = []
+        partitions = list(topic.partitions)
+        if self._host.delays is not None:
+            partitions.append(self._host.delays.partition)
+        for partition in partitions:
+            log = partition.log
+            offset = await asyncio.get_running_loop().run_in_executor(None, log.offset_at, since_us)
+            while offset < log.committed and (batches := await self._host.store.read(log, offset, _READ_BYTES)):
+                for batch in batches:
+                    found += self._identities(topic, partition, batch)
+                offset = batches[-1].end
+        dedup = Dedup(policy.dedup_window_us)
+        for append_time, identity, offset in sorted(found):
+            dedup.add(identity, offset, append_time)
+        return dedup
+
+    def _identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> Iterator[tuple[int, bytes, int]]:
+        columns = batch.columns()
+        subjects = columns.subjects()
+        of_topic = [True] * batch.count
+        if partition not in topic.partitions and subjects is not None:
+            of_topic = [subject is not None and self._host.topics.owner(subject) is topic for subject in subjects]
+        if topic.topic.policy.dedup is DedupMode.PAYLOAD:
+            for wanted, offset, value in zip(of_topic, columns.offsets(), columns.values(), strict=True):
+                if wanted:
+                    yield batch.append_time, _payload_identity(value), offset
+        elif (blocks := columns.headers()) is not None:
+            for wanted, offset, block in zip(of_topic, columns.offsets(), blocks, strict=True):
+                identity = headers.identity(block) if wanted and block else None
+                if identity is not None:
+                    yield batch.append_time, identity, offset
+
+
+def _payload_identity(value: bytes) -> bytes:
+    # Not a hash that can be forged: an equal one drops the message.
+    return hashlib.blake2b(value, digest_size=16).digest()
