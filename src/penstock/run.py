@@ -72,6 +72,13 @@ class Run:
         chosen.base_offset = self.offset(indices[0])
         return chosen
 
+    def below(self, offset: int) -> Run:
+        """Those of the messages whose offset is below this one."""
+        if not self.values or self.offset(len(self) - 1) < offset:
+            return self
+        indices = [index for index in range(len(self)) if self.offset(index) < offset]
+        return self.select(indices) if indices else Run([], [])
+
     def encode(self, topic: bytes, timestamp: int) -> Batch:
         """A batch of the run. A message whose subject is the topic's own name has none in the batch."""
         subjects: Sequence[bytes | None] | None = self.subjects

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -65,7 +66,7 @@ class Broker:
         self._queues: dict[tuple[bytes, bytes], Subscription] = {}
         self._intake = Intake(self, LivePartition(LIVE, self._deliver))
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
-        # There once it runs.
+        # There once it runs, unless its log cannot be opened.
         self.delays: Delays | None = None
         self._dead_letters: DeadLetters | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,8 +90,9 @@ class Broker:
             delayed = self.topics.get(DELAYED_TOPIC) or await self._create(
                 DELAYED_TOPIC, 1, Policy(dedup=DedupMode.OFF)
             )
-            self.delays = Delays(delayed.partitions[0], self)
-            tasks.create_task(self.delays.run(), name="delays")
+            if delayed.refusal is None:
+                self.delays = Delays(delayed.partitions[0], self)
+                tasks.create_task(self.delays.run(), name="delays")
             for group in self.groups.values():
                 group.start()
             started.set()
@@ -127,6 +129,9 @@ class Broker:
 
     async def delete_topic(self, name: bytes) -> None:
         served = self._named(name)
+        await self.store.delete_topic_async(served.topic.id)
+        if self.topics.get(name) is not served:
+            return  # two wanted the same
         self.topics.remove(name)
         positions = []
         for partition in served.partitions:
@@ -136,13 +141,12 @@ class Broker:
                     if group.name is not None:
                         positions.append(Change("position", group.key(partition), None))
             partition.close()
-        await self.store.delete_topic_async(served.topic.id)
         if positions:
             await self.store.write_state(positions)
 
     def _named(self, name: bytes) -> ServedTopic:
         served = self.topics.get(name)
-        if served is None:
+        if served is None or served.is_internal:
             raise UnknownTopic(f"there is no topic {name.decode(errors='replace')}")
         return served
 
@@ -150,7 +154,7 @@ class Broker:
         """Make a topic; whoever asks for the same one meanwhile gets the same."""
         made = self._creating.get(name)
         if made is None:
-            self.topics.check_new(name)
+            self.topics.check_new(name, self._creating)
             made = self._creating[name] = asyncio.get_running_loop().create_future()
             self.spawn(self._make(name, partitions, policy, made))
         return await asyncio.shield(made)
@@ -216,7 +220,16 @@ class Broker:
 
     async def owner(self, subject: bytes) -> ServedTopic:
         """The topic that stores a subject, made if there is none."""
-        return self.topics.owner(subject) or await self._create_for(subject)
+        topic = self.topics.owner(subject) or await self._create_for(subject)
+        if topic.refusal is not None:
+            raise topic.refusal
+        return topic
+
+    def partition(self, topic_id: int, number: int) -> Partition | None:
+        for topic in self.topics:
+            if topic.topic.id == topic_id and number < len(topic.partitions):
+                return topic.partitions[number]
+        return None
 
     async def _create_for(self, subject: bytes) -> ServedTopic:
         if not self.settings.auto_create:
@@ -286,11 +299,12 @@ class Broker:
             raise BadSubject(f"a group cannot be named {name!r}")
         if name in self.groups:
             raise GroupConflict(f"there is a group {name.decode()} already")
-        group = self.groups[name] = Group(name, pattern, mode, self)
+        group = self.groups[name] = Group(name, pattern, mode, self, secrets.token_hex(8))
         self._all_groups[group] = None
         self._attach(group, start)
         now_us = self.clock.monotonic_us()
-        changes = [Change("group", name.decode(), {"pattern": pattern.decode(), "mode": mode})]
+        value = {"pattern": pattern.decode(), "mode": mode, "identity": group.identity}
+        changes = [Change("group", name.decode(), value)]
         changes += [Change("position", group.key(p.partition), p.to_json(now_us)) for p in group.positions.values()]
         try:
             await self.store.write_state(changes)
@@ -323,11 +337,12 @@ class Broker:
         for topic in self.topics:
             if group.matches(topic.name) and not topic.is_internal:
                 for partition in topic.partitions:
-                    group.attach(partition, partition.end if start is Start.LATEST else partition.start)
+                    group.attach(partition, partition.served if start is Start.LATEST else partition.start)
 
     def _open_group(self, name: str, value: dict[str, Any]) -> None:
         """As it was when the broker stopped."""
-        group = self.groups[name.encode()] = Group(name.encode(), value["pattern"].encode(), Mode(value["mode"]), self)
+        pattern, mode = value["pattern"].encode(), Mode(value["mode"])
+        group = self.groups[name.encode()] = Group(name.encode(), pattern, mode, self, value["identity"])
         self._all_groups[group] = None
         for topic in self.topics:
             if group.matches(topic.name) and not topic.is_internal:
@@ -339,7 +354,10 @@ class Broker:
         name = self.settings.dead_letter_prefix.encode()
         # What nobody wants to handle as a dead letter does not become one again.
         policy = replace(self.settings.policy, dead_letters=False)
-        return self.topics.get(name) or await self._create(name, 1, policy)
+        topic = self.topics.get(name) or await self._create(name, 1, policy)
+        if topic.refusal is not None:
+            raise topic.refusal
+        return topic
 
     async def dead_letters(self) -> DeadLetters:
         topic = await self.dead_letter_topic()
@@ -361,7 +379,7 @@ class Broker:
     def is_served(self, subject: bytes) -> bool:
         """Whether there is anyone who gets what is published there now."""
         return bool(self.interest.match(subject)) or any(
-            group.members and matches(group.pattern, subject) for group in self.groups.values()
+            group.members and matches(group.pattern, subject) for group in self._all_groups
         )
 
     def _deliver(self, target: Target, run: Run) -> None:
@@ -386,7 +404,7 @@ class Broker:
         """What was published before a subscription was made is not for it, though it may be committed later."""
         for partition in self._unserved:
             if meets(subscription.pattern, partition.name):
-                subscription.since[partition] = partition.end
+                partition.since[subscription] = partition.end
 
 
 def _same_dedup(before: Policy, now: Policy) -> bool:

@@ -12,7 +12,7 @@ from penstock.broker.topic import ServedTopic
 from penstock.clock import Clock
 from penstock.run import Run
 from penstock.storage.store import Store
-from penstock.subject import matches
+from penstock.subject import is_subject, matches
 
 
 class Host(Protocol):
@@ -20,6 +20,8 @@ class Host(Protocol):
     store: Store
 
     async def owner(self, subject: bytes) -> ServedTopic: ...
+
+    def partition(self, topic_id: int, number: int) -> Partition | None: ...
 
 
 class DeadLetter(NamedTuple):
@@ -43,7 +45,9 @@ class DeadLetters:
         self.topic = topic
         self._host = host
         self._movers = {
-            partition: Mover(f"redriven {partition.topic_id}/{partition.number}", partition, host, self._target)
+            partition: Mover(
+                f"redriven {partition.topic_id} {partition.number}", partition, host, self._route, self._shape
+            )
             for partition in topic.partitions
         }
 
@@ -66,7 +70,10 @@ class DeadLetters:
         return None
 
     async def redrive(self, pattern: bytes = b">", count: int | None = None) -> int:
-        """Publish them to their subjects again, each once, though it may be interrupted and called again; how many."""
+        """Publish them to their subjects again, each once, though it may be interrupted and called again; how many.
+
+        Raises if some of them cannot be; then they are still to be redriven.
+        """
         chosen: dict[int, list[int]] = {}
         taken = 0
         async for letter in self.list(pattern):
@@ -75,43 +82,53 @@ class DeadLetters:
             chosen.setdefault(letter.partition, []).append(letter.offset)
             taken += 1
         for partition, mover in self._movers.items():
+            failed = await mover.move(chosen.get(partition.number, []))
             await mover.finish()
-            if partition.number in chosen:
-                await mover.move(chosen[partition.number])
+            if failed:
+                raise next(iter(failed.values()))
         return taken
 
-    async def _target(self, run: Run) -> tuple[Partition, Run]:
-        subject = headers.value_of(run.headers.get(0, b""), b"Dead-Letter-Subject")
-        assert subject is not None
+    async def _route(self, run: Run) -> Partition:
+        subject = self._shape(run).subjects[0]
         topic = await self._host.owner(subject)
+        topic.turn()
+        return topic.choose(subject, run.keys.get(0))
+
+    def _shape(self, run: Run) -> Run:
+        """The message as it was published."""
+        subject = headers.value_of(run.headers[0], b"Dead-Letter-Subject")
+        assert subject is not None
         again = Run([subject], run.values)
         again.keys = run.keys
         block = headers.without(run.headers[0], b"dead-letter-")
         if block:
             again.headers[0] = block
-        return topic.choose(subject, run.keys.get(0)), again
+        return again
 
 
 def _letter(partition: Partition, run: Run, index: int, is_redriven: bool) -> DeadLetter | None:
     """None if it is a message that somebody published there."""
     block = run.headers.get(index, b"")
     subject = headers.value_of(block, b"Dead-Letter-Subject")
-    if subject is None:
+    if subject is None or not is_subject(subject):
         return None
 
     def field(name: bytes) -> bytes:
         return headers.value_of(block, b"Dead-Letter-" + name) or b""
+
+    def number(name: bytes) -> int:
+        return int(field(name)) if field(name).isdigit() and len(field(name)) <= 20 else -1
 
     return DeadLetter(
         partition.number,
         run.offset(index),
         subject,
         field(b"Topic"),
-        int(field(b"Partition") or -1),
-        int(field(b"Offset") or -1),
+        number(b"Partition"),
+        number(b"Offset"),
         field(b"Group"),
         field(b"Reason"),
-        int(field(b"Attempts") or 0),
+        number(b"Attempts"),
         run.values[index],
         headers.without(block, b"dead-letter-"),
         is_redriven,

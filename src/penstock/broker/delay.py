@@ -35,12 +35,14 @@ class Host(Loop, Protocol):
         """The topic that stores a subject, made if need be."""
         ...
 
+    def partition(self, topic_id: int, number: int) -> Partition | None: ...
+
 
 class Delays:
     def __init__(self, partition: Partition, host: Host) -> None:
         self.partition = partition
         self._host = host
-        self._mover = Mover("delayed", partition, host, self._target)
+        self._mover = Mover(f"delayed {partition.topic_id}", partition, host, self._route, self._shape)
         self._next = max(self._mover.floor, partition.start)
         # When each is due, and where it is stored.
         self._due: list[tuple[int, int]] = []
@@ -94,20 +96,32 @@ class Delays:
             now_us = self._host.clock.now_us()
             if self._due[0][0] > now_us:
                 return self._due[0][0] - now_us
-            due: list[tuple[int, int]] = []
+            due: dict[int, int] = {}
             while self._due and self._due[0][0] <= now_us and len(due) < _MOVE_MAX:
-                due.append(heappop(self._due))
+                due_us, offset = heappop(self._due)
+                due[offset] = due_us
             try:
-                await self._mover.move([offset for _, offset in due])
+                failed = await self._mover.move(list(due))
             except PenstockError:
-                for entry in due:
-                    heappush(self._due, entry)
+                for offset, due_us in due.items():
+                    heappush(self._due, (due_us, offset))
                 raise
+            for offset, error in failed.items():
+                logger.error("a delayed message that is due cannot be stored, tried again: %s", error)
+                if not self._mover.is_moved(offset):
+                    heappush(self._due, (now_us + _RETRY_US, offset))
         return 3600 * 1_000_000
 
-    async def _target(self, run: Run) -> tuple[Partition, Run]:
+    async def _route(self, run: Run) -> Partition:
         topic = await self._host.owner(run.subjects[0])
-        block = headers.without(run.headers.pop(0), _DUE.lower())
+        topic.turn()
+        return topic.choose(run.subjects[0], run.keys.get(0))
+
+    def _shape(self, run: Run) -> Run:
+        """The message as it was published, but for what delayed it."""
+        shaped = Run(run.subjects, run.values)
+        shaped.keys, shaped.replies = run.keys, run.replies
+        block = headers.without(run.headers[0], _DUE.lower() + b":")
         if block:
-            run.headers[0] = block
-        return topic.choose(run.subjects[0], run.keys.get(0)), run
+            shaped.headers[0] = block
+        return shaped

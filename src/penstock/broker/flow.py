@@ -63,6 +63,31 @@ def window(flow: Flow, position: int, end: int) -> Window:
             assert_never(flow.overflow)
 
 
+class Backlog:
+    """How a reader of one log that is too far behind keeps to its buffer: what it skips, and up to where it reads."""
+
+    __slots__ = ("_jump", "until")
+
+    def __init__(self) -> None:
+        # With `drop`: what is read before the rest is skipped; None: no end.
+        self.until: int | None = None
+        self._jump = 0
+
+    def begin(self, flow: Flow, position: int, end: int) -> int:
+        """Where a reader at `position` reads on, of a log that is committed up to `end`."""
+        if self.until is not None:
+            if position < self.until:
+                return position
+            self.until = None
+            position = max(position, self._jump)
+        if flow.overflow is Overflow.BLOCK or end - position <= flow.buffer:
+            return position
+        found = window(flow, position, end)
+        if found.until < found.jump:
+            self.until, self._jump = found.until, found.jump
+        return found.begin
+
+
 class TokenBucket:
     """In any time t it grants at most `burst` + `rate` · t tokens, and no fewer to one who always asks.
 

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any, Final, Protocol
 
 from penstock.broker import headers
+from penstock.broker.flow import Backlog
 from penstock.broker.inflight import Inflight
 from penstock.broker.member import Member, share_out
 from penstock.broker.partition import Partition
@@ -66,11 +67,12 @@ class Host(Loop, Protocol):
 class Position:
     """How far a group has come in one partition."""
 
-    __slots__ = ("buried", "burying", "inflight", "partition")
+    __slots__ = ("backlog", "buried", "burying", "inflight", "partition")
 
     def __init__(self, partition: Partition, inflight: Inflight) -> None:
         self.partition = partition
         self.inflight = inflight
+        self.backlog = Backlog()
         # The number under which dead letters were stored last, and what is being stored under the next one.
         self.buried = 0
         self.burying: list[tuple[int, int]] | None = None
@@ -88,9 +90,13 @@ class Position:
 
 
 class Group:
-    def __init__(self, name: bytes | None, pattern: bytes, mode: Mode, host: Host) -> None:
-        """Without a name it is forgotten with its last member, and nothing of it is written."""
+    def __init__(self, name: bytes | None, pattern: bytes, mode: Mode, host: Host, identity: str = "") -> None:
+        """Without a name it is forgotten with its last member, and nothing of it is written.
+
+        `identity` tells it from a group that had the same name before.
+        """
         self.name = name
+        self.identity = identity
         self.pattern = pattern
         self.mode = mode
         # It goes up with every change of the members or of a position by hand: commits made before do not count.
@@ -229,7 +235,7 @@ class Group:
         """All below `offset` is done; for partitioned groups."""
         if generation != self.generation:
             raise StaleCommit(f"the group is at generation {self.generation}, not {generation}: join it again")
-        position = self.positions[place]
+        position = self._position(place)
         if offset > position.inflight.floor:
             position.inflight.ack_upto(offset - 1)
         self._save(position, saved)
@@ -237,11 +243,16 @@ class Group:
 
     def reset(self, place: tuple[int, int], offset: int, saved: Saved) -> None:
         """Go on from `offset`, which may lie before what is done."""
-        position = self.positions[place]
+        position = self._position(place)
         position.inflight.reset(offset)
         self.generation += 1
         self._save(position, saved)
         self.wake()
+
+    def _position(self, place: tuple[int, int]) -> Position:
+        if place not in self.positions:
+            raise StaleCommit(f"the group does not read partition {place[1]} of a topic with id {place[0]}")
+        return self.positions[place]
 
     # Its life.
 
@@ -319,7 +330,7 @@ class Group:
             return False
         run, following = found if found is not None else (Run([], []), back[0] + 1)
         index_of = {run.offset(index): index for index in range(len(run))}
-        gone = [offset for offset in back if offset < following and offset not in index_of]
+        gone = [offset for offset in back if first[0] <= offset < following and offset not in index_of]
         if gone:
             # Compaction or retention was faster than the members.
             inflight.ack_many(gone)
@@ -327,7 +338,7 @@ class Group:
             return True
         again = [offset for offset in back if offset in index_of]
         if not again:
-            return False
+            return back[0] < first[0]
         chosen = run.select([index_of[offset] for offset in again])
         shares, shared = share_out(partition, chosen, members, self._turn, now_us)
         self._turn += shared
@@ -346,13 +357,16 @@ class Group:
         """Messages that were not delivered before; whether there may be more, and room for them."""
         inflight, partition = position.inflight, position.partition
         now_us = self._host.clock.monotonic_us()
+        begin = self._skip(position)
         if not inflight.room() or not self._has_room(position, now_us):
             return False
-        begin = inflight.next
         found = await partition.read(begin)
         if found is None or inflight.next != begin:
             return inflight.next != begin
         run, following = found
+        if position.backlog.until is not None and following > position.backlog.until:
+            following = position.backlog.until
+            run = run.below(following)
         if run.values:
             run = select_matching(run, self.pattern)
         if not run.values:
@@ -377,6 +391,17 @@ class Group:
             member.gets(partition, part)
         return shared == len(run)
 
+    def _skip(self, position: Position) -> int:
+        """Where to read on. One that is too far behind may not want to wait; a group with a name skips nothing."""
+        inflight = position.inflight
+        if self.name is None and self.members and self.members[0].flow is not None:
+            begin = position.backlog.begin(self.members[0].flow, inflight.next, position.partition.served)
+            if begin > inflight.next:
+                for member in self.members:
+                    member.dropped += begin - inflight.next
+                inflight.take([], begin, 0, 0)
+        return inflight.next
+
     def _has_room(self, position: Position, now_us: int) -> bool:
         for member in self.owner(position):
             room = member.room(1, now_us)
@@ -396,7 +421,9 @@ class Group:
                 member.out -= 1
 
     def _lose(self, position: Position) -> None:
-        lost = position.inflight.forget_below(position.partition.start)
+        start = position.partition.start
+        lost = max(0, start - position.inflight.next)
+        lost += position.inflight.forget_below(start)
         self.lost += lost
         if lost:
             logger.warning(
@@ -454,7 +481,7 @@ class Group:
             run = found[0]
             subject = self._host.dead_letter_subject(run.subjects[0])
             letter = Run([subject], [run.values[0]])
-            letter.headers[0] = run.headers.get(0, b"") + headers.lines(
+            letter.headers[0] = headers.without(run.headers.get(0, b""), b"dead-letter-") + headers.lines(
                 dead_letter_reason="not acknowledged" if attempts >= policy.deliveries_max else "refused",
                 dead_letter_attempts=attempts,
                 dead_letter_group=(self.name or b"").decode(),
@@ -470,7 +497,8 @@ class Group:
                 letters[target].extend(letter)
             else:
                 letters[target] = letter
-        source = source_number("dead letters", self.name, position.partition.topic_id, position.partition.number)
+        origin = position.partition
+        source = source_number("dead letters", self.name, self.identity, origin.topic_id, origin.number)
         for target, run in letters.items():
             await append_once(self._host, target, run, source if self.name else 0, position.buried + 1)
 
@@ -526,8 +554,8 @@ class Group:
             if error is not None:
                 logger.error("group %s: its position is not written, tried again: %s", self.name, error)
                 self._is_saving = False
-                for position in positions:
-                    self._save_later(position)
+                self._unsaved = positions | self._unsaved
+                self._host.call_at(self._host.clock.monotonic_us() + _SAVE_US, self._write_soon)
             elif self._unsaved:
                 self._write()
             else:

@@ -16,9 +16,9 @@ from penstock.broker import headers
 from penstock.broker.dedup import Dedup
 from penstock.broker.delay import Delays
 from penstock.broker.partition import LivePartition, Partition
-from penstock.broker.topic import ServedTopic, Target, Topics
+from penstock.broker.topic import RESERVED, ServedTopic, Target, Topics
 from penstock.clock import Clock
-from penstock.errors import PenstockError, UnknownTopic
+from penstock.errors import BadSubject, PenstockError, UnknownTopic
 from penstock.run import Run
 from penstock.storage.log import Done
 from penstock.storage.policy import Dedup as DedupMode
@@ -113,9 +113,9 @@ class Intake:
         return refusals
 
     async def _prepare_topic(self, subject: bytes) -> None:
+        if subject.startswith(RESERVED):
+            raise BadSubject(f"{subject.decode()} is the broker's own: nothing can be published there")
         topic = await self._host.owner(subject)
-        if topic.refusal is not None:
-            raise topic.refusal
         if topic.dedup is None and topic.topic.policy.dedup is not DedupMode.OFF:
             dedup = await self._read_dedup(topic)
             # Somebody else may have had the same need, and published since.
@@ -297,7 +297,7 @@ class Intake:
         if subject.startswith(LIVE):
             return True
         topic = self._host.topics.owner(subject)
-        if topic is None or topic.refusal is not None:
+        if topic is None or topic.is_internal or topic.refusal is not None:
             return False
         mode = topic.topic.policy.dedup
         return topic.dedup is not None or mode is DedupMode.OFF or (mode is DedupMode.ID and not has_headers)

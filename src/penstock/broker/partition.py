@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.batch import Batch
 from penstock.run import Run, open_batch
-from penstock.storage.log import Done, Log
+from penstock.storage.log import Done, Log, State
 from penstock.storage.policy import Policy
 
 
@@ -23,7 +23,19 @@ class Partition:
     A reader that is not behind has no position of its own: it has seen all below `served`, and gets what comes next.
     """
 
-    __slots__ = ("_deliver", "_reader", "_unserved", "groups", "keeps", "log", "name", "number", "served", "topic_id")
+    __slots__ = (
+        "_deliver",
+        "_reader",
+        "_unserved",
+        "groups",
+        "keeps",
+        "log",
+        "name",
+        "number",
+        "served",
+        "since",
+        "topic_id",
+    )
 
     def __init__(
         self,
@@ -47,8 +59,11 @@ class Partition:
         self._reader = reader
         self._deliver = deliver
         self._unserved = unserved
+        # Where readers begin that came while messages were on their way: those were not for them.
+        self.since: dict[object, int] = {}
         log.subject = name
         log.on_commit = self._on_commit
+        log.on_reject = self._on_reject
 
     @property
     def policy(self) -> Policy:
@@ -76,14 +91,14 @@ class Partition:
         What retention dropped is passed over. Nothing is awaited where None is the answer.
         """
         offset = max(offset, self.log.start)
-        if offset >= self.served:
+        if offset >= self.served or self.log.state is State.CLOSED:
             return None
         batches = await self._reader.read(self.log, offset, 1)
         return (open_batch(batches[0], self.name, offset), batches[0].end) if batches else None
 
     def close(self) -> None:
         """The topic is deleted: whoever is behind has nothing more to read."""
-        self.log.on_commit = None
+        self.log.on_commit = self.log.on_reject = None
         self.served = 0
         self._unserved.pop(self, None)
 
@@ -94,14 +109,19 @@ class Partition:
         self.served = self.log.committed
         if self.served == self.log.end:
             self._unserved.pop(self, None)
+            self.since.clear()
         for wake in self.groups:
             wake()
+
+    def _on_reject(self, offset: int) -> None:
+        for reader, begin in self.since.items():
+            self.since[reader] = min(begin, offset)
 
 
 class LivePartition:
     """What is published here goes to those who wait for it now, and nowhere else: inboxes."""
 
-    __slots__ = ("_deliver", "groups", "keeps", "name", "served", "topic_id")
+    __slots__ = ("_deliver", "keeps", "name", "served", "since", "topic_id")
 
     number = 0
     start = 0
@@ -109,6 +129,7 @@ class LivePartition:
     def __init__(self, name: bytes, deliver: Callable[[LivePartition, Run], None]) -> None:
         self.topic_id = -1
         self.keeps = False
+        self.since: dict[object, int] = {}
         self.name = name
         self.served = 0
         self._deliver = deliver

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from penstock.broker.flow import Overflow, window
+from penstock.broker.flow import Backlog, Overflow
 from penstock.broker.member import Member, share_out
 from penstock.broker.partition import LivePartition, Partition
 from penstock.clock import Clock
@@ -37,7 +37,7 @@ class Loop(Protocol):
 
 
 class Subscription:
-    __slots__ = ("_loop", "_reading", "_turn", "_until", "behind", "members", "pattern", "since")
+    __slots__ = ("_loop", "_reading", "_turn", "_backlogs", "behind", "members", "pattern")
 
     def __init__(self, pattern: bytes, loop: Loop) -> None:
         self.pattern = pattern
@@ -45,10 +45,8 @@ class Subscription:
         self._loop = loop
         # Where it stopped, in each partition where it is behind.
         self.behind: dict[Partition, int] = {}
-        # It begins here where messages were already on their way when it was made.
-        self.since: dict[Partition | LivePartition, int] = {}
-        # With `drop`: what is read before the rest is skipped, and where to go on then.
-        self._until: dict[Partition, tuple[int, int]] = {}
+        # Of a member that does not want to wait: what it skips where it is behind.
+        self._backlogs: dict[Partition, Backlog] = {}
         self._reading = False
         self._turn = 0
 
@@ -56,13 +54,12 @@ class Subscription:
         """`run` was committed, and all of it matches."""
         if self.behind and partition in self.behind:
             return
-        if self.since:
-            begin = self.since.get(partition, 0)
+        if partition.since:
+            begin = partition.since.get(self, 0)
             if run.end <= begin:
                 return
             if run.offset(0) < begin:
                 run = run.select([index for index in range(len(run)) if run.offset(index) >= begin])
-            self.since.pop(partition, None)
         shared = self._share_out(partition, run)
         if shared == len(run):
             return
@@ -110,19 +107,23 @@ class Subscription:
 
     async def _read_next(self, partition: Partition) -> bool:
         """Hand out the next batch; whether there is more and room for it."""
-        offset = self._skip(partition, self.behind[partition])
+        behind = self.behind[partition]
+        offset = self._skip(partition, behind)
         found = await partition.read(offset)
-        if partition not in self.behind:
+        if self.behind.get(partition) != behind:
             return False
         if found is None:
             if offset >= partition.served:
                 del self.behind[partition]
+                self._backlogs.pop(partition, None)
             return False
         run, following = found
-        if run.values:
-            if run.offset(0) > offset and partition.start > offset:
-                self._drop(partition.start - offset)
-            run = select_matching(run, self.pattern)
+        if partition.start > offset:
+            self._drop(partition.start - offset)
+        until = self._backlogs[partition].until if partition in self._backlogs else None
+        if until is not None and following > until:
+            run, following = run.below(until), until
+        run = select_matching(run, self.pattern) if run.values else run
         shared = self._share_out(partition, run) if run.values else 0
         self.behind[partition] = following if shared == len(run) else run.offset(shared)
         return shared == len(run)
@@ -132,19 +133,8 @@ class Subscription:
         flow = self.members[0].flow if len(self.members) == 1 else None
         if flow is None or flow.overflow is Overflow.BLOCK:
             return offset
-        if partition in self._until:
-            until, jump = self._until[partition]
-            if offset < until:
-                return offset
-            del self._until[partition]
-            self._drop(jump - offset)
-            return jump
-        if partition.served - offset <= flow.buffer:
-            return offset
-        begin, until, jump, _ = window(flow, offset, partition.served)
+        begin = self._backlogs.setdefault(partition, Backlog()).begin(flow, offset, partition.served)
         self._drop(begin - offset)
-        if until < jump:
-            self._until[partition] = (until, jump)
         return begin
 
     def _drop(self, count: int) -> None:

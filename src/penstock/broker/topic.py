@@ -7,7 +7,7 @@ subject, if it lies below the topic's name, so that each subject keeps its order
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from penstock.broker.dedup import Dedup
@@ -15,6 +15,7 @@ from penstock.broker.headers import hash_key
 from penstock.broker.partition import LivePartition, Partition
 from penstock.errors import PenstockError, TopicConflict
 from penstock.storage.policy import Topic
+from penstock.subject import owns
 
 # Topics whose names begin so are the broker's own.
 RESERVED: Final = b"$"
@@ -85,14 +86,13 @@ class Topics:
                     break
         return found
 
-    def check_new(self, name: bytes) -> None:
-        """Raise unless a topic can have this name beside those that there are."""
-        above = self.owner(name)
-        if above is not None:
-            raise TopicConflict(f"{name.decode()} belongs to the topic {above.name.decode()}, which exists")
-        below = next((other for other in self._topics if other.startswith(name + b".")), None)
-        if below is not None:
-            raise TopicConflict(f"{name.decode()} would own the subjects of the topic {below.decode()}, which exists")
+    def check_new(self, name: bytes, coming: Iterable[bytes]) -> None:
+        """Raise unless a topic can have this name beside those that there are, and that are being made."""
+        for other in (*self._topics, *coming):
+            if owns(other, name):
+                raise TopicConflict(f"{name.decode()} belongs to the topic {other.decode()}, which exists")
+            if owns(name, other):
+                raise TopicConflict(f"{name.decode()} would own the subjects of the topic {other.decode()}")
 
     def add(self, topic: ServedTopic) -> None:
         self._topics[topic.name] = topic

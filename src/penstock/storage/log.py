@@ -124,9 +124,11 @@ class Log:
         self.number = secrets.randbits(32) if found.log is None else found.log
         self._pending: list[Batch | Run] = []
         self._pending_bytes = 0
-        # The subject of messages that say none, and who is given what was committed: both are for who serves the log.
+        # For who serves the log: the subject of messages that say none, and to whom what was committed is given.
         self.subject = b""
         self.on_commit: Callable[[list[Batch | Run]], None] | None = None
+        # Told when what was appended from an offset on is taken back: these offsets will be given out again.
+        self.on_reject: Callable[[int], None] | None = None
         # What is written and not yet given to `on_commit`, as it was appended.
         self._fresh: deque[Batch | Run] = deque()
         # A log has one sync under way at the most: of two, only one would be told that it failed.
@@ -519,6 +521,8 @@ class Log:
         rejected = []
         while self._waiting and self._waiting[-1][0] > offset:
             rejected.append(self._waiting.pop())
+        if self.on_reject is not None:
+            self.on_reject(offset)
         for _, appended_at, done in reversed(rejected):
             done(appended_at, error)
 
