@@ -62,12 +62,14 @@ class Delays:
     def delayed(self, run: Run, index: int, due_us: int) -> Run:
         """The message as it is stored until then."""
         late = run.select([index])
-        block = headers.without(run.headers[index], b"delay:", b"deliver-at:")
+        block = headers.without(run.headers[index], b"delay", b"deliver-at", _DUE.lower())
         late.headers[0] = block + headers.lines(penstock_due=due_us)
         return late
 
     async def run(self) -> None:
         while True:
+            # Whoever wakes us from here on is heard.
+            self._woken.clear()
             wait_us = _RETRY_US
             try:
                 await self._mover.finish()
@@ -75,7 +77,6 @@ class Delays:
                 wait_us = await self._move()
             except PenstockError as error:
                 logger.error("delayed messages that are due cannot be stored, tried again: %s", error)
-            self._woken.clear()
             moment_us = self._host.clock.monotonic_us() + max(wait_us, _TOGETHER_US)
             timer = self._host.call_at(moment_us, self._woken.set)
             await self._woken.wait()
@@ -95,7 +96,8 @@ class Delays:
         while self._due:
             now_us = self._host.clock.now_us()
             if self._due[0][0] > now_us:
-                return self._due[0][0] - now_us
+                wait_us = self._due[0][0] - now_us
+                return wait_us if self._mover.is_finished else min(wait_us, _RETRY_US)
             due: dict[int, int] = {}
             while self._due and self._due[0][0] <= now_us and len(due) < _MOVE_MAX:
                 due_us, offset = heappop(self._due)
@@ -110,7 +112,7 @@ class Delays:
                 logger.error("a delayed message that is due cannot be stored, tried again: %s", error)
                 if not self._mover.is_moved(offset):
                     heappush(self._due, (now_us + _RETRY_US, offset))
-        return 3600 * 1_000_000
+        return 3600 * 1_000_000 if self._mover.is_finished else _RETRY_US
 
     async def _route(self, run: Run) -> Partition:
         topic = await self._host.owner(run.subjects[0])
@@ -121,7 +123,7 @@ class Delays:
         """The message as it was published, but for what delayed it."""
         shaped = Run(run.subjects, run.values)
         shaped.keys, shaped.replies = run.keys, run.replies
-        block = headers.without(run.headers[0], _DUE.lower() + b":")
+        block = headers.without(run.headers[0], _DUE.lower())
         if block:
             shaped.headers[0] = block
         return shaped

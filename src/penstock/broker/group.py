@@ -553,13 +553,13 @@ class Group:
                 saved(error)
             if error is not None:
                 logger.error("group %s: its position is not written, tried again: %s", self.name, error)
-                self._is_saving = False
                 self._unsaved = positions | self._unsaved
-                self._host.call_at(self._host.clock.monotonic_us() + _SAVE_US, self._write_soon)
-            elif self._unsaved:
+            if self._saved or (self._unsaved and error is None):
                 self._write()
-            else:
-                self._is_saving = False
+                return
+            self._is_saving = False
+            if self._unsaved:
+                self._host.call_at(self._host.clock.monotonic_us() + _SAVE_US, self._write_soon)
 
         try:
             self._host.store.state.write(changes, done)

@@ -53,13 +53,18 @@ def lines(**fields: object) -> bytes:
     for name, value in fields.items():
         text = str(value).replace("\r", " ").replace("\n", " ")
         out.append(f"{name.replace('_', '-').title()}: {text}\r\n")
-    return "".join(out).encode()
+    return "".join(out).encode(errors="replace")
 
 
-def without(block: bytes, *prefixes: bytes) -> bytes:
-    """The lines whose name begins with none of these, in lower case."""
-    kept = [line for line in block.splitlines(keepends=True) if not line.lower().startswith(prefixes)]
-    return b"".join(kept)
+def without(block: bytes, *names: bytes) -> bytes:
+    """The lines that have none of these names, in lower case; what ends with a hyphen is how a name begins."""
+    beginnings = tuple(name for name in names if name.endswith(b"-"))
+    kept = []
+    for line in block.split(b"\n"):
+        name = line.partition(b":")[0].rstrip(b" \t").lower()
+        if name not in names and not name.startswith(beginnings):
+            kept.append(line)
+    return b"\n".join(kept)
 
 
 def value_of(block: bytes, name: bytes) -> bytes | None:

@@ -78,6 +78,11 @@ class Mover:
         for number in sorted(moves):
             self._begin(number, {(topic_id, partition): offsets for topic_id, partition, offsets in moves[number]})
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all that was moved has arrived."""
+        return not self._unfinished
+
     def is_moved(self, offset: int) -> bool:
         return offset < self.floor or offset in self._moved
 
@@ -88,11 +93,11 @@ class Mover:
                 await self._append(place)
 
     async def move(self, offsets: Sequence[int]) -> dict[int, PenstockError]:
-        """Move these messages, unless they were before; those that cannot be, and why."""
+        """Move these messages, in this order, unless they were before; those that cannot be, and why."""
         async with self._lock:
             failed: dict[int, PenstockError] = {}
             targets: dict[Place, list[int]] = {}
-            for offset in sorted(set(offsets)):
+            for offset in dict.fromkeys(offsets):
                 if self.is_moved(offset):
                     continue
                 try:
