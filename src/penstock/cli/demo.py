@@ -7,13 +7,17 @@ up to which offset it was told that messages are safe.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import logging
 import os
+import re
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +42,10 @@ IN_FLIGHT: Final = 8
 READ_BYTES: Final = 1 << 20
 # The process is killed once it was told of so many messages.
 KILL_AFTER_MESSAGES: Final = 20_000
+# Through the door each message is a command, and is replayed as one.
+SERVED_MESSAGES_MAX: Final = 100_000
+# A server that says nothing for so long does not work.
+SILENCE_SECONDS_MAX: Final = 30
 
 
 def run(messages: int) -> bool:
@@ -53,7 +61,8 @@ def run(messages: int) -> bool:
             _append(store, store.log(orders.id), messages, console)
         sound = _read(data, orders.id, messages, console)
         sound &= _kill(data, survivors.id, min(messages, KILL_AFTER_MESSAGES), console)
-        return sound & _verify(data, console)
+        sound &= _verify(data, console)
+        return sound & _serve(data / "served", min(messages, SERVED_MESSAGES_MAX), console)
 
 
 def _append(store: Store, log: Log, messages: int, console: Console) -> None:
@@ -123,6 +132,70 @@ def _verify(data: Path, console: Console) -> bool:
         verdicts = [inspect.verify(log) for log in inspection.logs]
     verify.show(inspection, verdicts, console)
     return verify.is_sound(inspection, verdicts)
+
+
+def _serve(data: Path, messages: int, console: Console) -> bool:
+    console.print(
+        f"\n[bold]5. Serve[/] it: {messages:,} messages from a publisher to a subscriber, as NATS clients speak.\n"
+        "   Then kill -9 the server, start it again, and ask for them."
+    )
+    with _server(data) as (server, port), _connect(port) as subscriber, _connect(port) as publisher:
+        _ask(subscriber, b"CONNECT {}\r\nSUB orders.> 1\r\nPING\r\n", b"PONG\r\n")
+        commands = [b"PUB orders.eu %d\r\n%b\r\n" % (VALUE_BYTES, value) for value in _values(0, messages)]
+        last = re.escape(commands[-1].split(b"\r\n")[1])
+        started = time.perf_counter()
+        sending = threading.Thread(target=publisher.sendall, args=(b"CONNECT {}\r\n" + b"".join(commands),))
+        sending.start()
+        received = _ask(subscriber, b"", last)
+        seconds = time.perf_counter() - started
+        sending.join()
+        _ask(publisher, b"PING\r\n", b"PONG\r\n")
+        arrived = received.count(b"MSG orders.eu 1 ")
+        console.print(f"   stored and received  {_rate(arrived, seconds)}")
+        server.kill()
+    with _server(data) as (server, port), _connect(port) as client:
+        replayed = _ask(client, b"REPLAY FIRST %d\r\n" % messages, rb"\r\n\+OK \d+\r\n")
+        server.terminate()
+    if arrived != messages or not replayed.endswith(b"+OK %d\r\n" % messages):
+        console.print(f"   [red]{arrived:,} of {messages:,} arrived, and not all are there afterwards.[/]")
+        return False
+    console.print(f"   [green]All {messages:,} are there[/], after the kill as before it.")
+    return True
+
+
+@contextlib.contextmanager
+def _server(data: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    ports = [argument for name in ("port", "quiet-port", "http-port") for argument in (f"--{name}", "0")]
+    command = [sys.executable, "-m", "penstock", "serve", "--data", str(data), *ports]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            ready = re.search(rb"text on [^:]+:(\d+)", server.stdout.readline())
+            if ready is None:
+                raise OSError("the server did not start")
+            yield server, int(ready[1])
+        finally:
+            if server.poll() is None:
+                server.terminate()
+
+
+def _connect(port: int) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", port), timeout=SILENCE_SECONDS_MAX)
+    _ask(client, b"", b"\r\n")
+    return client
+
+
+def _ask(client: socket.socket, command: bytes, until: bytes) -> bytes:
+    """What comes back, up to what ends it: a pattern."""
+    client.sendall(command)
+    received = bytearray()
+    while True:
+        part = client.recv(1 << 18)
+        if not part:
+            raise OSError("the server closed the connection")
+        received += part
+        if re.search(until, received[-len(part) - VALUE_BYTES :]):
+            return bytes(received)
 
 
 def _batches(messages: int | None = None) -> Iterator[Batch]:
