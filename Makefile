@@ -4,6 +4,7 @@ PYTHON ?= python3
 SEED   ?= 1
 CUTS   ?= 10000
 KILLS  ?= 200
+SERVES ?= 100
 
 BIN   := .venv/bin
 READY := .venv/.ready
@@ -35,8 +36,8 @@ format: $(READY) ## put the code into its one form
 bench: $(READY) ## measure against the machine's own limits, nats-server and Redis
 	@$(BIN)/python -m bench
 
-soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200
-	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS)
+soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100
+	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES)
 
 # Written last and only when all went well, so an interrupted set-up starts again.
 $(READY): requirements.lock pyproject.toml

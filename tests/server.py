@@ -203,7 +203,7 @@ class Raw:
     def send(self, data: bytes | str) -> None:
         self.socket.sendall(data.encode() if isinstance(data, str) else data)
 
-    def flood(self, data: bytes, patience_s: float = 1.0) -> int:
+    def flood(self, data: bytes, patience_s: float = 3.0) -> int:
         """Send until the other side takes no more for a while; how many bytes it took."""
         self.socket.settimeout(patience_s)
         sent = 0

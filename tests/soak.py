@@ -1,12 +1,13 @@
-"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200`.
+"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
-appends. A failure names the seed that shows it again.
+appends, then `--serves` times kill -9 of a server under load. A failure names the seed that shows it again.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from pathlib import Path
 from rich.progress import track
 
 from tests.kill import KillJudge
+from tests.serve_kill import Figures, ServeJudge
 from tests.simulation import simulate
 
 CHUNK = 50
+# After so many kills of a server what it stored is judged; it goes on with the same directory.
+SETTLE_EVERY = 20
 
 
 def cut(first: int, last: int) -> tuple[int, int, int]:
@@ -43,11 +47,24 @@ def soak_kills(seed: int, count: int) -> int:
         return sum(map(len, judge.acknowledged.values()))
 
 
+def soak_serves(seed: int, count: int) -> Figures:
+    # A failure leaves it behind, and names it.
+    directory = Path(tempfile.mkdtemp(prefix="penstock-soak-"))
+    judge = ServeJudge(directory, seed)
+    for number in track(range(1, count + 1), "kill -9 of a server"):
+        judge.kill_one()
+        if number % SETTLE_EVERY == 0 or number == count:
+            judge.settle()
+    shutil.rmtree(directory)
+    return judge.figures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cuts", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--serves", type=int, default=100)
     options = parser.parse_args()
     if options.cuts:
         seeds, cuts, messages = (sum(column) for column in zip(*soak_cuts(options.seed, options.cuts), strict=True))
@@ -55,6 +72,8 @@ def main() -> int:
     if options.kills:
         messages = soak_kills(options.seed, options.kills)
         print(f"{options.kills} kills, {messages} acknowledged messages: none lost, none twice")
+    if options.serves:
+        print(f"{soak_serves(options.seed, options.serves)}: none lost, none twice")
     return 0
 
 

@@ -74,6 +74,8 @@ class Broker:
         # Those with a name, and all.
         self.groups: dict[bytes, Group] = {}
         self._all_groups: dict[Group, None] = {}
+        # Those that are being made.
+        self._making: dict[bytes, asyncio.Future[None]] = {}
         for topic in store.topics:
             self._serve(topic)
         for name, value in store.state.items("group"):
@@ -122,7 +124,11 @@ class Broker:
     async def alter_topic(self, name: bytes, *, partitions: int | None = None, policy: Policy | None = None) -> Topic:
         served = self._named(name)
         topic = served.topic
-        topic = replace(topic, partitions=partitions or topic.partitions, policy=policy or topic.policy)
+        topic = replace(
+            topic,
+            partitions=topic.partitions if partitions is None else partitions,
+            policy=topic.policy if policy is None else policy,
+        )
         await self.store.alter_topic_async(topic)
         self._serve(topic)
         return topic
@@ -220,6 +226,8 @@ class Broker:
 
     async def owner(self, subject: bytes) -> ServedTopic:
         """The topic that stores a subject, made if there is none."""
+        if subject.startswith((RESERVED, LIVE)):
+            raise BadSubject(f"nothing can be stored under {subject.decode(errors='replace')}")
         topic = self.topics.owner(subject) or await self._create_for(subject)
         if topic.refusal is not None:
             raise topic.refusal
@@ -275,6 +283,9 @@ class Broker:
             self._attach(group)
             group.start()
         else:
+            making = self._making.get(name)
+            if making is not None:
+                await asyncio.shield(making)
             group = self.groups.get(name) or await self.create_group(name, pattern, mode)
             if (group.pattern, group.mode) != (pattern, mode):
                 raise GroupConflict(
@@ -297,21 +308,29 @@ class Broker:
             raise BadSubject(f"{pattern.decode(errors='replace')!r} is not a pattern")
         if not is_text(name):
             raise BadSubject(f"a group cannot be named {name!r}")
-        if name in self.groups:
+        if name in self.groups or name in self._making:
             raise GroupConflict(f"there is a group {name.decode()} already")
-        group = self.groups[name] = Group(name, pattern, mode, self, secrets.token_hex(8))
+        group = Group(name, pattern, mode, self, secrets.token_hex(8))
+        # Topics that are made from now on are for the group too; it is joined when it is stored.
         self._all_groups[group] = None
         self._attach(group, start)
+        made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._making[name] = made
         now_us = self.clock.monotonic_us()
         value = {"pattern": pattern.decode(), "mode": mode, "identity": group.identity}
         changes = [Change("group", name.decode(), value)]
         changes += [Change("position", group.key(p.partition), p.to_json(now_us)) for p in group.positions.values()]
         try:
             await self.store.write_state(changes)
-        except PenstockError:
-            self._forget_group(group)
+            self.groups[name] = group
+            group.start()
+        except BaseException:
+            del self._all_groups[group]
+            group.stop()
             raise
-        group.start()
+        finally:
+            del self._making[name]
+            made.set_result(None)
         return group
 
     async def delete_group(self, name: bytes) -> None:

@@ -54,7 +54,7 @@ class Dedup:
     def expect(self, identities: Iterable[bytes]) -> None:
         """Messages with these ids, which were added, wait for the disk; `settle` tells what became of them."""
         for identity in identities:
-            self._on_the_way[identity] = []
+            self._on_the_way.setdefault(identity, [])
 
     def wait(self, identity: bytes, done: Done) -> bool:
         """Call `done` with what becomes of the message that has this id; False if it is stored already."""

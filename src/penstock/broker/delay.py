@@ -88,7 +88,7 @@ class Delays:
             run, self._next = found
             for index in range(len(run)):
                 due = headers.value_of(run.headers.get(index, b""), _DUE)
-                if due is not None and not self._mover.is_moved(run.offset(index)):
+                if due is not None and due.isdigit() and not self._mover.is_moved(run.offset(index)):
                     heappush(self._due, (int(due), run.offset(index)))
 
     async def _move(self) -> int:

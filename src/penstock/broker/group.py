@@ -187,16 +187,27 @@ class Group:
     # What members say.
 
     def ack(self, place: tuple[int, int], offset: int, saved: Saved) -> bool:
-        """It is done. False if it was before, or was never delivered: then `saved` is not called."""
+        """It is done; `saved` is called when that is stored, also if it was done before.
+
+        False if it cannot be: it is a dead letter, or was not delivered since the broker started.
+        """
         position = self.positions.get(place)
         if position is None:
             return False
-        owner = position.inflight.owner(offset)
-        if not position.inflight.ack(offset):
+        inflight = position.inflight
+        owner = inflight.owner(offset)
+        if inflight.ack(offset):
+            self._gets_back(owner)
+            self._save(position, saved)
+            self.wake()
+            return True
+        if offset >= inflight.next or inflight.attempts(offset):
             return False
-        self._gets_back(owner)
-        self._save(position, saved)
-        self.wake()
+        if self._is_saving:
+            # What says that it is done may be on its way.
+            self._save(position, saved)
+        else:
+            saved(None)
         return True
 
     def nack(self, place: tuple[int, int], offset: int, delay_us: int) -> bool:

@@ -16,9 +16,9 @@ from penstock.broker import headers
 from penstock.broker.dedup import Dedup
 from penstock.broker.delay import Delays
 from penstock.broker.partition import LivePartition, Partition
-from penstock.broker.topic import RESERVED, ServedTopic, Target, Topics
+from penstock.broker.topic import ServedTopic, Target, Topics
 from penstock.clock import Clock
-from penstock.errors import BadSubject, PenstockError, UnknownTopic
+from penstock.errors import PenstockError, UnknownTopic
 from penstock.run import Run
 from penstock.storage.log import Done
 from penstock.storage.policy import Dedup as DedupMode
@@ -113,8 +113,6 @@ class Intake:
         return refusals
 
     async def _prepare_topic(self, subject: bytes) -> None:
-        if subject.startswith(RESERVED):
-            raise BadSubject(f"{subject.decode()} is the broker's own: nothing can be published there")
         topic = await self._host.owner(subject)
         if topic.dedup is None and topic.topic.policy.dedup is not DedupMode.OFF:
             dedup = await self._read_dedup(topic)

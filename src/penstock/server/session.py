@@ -462,7 +462,7 @@ class Session(asyncio.Protocol):
         return told
 
     def _ack(self, event: Ack) -> None:
-        """Acknowledged before, or redelivered to somebody else meanwhile: it is the same to the one who asks."""
+        """It counts once it is stored, also if it was acknowledged before."""
         topic_id, partition, offset = text.split_sequence(event.sequence)
         answer = self._reserve()
         groups = [reader for _, reader in self.subscriptions.values() if isinstance(reader, Group)]
@@ -471,9 +471,8 @@ class Session(asyncio.Protocol):
         for group in groups:
             if group.ack((topic_id, partition), offset, self._when_saved(answer)):
                 return
-        answer.data = self._ok_line()
-        if event.group is not None and not groups:
-            answer.data = text.error("unknown group", is_nats=self._parser.is_nats)
+        reason = "unknown group" if event.group is not None and not groups else "not delivered, or a dead letter"
+        answer.data = text.error(reason, is_nats=self._parser.is_nats)
         self._send_answers()
 
     def _when_saved(self, answer: _Answer) -> Callable[[PenstockError | None], None]:
@@ -500,7 +499,9 @@ class Session(asyncio.Protocol):
             case b"" | b"+ACK":
                 answer = self._reserve()
                 if not group.ack(place, offset, self._when_acked(answer, event.reply)):
-                    self._when_acked(answer, event.reply)(None)
+                    # It comes again; whoever waits for a reply does not get one.
+                    answer.data = b""
+                    self._send_answers()
             case b"-NAK":
                 group.nack(place, offset, _delay_us(rest))
             case b"+WPI":

@@ -43,12 +43,12 @@ REPLAY_COUNT: Final = 100
 REPLAY_COUNT_MAX: Final = 1_000_000
 
 DURABLE: Final = b"DURABLE:"
-HEADER_LINE: Final = b"NATS/1.0\r\n"
+_VERSION: Final = b"NATS/1.0"
+HEADER_LINE: Final = _VERSION + b"\r\n"
 
 # Lines that are remembered with what they mean. A client has a few subjects and sizes, or as many as it has messages.
 _LINES_MAX: Final = 4096
 # Lines with nothing in them are passed over, however many.
-_BLANK: Final = (b"\r\n\r", b"\r\n\n", b"\n\r", b"\n\n")
 _LINE_ENDS: Final = re.compile(rb"[\r\n]*")
 # More digits than any length, count or sequence has; int() of a long string takes quadratic time.
 _DIGITS_MAX: Final = 20
@@ -97,8 +97,9 @@ class Parser:
         try:
             while True:
                 at = self._parse_publishes(data, at, events)
-                if data.startswith(_BLANK, at):
-                    at = _LINE_ENDS.match(data, at).end() - 1  # type: ignore[union-attr]
+                ends = _LINE_ENDS.match(data, at)
+                if ends is not None and ends.end() - at > 2:
+                    at = ends.end() - 1
                 following = self._parse_line(data, at, events)
                 if following < 0:
                     break
@@ -244,8 +245,8 @@ class Parser:
 
 def _header_lines(block: bytes) -> bytes:
     """The lines of a header block as they are stored: without the version and the empty line at the end."""
-    block = block.removeprefix(HEADER_LINE)
-    return block[:-2] if block.endswith(b"\r\n\r\n") else b"" if block == b"\r\n" else block
+    lines = block.removeprefix(HEADER_LINE).rstrip(b"\r\n")
+    return lines + b"\r\n" if lines else b""
 
 
 def _length(word: bytes) -> int:
@@ -454,7 +455,9 @@ def messages(run: Run, sid: bytes, *, has_headers: bool = True) -> bytes:
         if block is None:
             parts.append(b"MSG %b %d\r\n%b\r\n" % (names, len(value), value))
         else:
-            block = HEADER_LINE + block + b"\r\n"
+            # A status of its own is a version line already.
+            version = b"" if block.startswith(_VERSION) else HEADER_LINE
+            block = version + block + b"\r\n"
             parts.append(b"HMSG %b %d %d\r\n%b%b\r\n" % (names, len(block), len(block) + len(value), block, value))
     return b"".join(parts)
 

@@ -1,0 +1,426 @@
+"""Dead letters: listed, looked at, and sent to their subject again, each once, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+
+import pytest
+
+from penstock.broker.broker import Settings
+from penstock.errors import PenstockError
+from penstock.storage.policy import Policy
+from penstock.testing import FaultyFiles, ManualClock, PowerCut
+from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop
+
+DEADLINE = 5 * SECOND
+SETTINGS = Settings(policy=Policy(deliveries_max=1))
+# Two groups, one on each topic. Both let everything die.
+GROUPS = {b"orders": b"orders.>", b"bills": b"bills.>"}
+
+
+async def die(life: Life, *messages: tuple[bytes, bytes], headers: bytes = b"") -> None:
+    """Publish (subject, value), and let nobody acknowledge it."""
+    for name, pattern in GROUPS.items():
+        if name not in life.broker.groups:
+            await life.do(life.broker.create_group(name, pattern))
+    for subject, value in messages:
+        await life.stored(subject, value, headers=headers)
+    for name, pattern in GROUPS.items():
+        group, member = await life.join(name, pattern, Recorder())
+        await life.advance(DEADLINE)
+        life.broker.leave(group, member)
+    await life.settle()
+
+
+# Listed and looked at
+
+
+@in_loop
+async def test_dead_letters_are_listed_oldest_first_with_where_they_came_from() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"), headers=b"Colour: red\r\n")
+        first, second = await life.letters()
+        assert (first.value, second.value) == (b"a", b"b")
+        assert (first.subject, first.topic, first.origin_partition, first.origin_offset) == (
+            b"orders.eu",
+            b"orders",
+            0,
+            0,
+        )
+        assert (first.group, first.reason, first.attempts) == (b"orders", b"not acknowledged", 1)
+        assert (first.headers, first.is_redriven) == (b"Colour: red\r\n", False)
+        assert [letter.value for letter in await life.letters(b"*.us")] == [b"b"]
+
+
+@in_loop
+async def test_one_is_looked_at_by_its_place() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"))
+        letters = await life.broker.dead_letters()
+        for letter in await life.letters():
+            assert await life.do(letters.peek(letter.partition, letter.offset)) == letter
+        assert await life.do(letters.peek(0, 99)) is None
+
+
+@in_loop
+async def test_what_somebody_published_there_is_no_dead_letter() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"))
+        await life.stored(b"DLQ.orders.eu", b"b")
+        assert [letter.value for letter in await life.letters()] == [b"a"]
+        assert await life.redrive() == 1
+
+
+@pytest.mark.parametrize("name", [b"Offset", b"Partition", b"Attempts", b"Subject"])
+@in_loop
+async def test_headers_that_somebody_made_up_do_no_harm(name: bytes) -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"))
+        forged = b"Dead-Letter-Subject: orders.us\r\n" if name != b"Subject" else b""
+        await life.stored(b"DLQ.x", b"forged", headers=forged + b"Dead-Letter-" + name + b": not a .. number\r\n")
+        assert b"a" in [letter.value for letter in await life.letters()]
+        await life.redrive(b"orders.eu")
+        await life.settle()
+        assert life.in_log(b"orders").count(b"a") == 2
+
+
+@pytest.mark.parametrize("subject", [b"$delayed", b"$delayed.x", b"$new", b"_INBOX.x"])
+@in_loop
+async def test_nothing_is_redriven_to_where_nobody_may_publish(subject: bytes) -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await life.do(life.broker.dead_letter_topic())
+        forged = b"Dead-Letter-Subject: " + subject + b"\r\nPenstock-Due: x\r\n"
+        await life.stored(b"DLQ.x", b"forged", headers=forged)
+        with contextlib.suppress(PenstockError):
+            await life.redrive()
+        await life.settle()
+        assert life.in_log(b"$delayed") == []
+        assert [topic.name for topic in life.store.topics] == ["$delayed", "DLQ"]
+        await life.stored(b"orders", b"others are served")
+    async with Life(disk, settings=SETTINGS) as life:
+        await life.settle()
+
+
+@in_loop
+async def test_a_message_that_had_such_headers_before_it_died_is_listed_as_what_it_is() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), headers=b"Dead-Letter-Subject: bills\r\nDead-Letter-Attempts: x\r\n")
+        [letter] = await life.letters()
+        assert (letter.subject, letter.attempts) == (b"orders.eu", 1)
+        await life.redrive()
+        assert life.in_log(b"orders") == [b"a", b"a"]
+        assert life.in_log(b"bills") == []
+
+
+# Redriven
+
+
+@in_loop
+async def test_a_redriven_message_is_as_it_was_published() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        ann = Recorder()
+        life.subscribe(b"orders.>", ann)
+        await die(life, (b"orders.eu", b"a"), headers=b"Colour: red\r\nPenstock-Key: k\r\n")
+        assert await life.redrive() == 1
+        await life.settle()
+        first, again = ann.got
+        assert (again.subject, again.value, again.headers, again.key) == (
+            b"orders.eu",
+            b"a",
+            b"Colour: red\r\nPenstock-Key: k\r\n",
+            b"k",
+        )
+        assert again == first._replace(offset=again.offset)
+        assert await life.letters() == []
+        [letter] = await life.letters(redriven=True)
+        assert letter.is_redriven
+
+
+@in_loop
+async def test_each_is_redriven_once() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"))
+        assert await life.redrive() == 2
+        assert await life.redrive() == 0
+        assert life.in_log(b"orders") == [b"a", b"b"] * 2
+    async with Life(disk, settings=SETTINGS) as life:
+        assert await life.letters() == []
+        assert await life.redrive() == 0
+        assert life.in_log(b"orders") == [b"a", b"b"] * 2
+
+
+@in_loop
+async def test_some_are_redriven_by_pattern_and_by_count() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        letters = [b"%c" % letter for letter in b"abcdef"]
+        await die(life, *zip([b"orders.eu", b"orders.us"] * 3, letters, strict=True))
+        assert await life.redrive(b"orders.us", 2) == 2
+        assert life.in_log(b"orders")[6:] == [b"b", b"d"]
+        assert await life.redrive(b"*.us") == 1
+        assert await life.redrive(b"nothing.>") == 0
+        assert await life.redrive(count=0) == 0
+        assert [letter.value for letter in await life.letters()] == [b"a", b"c", b"e"]
+        assert await life.redrive(count=99) == 3
+        assert sorted(life.in_log(b"orders")[6:]) == letters
+
+
+@in_loop
+async def test_a_redriven_message_that_dies_again_is_a_dead_letter_again() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"))
+        for _ in range(3):
+            assert await life.redrive() == 1
+            await die(life)
+        assert len(life.in_log(b"DLQ")) == len(life.in_log(b"orders")) == 4
+        assert len(await life.letters()) == 1
+
+
+@in_loop
+async def test_many_redrives_are_folded_and_nothing_is_forgotten() -> None:
+    disk = FaultyFiles()
+    many = 300
+    values = [b"%d" % number for number in range(many)]
+    kept = [values[3], *values[many - 20 :]]
+    async with Life(disk, settings=SETTINGS) as life:
+        await life.do(life.broker.create_group(b"orders", b"orders.>"))
+        for value in kept:
+            await life.stored(b"orders.kept", value)
+        await life.stored(b"orders.eu", *(value for value in values if value not in kept))
+        await life.join(b"orders", b"orders.>", Recorder())
+        await life.advance(DEADLINE)
+        for _ in range(many - len(kept)):
+            assert await life.redrive(b"orders.eu", count=1) == 1
+        assert len(life.store.state.items("moved")) < 256
+        await life.kill()
+    async with Life(disk, settings=SETTINGS) as life:
+        assert [letter.value for letter in await life.letters()] == kept
+        assert await life.redrive() == len(kept)
+        assert sorted(life.in_log(b"orders")[many:]) == sorted(values)
+
+
+@in_loop
+async def test_two_redrives_at_once_lose_nothing_and_double_nothing() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"))
+        await asyncio.gather(life.redrive(b"orders.eu"), life.redrive(b"orders.us"))
+        await life.settle()
+        assert sorted(life.in_log(b"orders")) == [b"a", b"a", b"b", b"b"]
+
+
+@in_loop
+async def test_the_same_redrive_twice_at_once_doubles_nothing() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"))
+        await asyncio.gather(life.redrive(), life.redrive())
+        await life.settle()
+        assert sorted(life.in_log(b"orders")) == [b"a", b"a", b"b", b"b"]
+
+
+@in_loop
+async def test_a_redrive_that_the_disk_refused_is_done_by_the_next() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))
+        for suffix in ("topics/0/0/" + "0" * 20 + ".log", str(life.log(b"orders").segments[0].path)):
+            disk.fail("write", errno.ENOSPC, path_suffix=suffix)
+            with pytest.raises(PenstockError):
+                await life.redrive()
+        await life.redrive()
+        assert life.in_log(b"orders") == [b"a", b"a"]
+        assert life.in_log(b"bills") == [b"b", b"b"]
+
+
+@in_loop
+async def test_one_that_cannot_be_sent_anywhere_does_not_hold_up_the_others() -> None:
+    """Its topic is gone, and none is made by itself."""
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))
+        await life.do(life.broker.delete_topic(b"orders"))
+    async with Life(disk, settings=Settings(policy=Policy(deliveries_max=1), auto_create=False)) as life:
+        with pytest.raises(PenstockError):
+            await life.redrive(b"orders.>")
+        await life.redrive(b"bills.>")
+        assert life.in_log(b"bills") == [b"b", b"b"]
+
+
+@in_loop
+async def test_redriving_to_a_topic_that_is_refused_says_why() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"))
+        damaged = life.log(b"orders").segments[0].path
+    content = bytearray(disk.content(damaged))
+    content[len(content) // 2] ^= 1
+    disk.set_content(damaged, content)
+    async with Life(disk, settings=SETTINGS) as life:
+        assert life.broker.refused == ["orders"]
+        with pytest.raises(PenstockError, match="damaged"):
+            await life.redrive()
+
+
+@in_loop
+async def test_a_redrive_to_several_partitions_doubles_nothing_after_a_restart() -> None:
+    """The last move is made once more at the next start, and must find its messages where it put them."""
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.create_group(b"g", b"orders"))
+        for value in (b"a", b"b"):
+            await life.stored(b"orders", value)
+        await life.join(b"g", b"orders", Recorder())
+        await life.advance(DEADLINE)
+        assert await life.redrive() == 2
+    async with Life(disk, settings=SETTINGS) as life:
+        await life.redrive()
+        stored = [value for number in range(3) for value in life.in_log(b"orders", number)]
+        assert sorted(stored) == [b"a", b"a", b"b", b"b"]
+
+
+@in_loop
+async def test_a_redrive_doubles_nothing_when_partitions_are_added_afterwards() -> None:
+    disk = FaultyFiles()
+    values = [b"%d" % number for number in range(20)]
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, *((b"orders.%s" % value, value) for value in values))
+        await life.redrive()
+        await life.do(life.broker.alter_topic(b"orders", partitions=3))
+    async with Life(disk, settings=SETTINGS) as life:
+        await life.redrive()
+        stored = [value for number in range(3) for value in life.in_log(b"orders", number)]
+        assert sorted(stored) == sorted(values * 2)
+
+
+@in_loop
+async def test_a_redriven_message_does_not_come_back_from_a_topic_that_was_deleted() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"))
+        await life.redrive()
+        await life.do(life.broker.delete_topic(b"orders"))
+    async with Life(disk, settings=SETTINGS) as life:
+        await life.redrive()
+        assert life.in_log(b"orders") == []
+
+
+# Interrupted
+
+
+async def prepare_letters(disk: FaultyFiles, clock: ManualClock) -> None:
+    async with Life(disk, clock=clock, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"), (b"orders.us", b"c"))
+        assert len(await life.letters()) == 3
+
+
+async def redrive_all(life: Life) -> None:
+    await life.redrive()
+
+
+async def redrive_one_by_one(life: Life) -> None:
+    for _ in range(3):
+        await life.redrive(count=1)
+
+
+@pytest.mark.parametrize("work", [redrive_all, redrive_one_by_one])
+@in_loop
+async def test_a_redrive_that_is_cut_anywhere_and_called_again_loses_nothing_and_doubles_nothing(work: object) -> None:
+    assert work in (redrive_all, redrive_one_by_one)
+    chosen = redrive_all if work is redrive_all else redrive_one_by_one
+    redriven_by_the_first = 0
+    async for disk, clock, cut in each_cut(prepare_letters, chosen, settings=SETTINGS):
+        print(f"cut {cut}, which is the seed too")
+        async with Life(disk, clock=clock, settings=SETTINGS) as life:
+            redriven_by_the_first += len(life.in_log(b"orders")) + len(life.in_log(b"bills")) > 3
+            await life.redrive()
+            assert life.in_log(b"bills") == [b"b", b"b"]
+            assert sorted(life.in_log(b"orders")) == [b"a", b"a", b"c", b"c"]
+            assert await life.letters() == []
+    assert redriven_by_the_first
+
+
+@in_loop
+async def test_a_redrive_that_is_cut_again_and_again_comes_to_its_end() -> None:
+    """Each life gets a little further than the last one, and is cut again."""
+    for step in (1, 2, 3, 5):
+        clock = ManualClock()
+        disk = FaultyFiles(seed=step)
+        await prepare_letters(disk, clock)
+        lives = 0
+        while True:
+            lives += 1
+            disk.cut_after = disk.calls + step * lives
+            try:
+                async with Life(disk, clock=clock, settings=SETTINGS) as life:
+                    await life.redrive()
+                break
+            except PowerCut:
+                disk = disk.power_cut()
+        print(f"seed and step {step}: {lives} lives")
+        assert lives > 3
+        disk.heal()
+        async with Life(disk, clock=clock, settings=SETTINGS) as life:
+            assert life.in_log(b"bills") == [b"b", b"b"]
+            assert sorted(life.in_log(b"orders")) == [b"a", b"a", b"c", b"c"]
+
+
+@in_loop
+async def test_a_redrive_that_is_killed_anywhere_loses_nothing_and_doubles_nothing() -> None:
+    """The process ends after so many calls to the disk, which has what was written."""
+    calls = 0
+    while True:
+        clock = ManualClock()
+        disk = FaultyFiles(seed=calls)
+        await prepare_letters(disk, clock)
+        async with Life(disk, clock=clock, settings=SETTINGS) as life:
+            before = disk.calls
+            work = asyncio.create_task(life.redrive())
+            while disk.calls < before + calls and not work.done():
+                await asyncio.sleep(0)
+            is_done = work.done()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await life.kill()
+        async with Life(disk, clock=clock, settings=SETTINGS) as life:
+            await life.redrive()
+            assert life.in_log(b"bills") == [b"b", b"b"], calls
+            assert sorted(life.in_log(b"orders")) == [b"a", b"a", b"c", b"c"], calls
+        if is_done:
+            break
+        calls += 1
+    assert calls > 3
+
+
+async def prepare_dying(disk: FaultyFiles, clock: ManualClock) -> None:
+    async with Life(disk, clock=clock, settings=SETTINGS) as life:
+        await life.do(life.broker.create_group(b"orders", b"orders.>"))
+        for value in (b"a", b"b", b"c"):
+            await life.stored(b"orders.eu", value)
+
+
+async def let_die(life: Life) -> None:
+    ann = Recorder()
+    group, _ = await life.join(b"orders", b"orders.>", ann)
+    second = ann.got[1]
+    assert group.kill(second.place, second.offset)
+    await life.settle()
+    await life.advance(DEADLINE)
+
+
+@in_loop
+async def test_dying_that_is_cut_anywhere_leaves_each_dead_letter_once() -> None:
+    some = 0
+    async for disk, clock, cut in each_cut(prepare_dying, let_die, settings=SETTINGS):
+        print(f"cut {cut}, which is the seed too")
+        async with Life(disk, clock=clock, settings=SETTINGS) as life:
+            some += bool(life.in_log(b"DLQ"))
+            ann = Recorder()
+            await life.join(b"orders", b"orders.>", ann)
+            await life.advance(DEADLINE)
+            assert sorted(letter.value for letter in await life.letters()) == [b"a", b"b", b"c"]
+            await life.advance(100 * DEADLINE)
+            assert len(life.in_log(b"DLQ")) == 3
+    assert some

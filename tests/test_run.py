@@ -1,0 +1,306 @@
+"""A run comes back from the batch that it was made into, and keeps its offsets when it is taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.batch import Batch, encode
+from penstock.run import Run, batch_bytes, open_batch
+
+TOPIC: Final = b"orders"
+
+
+class Message(NamedTuple):
+    subject: bytes
+    value: bytes
+    key: bytes | None = None
+    reply: bytes | None = None
+    headers: bytes | None = None
+
+
+def run_of(messages: Sequence[Message], base_offset: int = 0, offsets: Sequence[int] | None = None) -> Run:
+    run = Run([message.subject for message in messages], [message.value for message in messages])
+    run.keys = {i: message.key for i, message in enumerate(messages) if message.key is not None}
+    run.replies = {i: message.reply for i, message in enumerate(messages) if message.reply is not None}
+    run.headers = {i: message.headers for i, message in enumerate(messages) if message.headers is not None}
+    run.base_offset = base_offset
+    run.offsets = offsets
+    return run
+
+
+def messages_of(run: Run) -> list[Message]:
+    assert len(run) == len(run.subjects) == len(run.values)
+    assert (run.keys.keys() | run.replies.keys() | run.headers.keys()) <= set(range(len(run)))
+    return [
+        Message(subject, value, run.keys.get(i), run.replies.get(i), run.headers.get(i))
+        for i, (subject, value) in enumerate(zip(run.subjects, run.values, strict=True))
+    ]
+
+
+def offsets_of(run: Run) -> list[int]:
+    return [run.offset(index) for index in range(len(run))]
+
+
+def stored(batch: Batch, base_offset: int) -> Batch:
+    batch.stamp(base_offset, append_time=0, durable_bytes=0)
+    return batch
+
+
+def with_holes(count: int, deltas: Sequence[int], span: int, base_offset: int) -> Batch:
+    """What compaction leaves: messages 0, 1, … at base_offset + deltas."""
+    values = [b"%d" % index for index in range(count)]
+    return stored(encode(values, timestamp=0, deltas=deltas, span=span), base_offset)
+
+
+ITEM: Final = st.none() | st.binary(max_size=6)
+SUBJECT: Final = st.sampled_from([TOPIC, b"orders.eu", b"orders.us.created"])
+MESSAGES: Final = st.lists(
+    st.builds(Message, SUBJECT, st.binary(max_size=20), ITEM, ITEM, ITEM), min_size=1, max_size=12
+)
+OFFSET: Final = st.integers(0, 1 << 40)
+
+PLAIN: Final = [Message(b"orders.%d" % i, b"value %d" % i) for i in range(6)]
+RICH: Final = [
+    Message(TOPIC, b"a"),
+    Message(b"orders.eu", b"b", b"key"),
+    Message(b"orders.eu", b"c", None, b"reply"),
+    Message(TOPIC, b"d", None, None, b"A: b\r\n"),
+    Message(b"orders.us", b"e", b"", b"", b""),
+]
+
+
+# ---- to a batch and back
+
+
+@given(MESSAGES, OFFSET)
+@settings(deadline=None)
+def test_a_run_comes_back_from_its_batch(messages: list[Message], base_offset: int) -> None:
+    run = open_batch(stored(run_of(messages).encode(TOPIC, 7), base_offset), TOPIC)
+
+    assert messages_of(run) == messages
+    assert offsets_of(run) == list(range(base_offset, base_offset + len(messages)))
+    assert (run.base_offset, run.end) == (base_offset, base_offset + len(messages))
+
+
+@given(MESSAGES, OFFSET, st.integers(-2, 14))
+@settings(deadline=None)
+def test_a_batch_can_be_opened_from_any_offset(messages: list[Message], base_offset: int, begin: int) -> None:
+    batch = stored(run_of(messages).encode(TOPIC, 7), base_offset)
+
+    run = open_batch(batch, TOPIC, base_offset + begin)
+
+    left = messages[max(0, begin) :]
+    assert messages_of(run) == left
+    assert offsets_of(run) == list(range(base_offset + max(0, begin), base_offset + len(messages)))
+
+
+def test_a_batch_is_of_the_time_that_was_said() -> None:
+    assert run_of(PLAIN).encode(TOPIC, 1_700_000_000_000_000).timestamp == 1_700_000_000_000_000
+
+
+def test_a_subject_that_is_the_topics_name_takes_no_bytes() -> None:
+    columns = run_of([Message(TOPIC, b"a"), Message(TOPIC, b"b")]).encode(TOPIC, 0).columns()
+
+    assert columns.subjects() is None
+
+
+def test_among_other_subjects_the_topics_name_is_absent() -> None:
+    columns = run_of(RICH).encode(TOPIC, 0).columns()
+
+    assert columns.subjects() == [None, b"orders.eu", b"orders.eu", None, b"orders.us"]
+
+
+def test_a_topic_that_is_named_otherwise_now_names_its_messages() -> None:
+    batch = run_of(RICH).encode(TOPIC, 0)
+
+    assert open_batch(batch, b"renamed").subjects == [b"renamed", b"orders.eu", b"orders.eu", b"renamed", b"orders.us"]
+
+
+def test_columns_that_no_message_has_are_not_made() -> None:
+    columns = run_of(PLAIN).encode(TOPIC, 0).columns()
+
+    assert (columns.keys(), columns.replies(), columns.headers()) == (None, None, None)
+
+
+def test_an_empty_key_is_not_an_absent_one() -> None:
+    batch = run_of(RICH).encode(TOPIC, 0)
+
+    assert open_batch(batch, TOPIC).keys == {1: b"key", 4: b""}
+
+
+def test_equal_subjects_of_a_batch_are_one_object() -> None:
+    subjects = open_batch(run_of(RICH).encode(TOPIC, 0), TOPIC).subjects
+
+    assert subjects[1] is subjects[2]
+    assert subjects[0] is subjects[3] is TOPIC
+
+
+# ---- holes
+
+
+def test_a_batch_with_holes_keeps_its_offsets() -> None:
+    run = open_batch(with_holes(3, [1, 4, 6], 9, 100), TOPIC)
+
+    assert offsets_of(run) == [101, 104, 106]
+    assert run.end == 107
+
+
+@pytest.mark.parametrize(
+    ("begin", "left"),
+    [(0, [101, 104, 106]), (101, [101, 104, 106]), (102, [104, 106]), (104, [104, 106]), (106, [106]), (107, [])],
+)
+def test_a_batch_with_holes_can_be_opened_from_any_offset(begin: int, left: list[int]) -> None:
+    run = open_batch(with_holes(3, [1, 4, 6], 9, 100), TOPIC, begin)
+
+    assert offsets_of(run) == left
+    assert run.values == [b"0", b"1", b"2"][3 - len(left) :]
+
+
+def test_a_part_of_a_run_with_holes_keeps_its_offsets() -> None:
+    run = open_batch(with_holes(4, [1, 4, 6, 7], 9, 100), TOPIC)
+
+    assert offsets_of(run.select([1, 2])) == [104, 106]
+    assert offsets_of(run.select([2, 3]).select([1])) == [107]
+
+
+@given(st.sets(st.integers(0, 50), min_size=1), OFFSET, st.data())
+@settings(deadline=None)
+def test_any_part_of_any_part_keeps_its_offsets(deltas: set[int], base_offset: int, data: st.DataObject) -> None:
+    ordered = sorted(deltas)
+    run = open_batch(with_holes(len(ordered), ordered, ordered[-1] + 1, base_offset), TOPIC)
+    expected = [(base_offset + delta, b"%d" % index) for index, delta in enumerate(ordered)]
+
+    for _ in range(2):
+        chosen = sorted(data.draw(st.sets(st.sampled_from(range(len(run))), min_size=1)))
+        run = run.select(chosen)
+        expected = [expected[index] for index in chosen]
+
+        assert list(zip(offsets_of(run), run.values, strict=True)) == expected
+        assert (run.base_offset, run.end) == (expected[0][0], expected[-1][0] + 1)
+
+
+# ---- select and extend
+
+
+@pytest.mark.parametrize("indices", [[0], [4], [0, 4], [1, 2, 3], [0, 2, 4], range(1, 5, 2), range(2), range(5)])
+def test_chosen_messages_keep_all_that_they_have(indices: Sequence[int]) -> None:
+    chosen = run_of(RICH, 10).select(indices)
+
+    assert messages_of(chosen) == [RICH[index] for index in indices]
+    assert offsets_of(chosen) == [10 + index for index in indices]
+    assert (chosen.base_offset, chosen.end) == (10 + indices[0], 11 + indices[-1])
+
+
+def test_messages_in_a_row_need_no_list_of_offsets() -> None:
+    assert run_of(PLAIN, 10).select([2, 3, 4]).offsets is None
+
+
+def test_choosing_leaves_the_run_as_it_was() -> None:
+    run = run_of(RICH, 10)
+    run.select([1, 3])
+
+    assert messages_of(run) == RICH
+    assert offsets_of(run) == [10, 11, 12, 13, 14]
+
+
+@given(MESSAGES, MESSAGES, MESSAGES)
+def test_a_run_that_is_extended_has_the_messages_of_both(
+    first: list[Message], second: list[Message], third: list[Message]
+) -> None:
+    run = run_of(first, 10)
+    run.extend(run_of(second))
+    run.extend(run_of(third))
+
+    assert messages_of(run) == first + second + third
+    assert offsets_of(run) == list(range(10, 10 + len(first + second + third)))
+
+
+def test_extending_leaves_the_other_run_as_it_was() -> None:
+    other = run_of(RICH)
+    run = run_of(PLAIN)
+    run.extend(other)
+    run.extend(run_of(PLAIN))
+
+    assert messages_of(other) == RICH
+
+
+def test_an_empty_run_can_be_extended() -> None:
+    run = Run([], [])
+    run.extend(run_of(RICH))
+
+    assert messages_of(run) == RICH
+
+
+# ---- what is asked of a run
+
+
+@pytest.mark.parametrize(
+    ("subjects", "subject"),
+    [
+        ([b"a"], b"a"),
+        ([b"a", b"a"], b"a"),
+        ([b"a", b"b"], None),
+        ([b"a", b"b", b"a"], None),
+        ([b"a", b"a", b"b"], None),
+    ],
+)
+def test_a_run_knows_whether_it_has_but_one_subject(subjects: list[bytes], subject: bytes | None) -> None:
+    assert Run(subjects, [b""] * len(subjects)).subject == subject
+
+
+def test_equal_subjects_are_one_even_as_several_objects() -> None:
+    assert Run([bytes(bytearray(b"a.b")) for _ in range(3)], [b""] * 3).subject == b"a.b"
+
+
+@pytest.mark.parametrize(
+    ("message", "is_plain"),
+    [
+        (Message(b"a", b"x"), True),
+        (Message(b"a", b"x", key=b""), False),
+        (Message(b"a", b"x", reply=b"r"), False),
+        (Message(b"a", b"x", headers=b""), False),
+    ],
+)
+def test_a_run_is_plain_if_it_has_but_values_and_subjects(message: Message, is_plain: bool) -> None:
+    assert run_of([*PLAIN, message]).is_plain is is_plain
+
+
+# ---- its size
+
+
+@given(st.lists(st.builds(Message, SUBJECT, st.binary(max_size=20), ITEM, ITEM, ITEM), min_size=1, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_a_batch_is_no_larger_than_was_foreseen(messages: list[Message]) -> None:
+    run = run_of(messages)
+
+    assert len(run.encode(b"another", 0).data) <= batch_bytes(run)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9])
+def test_a_batch_with_every_column_is_no_larger_than_was_foreseen(count: int, size: int) -> None:
+    item = bytes(size)
+    # The last message lacks what the others have, so that every column needs to say who has it.
+    run = run_of([*[Message(b"orders.eu", item, item, item, item)] * count, Message(TOPIC, item)])
+
+    assert len(run.encode(TOPIC, 0).data) <= batch_bytes(run)
+
+
+@given(MESSAGES, MESSAGES)
+def test_what_was_foreseen_for_parts_is_enough_for_the_whole(first: list[Message], second: list[Message]) -> None:
+    run, other = run_of(first), run_of(second)
+    foreseen = batch_bytes(run) + batch_bytes(other)
+    run.extend(other)
+
+    assert batch_bytes(run) <= foreseen
+
+
+def test_a_large_run_is_foreseen_closely() -> None:
+    run = run_of([Message(TOPIC, bytes(1000))] * 1000)
+
+    assert batch_bytes(run) < 1.05 * len(run.encode(b"another", 0).data)
