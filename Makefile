@@ -5,6 +5,7 @@ SEED   ?= 1
 CUTS   ?= 10000
 KILLS  ?= 200
 SERVES ?= 100
+FUZZ   ?= 200000
 
 BIN   := .venv/bin
 READY := .venv/.ready
@@ -36,8 +37,8 @@ format: $(READY) ## put the code into its one form
 bench: $(READY) ## measure against the machine's own limits, nats-server and Redis
 	@$(BIN)/python -m bench
 
-soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100
-	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES)
+soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000
+	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ)
 
 # Written last and only when all went well, so an interrupted set-up starts again.
 $(READY): requirements.lock pyproject.toml

@@ -88,7 +88,9 @@ class Simulation:
             with self._open() as store:
                 self._judge(store)
         except Exception as error:
-            error.add_note(f"seed {self.seed}: python -m tests.soak --seed {self.seed} --cuts 1 --kills 0 --serves 0")
+            error.add_note(
+                f"seed {self.seed}: python -m tests.soak --seed {self.seed} --cuts 1 --kills 0 --serves 0 --fuzz 0"
+            )
             raise
 
     def _life(self) -> None:

@@ -1,7 +1,8 @@
-"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100`.
+"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --fuzz 200000`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
-appends, then `--serves` times kill -9 of a server under load. A failure names the seed that shows it again.
+appends, then `--serves` times kill -9 of a server under load, then `--fuzz` rounds of any bytes for the text door's
+parser. A failure names the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from rich.progress import track
+from rich.progress import Progress, track
 
+from tests.fuzz import fuzz
 from tests.kill import KillJudge
 from tests.serve_kill import Figures, ServeJudge
 from tests.simulation import simulate
@@ -59,12 +61,19 @@ def soak_serves(seed: int, count: int) -> Figures:
     return judge.figures
 
 
+def soak_fuzz(seed: int, rounds: int) -> int:
+    with Progress(*Progress.get_default_columns(), transient=True) as progress:
+        task = progress.add_task("any bytes", total=rounds)
+        return fuzz(seed, rounds, lambda done: progress.update(task, completed=done))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cuts", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--serves", type=int, default=100)
+    parser.add_argument("--fuzz", type=int, default=200_000)
     options = parser.parse_args()
     if options.cuts:
         seeds, cuts, messages = (sum(column) for column in zip(*soak_cuts(options.seed, options.cuts), strict=True))
@@ -72,6 +81,8 @@ def main() -> int:
     if options.kills:
         messages = soak_kills(options.seed, options.kills)
         print(f"{options.kills} kills, {messages} acknowledged messages: none lost, none twice")
+    if options.fuzz:
+        print(f"{options.fuzz} rounds, {soak_fuzz(options.seed, options.fuzz)} bytes parsed: only protocol errors")
     if options.serves:
         print(f"{soak_serves(options.seed, options.serves)}: none lost, none twice")
     return 0

@@ -8,8 +8,13 @@ a single message on the way through the broker.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from penstock.batch import Batch, encode
+
+# What a batch takes besides the bytes of its messages: for itself, and for the offsets of each message.
+RUN_BYTES: Final = 256
+MESSAGE_BYTES: Final = 24
 
 
 class Run:
@@ -26,7 +31,8 @@ class Run:
         self.base_offset = 0
         # Where compaction left holes: the offset of each message. None: base_offset, base_offset + 1, ...
         self.offsets: Sequence[int] | None = None
-        # At least as many bytes as a batch of it has. Kept by the log that gathers.
+        # At least as many bytes as its batch has, where somebody knows that already: who read it from the wire, and
+        # the log that gathers it.
         self.size = 0
 
     def __len__(self) -> int:
@@ -99,7 +105,9 @@ class Run:
 
 def batch_bytes(run: Run) -> int:
     """At least as many bytes as a batch of the run has."""
-    size = 256 + sum(map(len, run.values)) + sum(map(len, run.subjects)) + 24 * len(run.values)
+    if run.size:
+        return run.size
+    size = RUN_BYTES + sum(map(len, run.values)) + sum(map(len, run.subjects)) + MESSAGE_BYTES * len(run.values)
     for items in (run.keys, run.replies, run.headers):
         if items:
             size += sum(map(len, items.values()))

@@ -157,6 +157,10 @@ class Log:
         """Whether a worker has something of this log."""
         return self._writing is not None or self._syncing is not None
 
+    @property
+    def is_syncing(self) -> bool:
+        return self._syncing is not None
+
     # In.
 
     def append(self, batch: Batch, *, source: int = 0, position: int = 0, done: Done | None = None) -> int:

@@ -8,7 +8,8 @@ A store and its logs belong to one thread. Alone it is driven by `flush`, which 
 thread. In an event loop it is driven by `run`: two lanes, each with one round at a time in a worker thread.
 
     synced    topics with `fsync`: writes and syncs all that is dirty; also the syncs that `flush` topics are due
-    written   topics with `flush`: writes only, so that their readers never wait for somebody's fsync
+    written   topics with `flush`: writes only, so that their readers never wait for somebody's fsync; what is small
+              on the loop itself
 
 What arrives while a round runs goes into the next: the more is going on, the more messages share a sync.
 
@@ -60,6 +61,10 @@ from penstock.storage.state import STATE_TOPIC, State
 from penstock.storage.tail import TailBudget
 
 logger = logging.getLogger(__name__)
+
+# A round of `flush` topics that is no larger is written on the loop itself: the page cache takes it in some µs, and
+# the way to a worker and back costs 100 and more, up to Python's switch interval when the loop is busy.
+_QUICK_BYTES: Final = 64 << 10
 
 _STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT)
 
@@ -704,6 +709,15 @@ class Round:
         self.syncs = syncs
         self.errors: list[OSError | None] = []
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether it takes no longer than handing it to a worker: a little for the page cache, and no disk in sight."""
+        return (
+            not self._sync
+            and sum(write.size for write in self.writes) <= _QUICK_BYTES
+            and not any(write.syncs or write.log.is_syncing for write in self.writes)
+        )
+
     def run(self) -> None:
         for write in self.writes:
             write.run()
@@ -760,18 +774,26 @@ class _Lane:
         if self._running or self._stopped is not None:
             return
         round_ = self._take()
-        if round_ is not None:
-            self._running = True
+        if round_ is None:
+            return
+        self._running = True
+        if round_.is_quick:
+            self._done(round_, self._run(round_))
+        else:
             self._rounds.put(round_)
 
     def _work(self) -> None:
         while (round_ := self._rounds.get()) is not None:
-            error = None
-            try:
-                round_.run()
-            except Exception as raised:  # noqa: BLE001 - whoever waits for `crash` supervises the lane
-                error = raised
+            error = self._run(round_)
             self._loop.call_soon_threadsafe(self._done, round_, error)
+
+    @staticmethod
+    def _run(round_: Round) -> Exception | None:
+        try:
+            round_.run()
+        except Exception as raised:  # noqa: BLE001 - whoever waits for `crash` supervises the lane
+            return raised
+        return None
 
     def _done(self, round_: Round, error: Exception | None) -> None:
         self._running = False
@@ -779,7 +801,7 @@ class _Lane:
             if error is not None:
                 raise error
             self._finish(round_)
-            self._start()
+            self.wake()
         except Exception as raised:  # noqa: BLE001 - as above
             if not self._crash.done():
                 self._crash.set_exception(raised)

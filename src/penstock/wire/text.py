@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from penstock.run import Run
+from penstock.run import MESSAGE_BYTES, RUN_BYTES, Run
 from penstock.subject import is_pattern, is_subject, is_text
 from penstock.wire.events import (
     Ack,
@@ -122,6 +122,7 @@ class Parser:
         """
         values: list[bytes] = []
         subjects: list[bytes] = []
+        begun = at
         find, known, size = data.find, self._lines.get, len(data)
         while True:
             line_end = find(b"\n", at + 2)
@@ -145,7 +146,10 @@ class Parser:
                 if values:
                     events.append(Run(subjects, values))
                 raise _Wrong("Parser Error", closes=True)
-            events.append(Run(subjects, values))
+            run = Run(subjects, values)
+            # Each has its subject and more in front of it here, so this is what they take in a batch, or less.
+            run.size = at - begun + RUN_BYTES + MESSAGE_BYTES * len(values)
+            events.append(run)
         return at
 
     def _parse_line(self, data: bytes, at: int, events: list[Event]) -> int:
@@ -231,6 +235,7 @@ class Parser:
             run.headers[index] = _header_lines(data[begin:header_end])
         run.values.append(data[header_end:end])
         run.subjects.append(subject)
+        run.size = 0  # not known any more
         return end
 
     def _intern(self, subject: bytes) -> bytes | None:
