@@ -531,9 +531,9 @@ class Member:
         for group, sequence in gathered:
             name = f" {group.name}" if several else ""
             confirm = partial(self._journal.confirm, group, [sequence])
-            # What was delivered in an earlier life the server may not know of any more. It must not say +OK then.
-            is_old = group.delivered[sequence] != self._journal.life
-            self._ask(connection, f"ACK {sequence}{name}\r\n".encode(), confirm, may_be_refused=is_old)
+            # What was delivered in an earlier life the server may not know of any more, and what was not acknowledged
+            # in time may be a dead letter by now. It must not say +OK then.
+            self._ask(connection, f"ACK {sequence}{name}\r\n".encode(), confirm, may_be_refused=True)
 
 
 class Stored(NamedTuple):
