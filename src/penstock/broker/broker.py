@@ -16,7 +16,6 @@ from typing import Any
 
 from penstock.broker.deadletters import DeadLetters
 from penstock.broker.delay import DELAYED_TOPIC, Delays
-from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
 from penstock.broker.intake import LIVE, Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
@@ -43,7 +42,6 @@ class Settings:
     topics_max: int = 10_000
     partitions: int = 1
     policy: Policy = field(default_factory=Policy)
-    flow: Flow = field(default_factory=Flow)
     dead_letter_prefix: str = "DLQ"
 
 

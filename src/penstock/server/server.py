@@ -56,7 +56,7 @@ class Server:
         )
         clock = SystemClock()
         self._store = Store(Path(config.storage.data_dir), settings=_store_settings(config), clock=clock)
-        self.broker = Broker(self._store, clock=clock, settings=_broker_settings(config, self.flow))
+        self.broker = Broker(self._store, clock=clock, settings=_broker_settings(config))
         self._id = secrets.token_hex(8)
         self.version = metadata.version("penstock")
         self._sessions: dict[Session, None] = {}
@@ -251,6 +251,11 @@ class Server:
             "groups": len(self.broker.groups),
             "delayed": len(self.broker.delays) if self.broker.delays is not None else 0,
             "unflushed_bytes": self._store.unflushed_bytes,
+            "ids_checked": sum(topic.dedup.checked for topic in self.broker.topics if topic.dedup is not None),
+            "duplicates": sum(topic.dedup.found for topic in self.broker.topics if topic.dedup is not None),
+            "redelivered": sum(group.redelivered for group in self.broker.groups.values()),
+            "dead_lettered": sum(group.dead_lettered for group in self.broker.groups.values()),
+            "lost_to_retention": sum(group.lost for group in self.broker.groups.values()),
             **totals._asdict(),
             "since_start": asdict(self.counters),
         }
@@ -273,13 +278,12 @@ def _store_settings(config: Config) -> Settings:
     )
 
 
-def _broker_settings(config: Config, flow: Flow) -> brokers.Settings:
+def _broker_settings(config: Config) -> brokers.Settings:
     return brokers.Settings(
         auto_create=config.topic.auto_create,
         topics_max=config.topic.topics_max,
         partitions=config.topic.partitions,
         policy=_policy(config.topic),
-        flow=flow,
         dead_letter_prefix=config.dlq.prefix,
     )
 

@@ -662,6 +662,7 @@ class Session(asyncio.Protocol):
 
     def _refused(self, event: Refused) -> None:
         self.server.counters.protocol_errors += 1
+        self.server.counters.failed_publishes += event.publish
         self._answer(text.error(event.reason, is_nats=self._parser.is_nats), closes=event.closes)
 
     def _refuse(self, reason: str) -> None:
