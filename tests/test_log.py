@@ -27,7 +27,7 @@ from penstock.storage.log import RESERVE_AHEAD, Log, State
 from penstock.storage.meta import Meta
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.producers import IN_FLIGHT_MAX
-from penstock.storage.segment import Reader
+from penstock.storage.segment import Damage, Found, Reader
 from penstock.storage.store import Settings, Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import append, messages, open_log, values
@@ -1743,3 +1743,18 @@ def test_a_read_that_fails_is_an_error_of_the_disk_and_may_be_repeated(read: Cal
     with pytest.raises(ReadFailed, match="Input/output error"):
         read(log)
     assert str(read(log)) == str(expected)
+
+
+def test_a_scan_of_a_segment_that_grows_meanwhile_ends_where_it_began_to_look() -> None:
+    """Upkeep and verify look at the active segment while it is written."""
+    log = open_log(Path("/log"), files=FaultyFiles())
+    append(log, b"a")
+    log.flush()
+    scan = log.segments[-1].scan(check=True)
+    found = [next(scan)]
+    for _ in range(3):
+        append(log, b"b" * 1000)
+        log.flush()
+        found += [item] if (item := next(scan, None)) is not None else []
+    assert not [item for item in found if isinstance(item, Damage)]
+    assert [item.batch.count for item in found if isinstance(item, Found)] == [0, 1]

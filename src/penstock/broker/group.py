@@ -99,8 +99,9 @@ class Group:
         self.identity = identity
         self.pattern = pattern
         self.mode = mode
-        # It goes up with every change of the members or of a position by hand: commits made before do not count.
-        self.generation = 0
+        # It goes up with every change of the members or of a position by hand: commits made before do not count. It
+        # begins with the time, so that those from before a restart do not either.
+        self.generation = host.clock.now_us()
         self.members: list[Member] = []
         self.positions: dict[tuple[int, int], Position] = {}
         self.redelivered = 0

@@ -279,12 +279,14 @@ class Segment:
 
         Headers are always checked, what is behind them if `check` is set. Damage is passed over, up to the
         next place where a whole batch begins. A whole batch of a newer version is a batch like any other.
+        What is written meanwhile is not looked at.
         """
-        window = _Window(self, self.size)
+        size = self.size
+        window = _Window(self, size)
         log = self.log
         expected = self.base
         append_time = 0
-        while position < self.size:
+        while position < size:
             try:
                 batch = window.batch_at(position)
                 if batch.base_offset < expected or batch.append_time < append_time:
@@ -296,7 +298,7 @@ class Segment:
             except CorruptBatch as error:
                 found = window.find(position + 8, log, expected, append_time)
                 last = found.batch.base_offset if found else None
-                stop = found.position if found else self.size
+                stop = found.position if found else size
                 yield Damage(position, stop, expected, last, str(error))
                 position = stop
                 continue
