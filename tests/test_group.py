@@ -12,7 +12,7 @@ from penstock.broker.broker import Settings, Start
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
 from penstock.broker.member import Member
-from penstock.errors import BadSubject, GroupConflict, PenstockError, StaleCommit, UnknownGroup
+from penstock.errors import AppendFailed, BadSubject, GroupConflict, PenstockError, StaleCommit, UnknownGroup
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock
 from tests.brokers import SECOND, Got, Life, Recorder, in_loop, run_of
@@ -763,6 +763,26 @@ async def test_an_acknowledgement_that_comes_while_another_one_is_refused_by_the
         assert group.ack(ann.got[1].place, 1, answers.append)
         await life.advance(2 * SECOND)
         assert len(answers) == 2
+
+
+@in_loop
+async def test_an_acknowledgement_that_was_refused_and_is_repeated_counts_when_it_is_stored() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        ann = Recorder()
+        group, _ = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a")
+        disk.fail("write", errno.ENOSPC, path_suffix="topics/0/0/" + "0" * 20 + ".log")
+        answers: list[PenstockError | None] = []
+        assert group.ack(ann.got[0].place, 0, answers.append)
+        await life.settle()
+        assert [type(answer) for answer in answers] == [AppendFailed]
+        assert group.ack(ann.got[0].place, 0, answers.append)
+        assert len(answers) == 1
+        await life.settle()
+        assert answers[1:] == [None]
+        [(_, stored)] = life.store.state.items("position")
+        assert stored["floor"] == 1
 
 
 # Between publishing and storing

@@ -804,3 +804,17 @@ def test_a_subscriber_that_does_not_read_stops_nobody_and_gets_everything_later(
         publish(flushes * per_flush)
         receive(stuck, flushes * per_flush)
         assert server.rss() - before < 50 << 20
+
+
+@pytest.mark.parametrize("options", [b'{"delay": Infinity}', b'{"delay": 1e300}', b"[" * 100_000, b'{"delay": []}'])
+def test_a_delay_that_is_none_does_no_harm(server: Serve, options: bytes) -> None:
+    with Nats(server) as client:
+        client.send("SUB patient.nak DURABLE:nak 7\r\nPUB patient.nak 1\r\nx\r\n")
+        reply = client.message().reply
+        assert reply is not None
+        client.send(b"PUB %b %d\r\n-NAK %b\r\n" % (reply.encode(), len(options) + 5, options))
+        client.send(b"PUB %b 4\r\n+ACK\r\nPING\r\n" % reply.encode())
+        # Given back at once, it may have come once more before it was acknowledged.
+        while (line := client.line()) != "PONG":
+            assert line.startswith("HMSG patient.nak 7 "), line
+            client.read(int(line.split(" ")[-1]) + 2)

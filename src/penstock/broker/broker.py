@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from penstock.broker.deadletters import DeadLetters
 from penstock.broker.delay import DELAYED_TOPIC, Delays
@@ -33,6 +33,9 @@ from penstock.storage.store import Store
 from penstock.subject import is_pattern, is_subject, is_text, matches, meets
 
 logger = logging.getLogger(__name__)
+
+
+_SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +112,8 @@ class Broker:
     def call_at(self, when_us: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         assert self._loop is not None, "it runs"
         # uvloop counts in milliseconds, and rounds: never early, or whoever is woken finds nothing to do.
-        delay_us = max(0, when_us - self.clock.monotonic_us()) + 1000
+        # And not for longer than a day: who is woken looks again, and what a client asked for may be beyond any clock.
+        delay_us = min(max(0, when_us - self.clock.monotonic_us()), _SLEEP_US_MAX) + 1000
         return self._loop.call_later(delay_us / 1e6, callback)
 
     # Topics.

@@ -204,8 +204,8 @@ class Group:
             return True
         if offset >= inflight.next or inflight.attempts(offset):
             return False
-        if self._is_saving:
-            # What says that it is done may be on its way.
+        if self._is_saving or position in self._unsaved:
+            # What says that it is done is on its way, or the disk refused it.
             self._save(position, saved)
         else:
             saved(None)

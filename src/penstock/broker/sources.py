@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from typing import Protocol
 
 from penstock.broker.partition import Partition
 from penstock.clock import Clock
-from penstock.errors import PenstockError
 from penstock.run import Run
+from penstock.storage.store import outcome
 
 
 class Timed(Protocol):
@@ -24,15 +23,6 @@ def source_number(*names: object) -> int:
 
 async def append_once(host: Timed, target: Partition, run: Run, source: int, number: int) -> int:
     """Append a run, and wait until it is committed; not again, if this number of this source was appended before."""
-    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def done(offset: int, error: PenstockError | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(offset)
-        else:
-            future.set_exception(error)
-
+    settled, done = outcome()
     target.append_batch(run.encode(target.name, host.clock.now_us()), source, number, done)
-    return await future
+    return await settled

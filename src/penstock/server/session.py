@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -46,6 +47,8 @@ from penstock.wire.events import (
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
+logger = logging.getLogger(__name__)
+
 # A connection that has so much unsent gets no more messages until it has read some. Large enough for a whole batch.
 UNSENT_BYTES_MAX: Final = 1 << 20
 # Answers to a client that does not read them: then its commands are not read either.
@@ -54,6 +57,8 @@ UNREAD_ANSWERS_MAX: Final = 256 << 10
 ACK_SUBJECT: Final = b"$ACK."
 # Runs of its own that a connection without echo is protected from: what it has on the way at once.
 OWN_RUNS_MAX: Final = 1000
+# Subjects that a connection pulls without a subscription; each has a position.
+PULLS_MAX: Final = 100
 # How long a connection that is being closed has to read what was sent.
 CLOSE_S: Final = 5.0
 
@@ -247,8 +252,9 @@ class Session(asyncio.Protocol):
             await waits
         except PenstockError as error:
             self._answer_error(error)
-        except ValueError as error:
-            self._answer(text.error(str(error), is_nats=self._parser.is_nats))
+        except Exception:  # a fault of ours in what one client asked for must not end the others
+            logger.exception("connection %d", self.id)
+            self._refuse("Internal Error")
         events, self._waiting = self._waiting or deque(), None
         if self._closing:
             return
@@ -609,6 +615,9 @@ class Session(asyncio.Protocol):
             self._answer(text.error("PULL needs a subscription in pull mode: FLOWCTL <sid> PULL", is_nats=True))
             return
         cursor = self._pulls.get(event.subject)
+        if cursor is None and len(self._pulls) >= PULLS_MAX:
+            self._answer(text.error("too many subjects are pulled", is_nats=False))
+            return
         if cursor is None:
             cursor = self._pulls[event.subject] = History(self.broker, event.subject)
         self._ok(str(await self._send_history(cursor, event.messages_max, b"pull")))
@@ -738,7 +747,7 @@ def _reason(error: PenstockError) -> str:
 def _delay_us(options: bytes) -> int:
     """NATS clients write the delay in nanoseconds: -NAK {"delay": 1000000000}."""
     try:
-        delay = json.loads(options)["delay"] if options else 0
-        return max(0, int(delay) // 1000)
-    except (ValueError, TypeError, KeyError):
+        delay_us = int(json.loads(options)["delay"] if options else 0) // 1000
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return 0
+    return min(max(0, delay_us), headers.DELAY_US_MAX)

@@ -181,9 +181,9 @@ class Store:
 
     async def write_state(self, changes: Sequence[Change]) -> None:
         """Set and delete values, all or none of them, and wait until they are committed."""
-        outcome, done = _outcome()
+        settled, done = outcome()
         self._state.write(changes, done)
-        await outcome
+        await settled
 
     # Rounds.
 
@@ -236,9 +236,9 @@ class Store:
 
     async def append(self, log: Log, batch: Batch) -> int:
         """Append, and wait until the batch is committed."""
-        outcome, done = _outcome()
+        settled, done = outcome()
         log.append(batch, done=done)
-        return await outcome
+        return await settled
 
     async def read(self, log: Log, offset: int, bytes_max: int) -> list[Batch]:
         """Read from memory at once, or from disk in another thread."""
@@ -854,7 +854,7 @@ def _deletion(topic_id: int) -> Change:
     return Change("topic", str(topic_id), {"deleted": True})
 
 
-def _outcome() -> tuple[asyncio.Future[int], Done]:
+def outcome() -> tuple[asyncio.Future[int], Done]:
     """A future, and whom to tell that it is settled."""
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 

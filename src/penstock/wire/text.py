@@ -46,8 +46,10 @@ DURABLE: Final = b"DURABLE:"
 _VERSION: Final = b"NATS/1.0"
 HEADER_LINE: Final = _VERSION + b"\r\n"
 
-# Lines that are remembered with what they mean. A client has a few subjects and sizes, or as many as it has messages.
+# Lines that are remembered with what they mean, if they are short: a client has a few subjects and sizes, or as many as
+# it has messages. Together they bound what a connection can make us keep to some 2 MB.
 _LINES_MAX: Final = 4096
+_LINE_BYTES_REMEMBERED: Final = 256
 # Lines with nothing in them are passed over, however many.
 _LINE_ENDS: Final = re.compile(rb"[\r\n]*")
 # More digits than any length, count or sequence has; int() of a long string takes quadratic time.
@@ -219,7 +221,7 @@ class Parser:
                 raise _Wrong("Invalid Publish Subject", closes=True, publish=True)
             events.append(Refused("Invalid Publish Subject", publish=True))
             return end
-        if verb == b"PUB" and reply is None:
+        if verb == b"PUB" and reply is None and line_end - at <= _LINE_BYTES_REMEMBERED:
             if len(self._lines) >= _LINES_MAX:
                 self._lines.clear()
             self._lines[data[at:line_end]] = (size, subject)
@@ -242,9 +244,11 @@ class Parser:
         """The one object that stands for this subject; None if it is none."""
         known = self._subjects.get(subject)
         if known is None and is_subject(subject):
-            if len(self._subjects) >= _LINES_MAX:
-                self._subjects.clear()
-            known = self._subjects[subject] = subject
+            known = subject
+            if len(subject) <= _LINE_BYTES_REMEMBERED:
+                if len(self._subjects) >= _LINES_MAX:
+                    self._subjects.clear()
+                self._subjects[subject] = subject
         return known
 
 
