@@ -30,7 +30,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final, NamedTuple, Self
 
-from penstock.broker.headers import value_of
+from penstock.headers import value_of
 from penstock.run import Run, open_batch
 from penstock.storage.state import STATE_TOPIC, read_changes
 from penstock.storage.store import Store

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.broker.broker import Settings
 from penstock.broker.flow import Flow, Overflow
-from penstock.broker.headers import hash_key
 from penstock.errors import BadSubject, PenstockError, TooManyTopics, TopicConflict, UnknownTopic
+from penstock.headers import hash_key
 from penstock.run import Run
 from penstock.storage.policy import Dedup, Policy
 from penstock.testing import FaultyFiles

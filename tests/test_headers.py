@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.broker.headers import (
+from penstock.errors import BadHeader
+from penstock.headers import (
     DELAY_US_MAX,
     Asked,
     hash_key,
@@ -20,7 +21,6 @@ from penstock.broker.headers import (
     value_of,
     without,
 )
-from penstock.errors import BadHeader
 
 NOW_US: Final = 1_700_000_000_000_000
 SECOND_US: Final = 1_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
-from penstock.broker import headers
+from penstock import headers
 from penstock.broker.mover import Mover
 from penstock.broker.partition import Partition
 from penstock.broker.topic import ServedTopic

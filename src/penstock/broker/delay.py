@@ -7,7 +7,7 @@ import logging
 from heapq import heappop, heappush
 from typing import Final, Protocol
 
-from penstock.broker import headers
+from penstock import headers
 from penstock.broker.mover import Mover
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Loop

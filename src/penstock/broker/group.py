@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Final, Protocol
 
-from penstock.broker import headers
+from penstock import headers
 from penstock.broker.flow import Backlog
 from penstock.broker.inflight import Inflight
 from penstock.broker.member import Member, share_out

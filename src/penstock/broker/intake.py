@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
+from penstock import headers
 from penstock.batch import Batch
-from penstock.broker import headers
 from penstock.broker.dedup import Dedup
 from penstock.broker.delay import Delays
 from penstock.broker.partition import LivePartition, Partition

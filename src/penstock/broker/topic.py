@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from penstock.broker.dedup import Dedup
-from penstock.broker.headers import hash_key
 from penstock.broker.partition import LivePartition, Partition
 from penstock.errors import PenstockError, TopicConflict
+from penstock.headers import hash_key
 from penstock.storage.policy import Topic
 from penstock.subject import owns
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, assert_never, cast
 
+from penstock import headers
 from penstock.batch import OFFSET_MAX
-from penstock.broker import headers
 from penstock.broker.flow import Flow, Overflow
 from penstock.broker.group import Group
 from penstock.broker.history import History
