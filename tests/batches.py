@@ -305,7 +305,7 @@ BOMBS: Final[dict[str, bytes]] = {
     "packed length cut short": _packed_length(LZ4, -1),
     "packed and nothing there": forge(b"", flags=LZ4, plain_length=0),
     "unknown compression": forge(packed_body(_ONE), flags=3, plain_length=len(_ONE)),
-    "unknown flag": forge(_ONE, flags=1 << 13),
+    "unknown flag": forge(_ONE, flags=1 << 14),
     "no columns": forge(b""),
     "no messages": forge(i32s(0), count=0),
     "first offset not 0": forge(i32s(1, 8) + b"12345678"),

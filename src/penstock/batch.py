@@ -17,7 +17,8 @@ All numbers are little-endian; every batch and every column begins on a multiple
      56  u32 crc            crc32c of byte 60 to the end
      60  u32 count          messages
      64  u16 version
-     66  u16 flags          bits 0-1 compression, then one bit for each column that is there (see below)
+     66  u16 flags          bits 0-1 compression, then one bit for each column that is there (see below); bit 13: headers
+                            of some message ask the broker for something (an id, a delay), so it must look inside
      68  u32 plain_length   bytes of the columns, before compression
      72  u64 producer       0: none
      80  u64 sequence       the producer's number for this batch, one higher each time
@@ -85,7 +86,8 @@ _BINARY: Final = {
     "reply": (1 << 7, 1 << 11),
     "headers": (1 << 8, 1 << 12),
 }
-_FLAGS: Final = (1 << 13) - 1
+_ASKS: Final = 1 << 13
+_FLAGS: Final = (1 << 14) - 1
 
 _HEADER: Final = struct.Struct("<IIQIIqQQIIIIHHIQQq")
 _HEADER_CRC: Final = slice(4, HEADER_BYTES)
@@ -93,6 +95,8 @@ _STAMP: Final = struct.Struct("<QIIqQQII")
 _STAMP_AT: Final = 8
 _CRC_AT: Final = 56
 _CRC: Final = slice(60, None)
+_PRODUCER: Final = struct.Struct("<QQ")
+_PRODUCER_AT: Final = 72
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 _I32: Final = struct.Struct("<i")
@@ -216,6 +220,11 @@ class Batch:
         return len(self.data)
 
     @property
+    def asks(self) -> bool:
+        """Whether headers of some message ask the broker for something."""
+        return bool(self.flags & _ASKS)
+
+    @property
     def compression(self) -> Compression:
         number = self.flags & _COMPRESSION
         if number > Compression.ZSTD:
@@ -246,6 +255,14 @@ class Batch:
         self.position = position
         self.log = log
         self.durable_bytes = durable_bytes
+
+    def number(self, producer: int, sequence: int) -> None:
+        """Make it another batch of a producer, in place: for who made it, before it is sent."""
+        _PRODUCER.pack_into(self.data, _PRODUCER_AT, producer, sequence)
+        self.producer = producer
+        self.sequence = sequence
+        self.crc = crc32c(memoryview(self.data)[_CRC])
+        _U32.pack_into(self.data, _CRC_AT, self.crc)
 
     def is_whole(self) -> bool:
         """Whether the producer's part is what the producer made."""
@@ -289,6 +306,7 @@ def encode(
     producer: int = 0,
     sequence: int = 0,
     compression: Compression = Compression.NONE,
+    asks: bool = False,
 ) -> Batch:
     """Make a batch of `values` and, where given, their other columns, each as long as `values`.
 
@@ -305,7 +323,7 @@ def encode(
     for name, given in (optional | fixed).items():
         if given is not None and len(given) != count:
             raise ValueError(f"{len(given)} in the {name} column for {count} values")
-    flags = 0
+    flags = _ASKS if asks else 0
     parts: list[Buffer] = [_BLANK_HEADER]
     if timestamps is not None:
         flags |= _TIMESTAMPS

@@ -10,7 +10,11 @@
     │   ├── OutOfSequence      a producer left a gap, or is not known
     │   ├── BadSubject         no subject that can be stored, or no pattern
     │   ├── BadHeader          a header that asks for what cannot be done
+    │   ├── BadFrame           bytes that are no frame of the protocol
+    │   ├── BadRequest         a request that is not known, or lacks something
+    │   ├── Unauthorized       the broker wants a user or a token, and these are not they
     │   ├── TopicConflict      a topic of that name, or above or below it, exists
+    │   ├── StaleLayout        the topic has more partitions than the producer knew
     │   ├── UnknownGroup       no group has that name
     │   ├── GroupConflict      the group exists, and is another one
     │   └── StaleCommit        the group has been reset or shared out anew since
@@ -19,6 +23,12 @@
     │   ├── Closed             stopped, or stopping
     │   ├── TooManyTopics      no more topics are made by themselves
     │   └── UnknownTopic       no such topic
+    ├── ClientError            between a client and its broker
+    │   ├── NoBroker           nobody answers at the address
+    │   ├── ConnectionLost     the answer did not come: it may or may not have been done
+    │   ├── TimedOut           it took too long
+    │   ├── DeliveryFailed     messages of a producer are not stored: it tells which
+    │   └── NotOutstanding     acknowledged too late: the message went to another, or is a dead letter
     └── DiskError              the data directory is in the way: look at it
         ├── DirectoryInUse     another process has it open
         ├── BadDirectory       files that do not belong there, or do not fit together
@@ -89,6 +99,22 @@ class BadHeader(PeerError):
     code = "BAD_HEADER"
 
 
+class BadFrame(PeerError):
+    code = "BAD_FRAME"
+
+
+class BadRequest(PeerError):
+    code = "BAD_REQUEST"
+
+
+class Unauthorized(PeerError):
+    code = "UNAUTHORIZED"
+
+
+class StaleLayout(PeerError):
+    code = "STALE_LAYOUT"
+
+
 class TopicConflict(PeerError):
     code = "TOPIC_CONFLICT"
 
@@ -123,6 +149,37 @@ class TooManyTopics(BrokerError):
 
 class UnknownTopic(BrokerError):
     code = "UNKNOWN_TOPIC"
+
+
+class ClientError(PenstockError):
+    code = "CLIENT"
+
+
+class NoBroker(ClientError):
+    code = "NO_BROKER"
+
+
+class ConnectionLost(ClientError):
+    code = "CONNECTION_LOST"
+
+
+class TimedOut(ClientError):
+    code = "TIMED_OUT"
+
+
+class DeliveryFailed(ClientError):
+    """`failed`: the messages, each with its subject, its value and why it is not stored."""
+
+    code = "DELIVERY_FAILED"
+
+    def __init__(self, failed: Sequence[tuple[str, bytes | None, PenstockError]]) -> None:
+        count, (subject, _, error) = len(failed), failed[0]
+        super().__init__(f"{count} messages are not stored; the first, to {subject}: {error}")
+        self.failed = list(failed)
+
+
+class NotOutstanding(ClientError):
+    code = "NOT_OUTSTANDING"
 
 
 class DiskError(PenstockError):
@@ -162,3 +219,20 @@ class AppendFailed(DiskError):
 
 class LogFailed(DiskError):
     code = "LOG_FAILED"
+
+
+def from_wire(code: str, text: str) -> PenstockError:
+    """The error that a peer tells of, as the one that was raised there; one of a newer peer keeps its code."""
+    kind = _leaves(PenstockError).get(code)
+    if kind is None:
+        return PenstockError(f"{code}: {text}")
+    error = kind.__new__(kind)
+    Exception.__init__(error, text)
+    return error
+
+
+def _leaves(kind: type[PenstockError]) -> dict[str, type[PenstockError]]:
+    found = {} if kind.__subclasses__() else {kind.code: kind}
+    for child in kind.__subclasses__():
+        found |= _leaves(child)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from penstock.batch import Batch, encode
+from penstock.batch import Batch, Buffer, encode
 
 # What a batch takes besides the bytes of its messages: for itself, and for the offsets of each message.
 RUN_BYTES: Final = 256
@@ -20,7 +20,20 @@ MESSAGE_BYTES: Final = 24
 class Run:
     """`values` and `subjects` are as long as each other. Keys, replies and headers are rare: index -> what it has."""
 
-    __slots__ = ("base_offset", "headers", "keys", "offsets", "replies", "size", "subjects", "values")
+    __slots__ = (
+        "base_offset",
+        "batch",
+        "headers",
+        "keys",
+        "offsets",
+        "replies",
+        "size",
+        "subjects",
+        "timestamp",
+        "timestamps",
+        "tombstones",
+        "values",
+    )
 
     def __init__(self, subjects: list[bytes], values: list[bytes]) -> None:
         self.subjects = subjects
@@ -28,6 +41,13 @@ class Run:
         self.keys: dict[int, bytes] = {}
         self.replies: dict[int, bytes] = {}
         self.headers: dict[int, bytes] = {}
+        # Messages that delete their key.
+        self.tombstones: set[int] = set()
+        # µs: of every message, unless they differ; 0: it is not stored yet.
+        self.timestamp = 0
+        self.timestamps: Sequence[int] | None = None
+        # The same as it is stored, where that is at hand.
+        self.batch: Batch | None = None
         self.base_offset = 0
         # Where compaction left holes: the offset of each message. None: base_offset, base_offset + 1, ...
         self.offsets: Sequence[int] | None = None
@@ -53,7 +73,7 @@ class Run:
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but values and subjects."""
-        return not (self.replies or self.headers or self.keys)
+        return not (self.replies or self.headers or self.keys or self.tombstones)
 
     def offset(self, index: int) -> int:
         return self.base_offset + index if self.offsets is None else self.offsets[index]
@@ -65,17 +85,27 @@ class Run:
         for mine, others in ((self.keys, run.keys), (self.replies, run.replies), (self.headers, run.headers)):
             if others:
                 mine.update((shift + index, item) for index, item in others.items())
+        self.tombstones.update(shift + index for index in run.tombstones)
 
     def select(self, indices: Sequence[int]) -> Run:
-        """Some of the messages, in the order of `indices`."""
-        chosen = Run([self.subjects[i] for i in indices], [self.values[i] for i in indices])
+        """Some of the messages; `indices` ascend."""
+        first, count = indices[0], len(indices)
+        is_slice = indices[-1] - first == count - 1
+        if is_slice:
+            chosen = Run(self.subjects[first : first + count], self.values[first : first + count])
+        else:
+            chosen = Run([self.subjects[i] for i in indices], [self.values[i] for i in indices])
+        chosen.timestamp = self.timestamp
+        if self.timestamps is not None:
+            chosen.timestamps = [self.timestamps[i] for i in indices]
         if not self.is_plain:
+            chosen.tombstones = {new for new, old in enumerate(indices) if old in self.tombstones}
             for name in ("keys", "replies", "headers"):
                 items: dict[int, bytes] = getattr(self, name)
                 setattr(chosen, name, {new: items[old] for new, old in enumerate(indices) if old in items})
-        if self.offsets is not None or indices[-1] - indices[0] != len(indices) - 1:
+        if self.offsets is not None or not is_slice:
             chosen.offsets = [self.offset(i) for i in indices]
-        chosen.base_offset = self.offset(indices[0])
+        chosen.base_offset = self.offset(first)
         return chosen
 
     def below(self, offset: int) -> Run:
@@ -86,7 +116,22 @@ class Run:
         return self.select(indices) if indices else Run([], [])
 
     def encode(self, topic: bytes, timestamp: int) -> Batch:
-        """A batch of the run. A message whose subject is the topic's own name has none in the batch."""
+        """A batch of the run, to be stored. A message whose subject is the topic's own name has none in the batch."""
+        return self._encode(topic, timestamp, None, None)
+
+    def stored(self, topic: bytes) -> Buffer:
+        """The messages, which are stored, as the bytes of a batch with their offsets."""
+        if self.batch is not None:
+            return self.batch.data
+        if self.offsets is None:
+            batch = self._encode(topic, self.timestamp, None, None)
+        else:
+            deltas = [offset - self.base_offset for offset in self.offsets]
+            batch = self._encode(topic, self.timestamp, deltas, deltas[-1] + 1)
+        batch.stamp(self.base_offset, append_time=0)
+        return batch.data
+
+    def _encode(self, topic: bytes, timestamp: int, deltas: Sequence[int] | None, span: int | None) -> Batch:
         subjects: Sequence[bytes | None] | None = self.subjects
         if self.subject == topic:
             subjects = None
@@ -96,10 +141,14 @@ class Run:
         return encode(
             self.values,
             timestamp=timestamp,
+            timestamps=self.timestamps,
+            deltas=deltas,
+            span=span,
             subjects=subjects,
             keys=_column(self.keys, count),
             replies=_column(self.replies, count),
             headers=_column(self.headers, count),
+            tombstones=[index in self.tombstones for index in range(count)] if self.tombstones else None,
         )
 
 
@@ -127,6 +176,11 @@ def open_batch(batch: Batch, topic: bytes, from_offset: int = 0) -> Run:
         named = [known.setdefault(subject, subject or topic) for subject in subjects]
     run = Run(named, values)
     run.base_offset = batch.base_offset
+    run.timestamp = batch.timestamp
+    if columns.timestamps_at >= 0:
+        run.timestamps = columns.timestamps()
+    if (tombstones := columns.tombstones()) is not None:
+        run.tombstones = {index for index, dead in enumerate(tombstones) if dead}
     run.keys = _items(columns.keys())
     run.replies = _items(columns.replies())
     run.headers = _items(columns.headers())
@@ -135,6 +189,7 @@ def open_batch(batch: Batch, topic: bytes, from_offset: int = 0) -> Run:
     if from_offset > batch.base_offset:
         wanted = [index for index in range(len(values)) if run.offset(index) >= from_offset]
         return run.select(wanted) if wanted else Run([], [])
+    run.batch = batch
     return run
 
 

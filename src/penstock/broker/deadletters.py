@@ -99,7 +99,7 @@ class DeadLetters:
         subject = headers.value_of(run.headers[0], b"Dead-Letter-Subject")
         assert subject is not None
         again = Run([subject], run.values)
-        again.keys = run.keys
+        again.keys, again.tombstones = run.keys, run.tombstones
         block = headers.without(run.headers[0], b"dead-letter-")
         if block:
             again.headers[0] = block

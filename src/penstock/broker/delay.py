@@ -122,7 +122,7 @@ class Delays:
     def _shape(self, run: Run) -> Run:
         """The message as it was published, but for what delayed it."""
         shaped = Run(run.subjects, run.values)
-        shaped.keys, shaped.replies = run.keys, run.replies
+        shaped.keys, shaped.replies, shaped.tombstones = run.keys, run.replies, run.tombstones
         block = headers.without(run.headers[0], _DUE.lower())
         if block:
             shaped.headers[0] = block

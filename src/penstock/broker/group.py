@@ -504,6 +504,8 @@ class Group:
             )
             if 0 in run.keys:
                 letter.keys[0] = run.keys[0]
+            if 0 in run.tombstones:
+                letter.tombstones.add(0)
             target = topic.choose(subject, run.keys.get(0))
             if target in letters:
                 letters[target].extend(letter)

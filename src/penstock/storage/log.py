@@ -204,7 +204,8 @@ class Log:
             open_run.size += size
         else:
             run.base_offset = offset
-            run.offsets = None  # where it had holes, it was chosen from another
+            # Where it was chosen from another or opened from a batch, that is over.
+            run.offsets = run.timestamps = run.batch = None
             run.size = size
             self._pending.append(run)
         self.end = offset + count

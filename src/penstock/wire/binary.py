@@ -1,0 +1,314 @@
+"""The binary door: frames `[type 1][id 8][length 4][payload]`, their head in network order.
+
+Types 0x01 to 0x08 are the Provider's, with JSON in them. A client that knows only those publishes with DATA, subscribes
+with SUBSCRIBE and is sent DATA, which it acknowledges. One that begins with HELLO has the others, and is told what
+went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its request; requests are pipelined.
+
+    HELLO        JSON: version, name, user, password, token                              → RESULT
+    PUBLISH      a batch in which every message says its subject                         → RESULT, a receipt for each
+    APPEND       u64 topic · u32 partition · u32 partitions · a producer's batch         → RESULT: its offset
+    FETCH        u64 topic · u32 partition · u32 wait_ms · u64 offset · u64 end · u32 bytes_max     → BATCHES
+    OPEN         JSON: a subscription, its pattern, group, mode, start, credit           → RESULT: its positions
+    END          u64 subscription                                                        → RESULT
+    CREDIT       u64 subscription · u32 messages: so many more may come                  not answered
+    SETTLE       u64 subscription · u8 verb · u64 generation · u64 delay_us
+                 · u64 topic · u32 partition · u32 count · u64 offset[count]             → RESULT: those refused
+    CALL         JSON: `call`, and what that needs                                       → RESULT
+
+    RESULT       JSON
+    ERROR        JSON: code, text
+    BATCHES      u64 start · u64 committed · stored batches, back to back
+    MESSAGES     `id` is the subscription: u64 topic · u32 partition · u64 generation · u16 length of the topic's name
+                 · u32 again · the name · (u32 index, u32 deliveries)[again] · a batch
+    ENDED        `id` is the subscription. JSON: code, text: no more come
+
+A batch travels as it is stored (see batch.py). 0x16 is not used: TLS begins with it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+from penstock.batch import BATCH_BYTES_MAX, Buffer
+from penstock.errors import BadFrame, BadRequest
+
+HEAD: Final = struct.Struct("!BQI")
+# The Provider's limit, for who has not said HELLO.
+JSON_BYTES_MAX: Final = 10 << 20
+# A batch, and what stands before it.
+FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 20)
+# What is read at once. A frame that is larger gets memory of its own, which is filled in place.
+SCRATCH_BYTES: Final = 256 << 10
+
+_APPEND: Final = struct.Struct("!QII")
+_FETCH: Final = struct.Struct("!QIIQQI")
+_NUMBER: Final = struct.Struct("!Q")
+_CREDIT: Final = struct.Struct("!QI")
+_SETTLE: Final = struct.Struct("!QBQQQII")
+_BATCHES: Final = struct.Struct("!QQ")
+_MESSAGES: Final = struct.Struct("!QIQHI")
+_AGAIN: Final = struct.Struct("!II")
+# So many messages are settled by one frame.
+SETTLE_MAX: Final = 10_000
+
+
+class Type(IntEnum):
+    DATA = 0x01
+    ACK = 0x02
+    SUBSCRIBE = 0x03
+    COMMIT_OFFSET = 0x04
+    RESET = 0x05
+    READY = 0x06
+    DISCONNECT = 0x07
+    HEARTBEAT = 0x08
+    HELLO = 0x10
+    PUBLISH = 0x11
+    APPEND = 0x12
+    FETCH = 0x13
+    OPEN = 0x14
+    END = 0x15
+    CREDIT = 0x17
+    SETTLE = 0x18
+    CALL = 0x19
+    RESULT = 0x20
+    ERROR = 0x21
+    BATCHES = 0x22
+    MESSAGES = 0x23
+    ENDED = 0x24
+
+
+class Verb(IntEnum):
+    """What a reader says of messages that it has."""
+
+    ACK = 0
+    NACK = 1
+    EXTEND = 2
+    REJECT = 3
+    COMMIT = 4
+
+
+class Frame(NamedTuple):
+    type: int
+    id: int
+    payload: bytes | bytearray
+
+
+class FrameReader:
+    """Bytes to frames, for a connection that is read into a buffer: `buffer` is where the next bytes go, `filled` says
+    how many came. Between the two nothing else may use `scratch`, which connections of one thread can share.
+    """
+
+    __slots__ = ("_large", "_large_end", "_rest", "_scratch", "bytes_max")
+
+    def __init__(self, scratch: bytearray, bytes_max: int = FRAME_BYTES_MAX) -> None:
+        """`bytes_max` is for a payload."""
+        self.bytes_max = bytes_max
+        self._scratch = memoryview(scratch)
+        # The beginning of a frame that is not all there.
+        self._rest = b""
+        # One that is too large for scratch, and how much of it is there.
+        self._large: Frame | None = None
+        self._large_end = 0
+
+    def buffer(self) -> memoryview:
+        if self._large is not None:
+            return memoryview(self._large.payload)[self._large_end :]
+        rest = self._rest
+        if rest:
+            self._scratch[: len(rest)] = rest
+        return self._scratch[len(rest) :]
+
+    def filled(self, count: int) -> list[Frame]:
+        """The frames that are complete now."""
+        if self._large is not None:
+            self._large_end += count
+            if self._large_end < len(self._large.payload):
+                return []
+            frame, self._large = self._large, None
+            return [frame]
+        view = self._scratch
+        begin, end = 0, len(self._rest) + count
+        self._rest = b""
+        frames: list[Frame] = []
+        while end - begin >= HEAD.size:
+            kind, number, length = HEAD.unpack_from(view, begin)
+            if length > self.bytes_max:
+                raise BadFrame(f"a frame of {length} bytes, {self.bytes_max} are allowed")
+            body = begin + HEAD.size
+            if body + length > end:
+                if HEAD.size + length > len(view):
+                    # Nothing is copied but what is here already.
+                    self._large = Frame(kind, number, bytearray(length))
+                    self._large_end = end - body
+                    memoryview(self._large.payload)[: end - body] = view[body:end]
+                    return frames
+                break
+            begin = body + length
+            frames.append(Frame(kind, number, bytes(view[body:begin])))
+        self._rest = bytes(view[begin:end])
+        return frames
+
+    def feed(self, data: Buffer) -> list[Frame]:
+        """The same for bytes that are there already."""
+        frames: list[Frame] = []
+        view = memoryview(data)
+        while view:
+            buffer = self.buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            frames += self.filled(count)
+            view = view[count:]
+        return frames
+
+
+def frame(kind: Type, number: int, *parts: Buffer) -> bytes:
+    return b"".join((HEAD.pack(kind, number, sum(map(len, parts))), *parts))
+
+
+def head(kind: Type, number: int, length: int) -> bytes:
+    """Of a frame whose payload follows."""
+    return HEAD.pack(kind, number, length)
+
+
+def json_frame(kind: Type, number: int, value: Any) -> bytes:
+    return frame(kind, number, json.dumps(value, separators=(",", ":")).encode())
+
+
+def read_json(payload: Buffer) -> dict[str, Any]:
+    try:
+        value = json.loads(bytes(payload) or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"what must be JSON is not: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequest("what must be a JSON object is not one")
+    return value
+
+
+# What is in each payload that is not JSON; each pair is encode and decode.
+
+
+class Append(NamedTuple):
+    topic_id: int
+    partition: int
+    partitions: int
+
+
+def append_frame(number: int, to: Append, batch: Buffer) -> bytes:
+    return frame(Type.APPEND, number, _APPEND.pack(*to), batch)
+
+
+def read_append(payload: Buffer) -> tuple[Append, memoryview]:
+    _check(len(payload) >= _APPEND.size)
+    return Append(*_APPEND.unpack_from(payload)), memoryview(payload)[_APPEND.size :]
+
+
+class Fetch(NamedTuple):
+    topic_id: int
+    partition: int
+    wait_ms: int
+    offset: int
+    # 0: none.
+    end: int
+    bytes_max: int
+
+
+def fetch_frame(number: int, fetch: Fetch) -> bytes:
+    return frame(Type.FETCH, number, _FETCH.pack(*fetch))
+
+
+def read_fetch(payload: Buffer) -> Fetch:
+    _check(len(payload) == _FETCH.size)
+    return Fetch(*_FETCH.unpack(payload))
+
+
+def end_frame(number: int, subscription: int) -> bytes:
+    return frame(Type.END, number, _NUMBER.pack(subscription))
+
+
+def read_end(payload: Buffer) -> int:
+    _check(len(payload) == _NUMBER.size)
+    subscription: int = _NUMBER.unpack(payload)[0]
+    return subscription
+
+
+def credit_frame(subscription: int, messages: int) -> bytes:
+    return frame(Type.CREDIT, 0, _CREDIT.pack(subscription, messages))
+
+
+def read_credit(payload: Buffer) -> tuple[int, int]:
+    _check(len(payload) == _CREDIT.size)
+    subscription, messages = _CREDIT.unpack(payload)
+    return subscription, messages
+
+
+class Settle(NamedTuple):
+    subscription: int
+    verb: int
+    generation: int
+    delay_us: int
+    topic_id: int
+    partition: int
+    offsets: Sequence[int]
+
+
+def settle_frame(number: int, settle: Settle) -> bytes:
+    *fields, offsets = settle
+    count = len(offsets)
+    return frame(Type.SETTLE, number, _SETTLE.pack(*fields, count), struct.pack(f"!{count}Q", *offsets))
+
+
+def read_settle(payload: Buffer) -> Settle:
+    _check(len(payload) >= _SETTLE.size)
+    subscription, verb, generation, delay_us, topic_id, partition, count = _SETTLE.unpack_from(payload)
+    _check(0 < count <= SETTLE_MAX and len(payload) == _SETTLE.size + 8 * count and verb <= Verb.COMMIT)
+    offsets = struct.unpack_from(f"!{count}Q", payload, _SETTLE.size)
+    return Settle(subscription, verb, generation, delay_us, topic_id, partition, offsets)
+
+
+def batches_head(number: int, start: int, committed: int, length: int) -> bytes:
+    """What goes before so many bytes of batches."""
+    return head(Type.BATCHES, number, _BATCHES.size + length) + _BATCHES.pack(start, committed)
+
+
+def read_batches(payload: Buffer) -> tuple[int, int, memoryview]:
+    """The log's start, its committed offset, and the batches."""
+    _check(len(payload) >= _BATCHES.size)
+    start, committed = _BATCHES.unpack_from(payload)
+    return start, committed, memoryview(payload)[_BATCHES.size :]
+
+
+class Messages(NamedTuple):
+    topic_id: int
+    partition: int
+    generation: int
+    topic: bytes
+    # The how-manieth delivery this is, by index, where it is not the first.
+    attempts: Mapping[int, int]
+    batch: Buffer
+
+
+def messages_frame(subscription: int, messages: Messages) -> bytes:
+    topic_id, partition, generation, topic, attempts, batch = messages
+    fields = _MESSAGES.pack(topic_id, partition, generation, len(topic), len(attempts))
+    again = b"".join([_AGAIN.pack(index, count) for index, count in attempts.items()])
+    return frame(Type.MESSAGES, subscription, fields, topic, again, batch)
+
+
+def read_messages(payload: Buffer) -> Messages:
+    _check(len(payload) >= _MESSAGES.size)
+    topic_id, partition, generation, name_bytes, again = _MESSAGES.unpack_from(payload)
+    at = _MESSAGES.size + name_bytes
+    begin = at + again * _AGAIN.size
+    _check(len(payload) >= begin)
+    view = memoryview(payload)
+    attempts = dict(_AGAIN.iter_unpack(view[at:begin]))
+    return Messages(topic_id, partition, generation, bytes(view[_MESSAGES.size : at]), attempts, view[begin:])
+
+
+def _check(is_sound: bool) -> None:
+    if not is_sound:
+        raise BadFrame("a frame whose fields do not fit its length")
