@@ -70,6 +70,7 @@ class Recorder:
     def __init__(self, *, echo: bool = True) -> None:
         self.is_open = True
         self.echo = echo
+        self.name = self.address = ""
         self.got: list[Got] = []
         self.errors: list[PenstockError] = []
         # What it has published, for one without echo; and how often it may be asked before that is a loop without end.
@@ -97,7 +98,7 @@ class Recorder:
         assert self.asked_max, "it is asked for ever"
         return (place.topic_id, place.number, offset) in self.published
 
-    def fail(self, error: PenstockError) -> None:
+    def fail(self, _member: Member, error: PenstockError) -> None:
         self.errors.append(error)
 
     @property

@@ -24,9 +24,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.broker.broker import Settings, Start
+from penstock.broker.broker import Settings
 from penstock.broker.group import Group
 from penstock.broker.member import Member
+from penstock.broker.start import Start
 from penstock.broker.subscription import Subscription
 from penstock.errors import PenstockError
 from penstock.storage.policy import Policy

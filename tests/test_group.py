@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from penstock.broker.broker import Settings, Start
+from penstock.broker.broker import Settings
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
 from penstock.broker.member import Member
+from penstock.broker.start import Start
 from penstock.errors import AppendFailed, BadSubject, GroupConflict, PenstockError, StaleCommit, UnknownGroup
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock

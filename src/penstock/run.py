@@ -7,10 +7,11 @@ a single message on the way through the broker.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from penstock.batch import Batch, Buffer, encode
+from penstock.batch import Batch, Buffer, Compression, encode
 
 # What a batch takes besides the bytes of its messages: for itself, and for the offsets of each message.
 RUN_BYTES: Final = 256
@@ -78,6 +79,11 @@ class Run:
     def offset(self, index: int) -> int:
         return self.base_offset + index if self.offsets is None else self.offsets[index]
 
+    def all_offsets(self) -> Sequence[int]:
+        if self.offsets is None:
+            return range(self.base_offset, self.base_offset + len(self.values))
+        return self.offsets
+
     def extend(self, run: Run) -> None:
         shift = len(self.values)
         self.subjects += run.subjects
@@ -108,30 +114,57 @@ class Run:
         chosen.base_offset = self.offset(first)
         return chosen
 
+    def at_least(self, offset: int) -> Run:
+        """Those of the messages whose offset is not below this one."""
+        if offset <= self.base_offset:
+            return self
+        first = bisect_left(self.all_offsets(), offset)
+        return self.select(range(first, len(self))) if first < len(self) else Run([], [])
+
     def below(self, offset: int) -> Run:
         """Those of the messages whose offset is below this one."""
-        if not self.values or self.offset(len(self) - 1) < offset:
+        count = bisect_left(self.all_offsets(), offset)
+        if count == len(self):
             return self
-        indices = [index for index in range(len(self)) if self.offset(index) < offset]
-        return self.select(indices) if indices else Run([], [])
+        return self.select(range(count)) if count else Run([], [])
 
-    def encode(self, topic: bytes, timestamp: int) -> Batch:
+    def encode(
+        self,
+        topic: bytes,
+        timestamp: int,
+        *,
+        producer: int = 0,
+        sequence: int = 0,
+        compression: Compression = Compression.NONE,
+        asks: bool = False,
+    ) -> Batch:
         """A batch of the run, to be stored. A message whose subject is the topic's own name has none in the batch."""
-        return self._encode(topic, timestamp, None, None)
+        return self._encode(topic, timestamp, producer=producer, sequence=sequence, compression=compression, asks=asks)
 
     def stored(self, topic: bytes) -> Buffer:
         """The messages, which are stored, as the bytes of a batch with their offsets."""
         if self.batch is not None:
             return self.batch.data
         if self.offsets is None:
-            batch = self._encode(topic, self.timestamp, None, None)
+            batch = self._encode(topic, self.timestamp)
         else:
             deltas = [offset - self.base_offset for offset in self.offsets]
-            batch = self._encode(topic, self.timestamp, deltas, deltas[-1] + 1)
+            batch = self._encode(topic, self.timestamp, deltas=deltas, span=deltas[-1] + 1)
         batch.stamp(self.base_offset, append_time=0)
         return batch.data
 
-    def _encode(self, topic: bytes, timestamp: int, deltas: Sequence[int] | None, span: int | None) -> Batch:
+    def _encode(
+        self,
+        topic: bytes,
+        timestamp: int,
+        *,
+        deltas: Sequence[int] | None = None,
+        span: int | None = None,
+        producer: int = 0,
+        sequence: int = 0,
+        compression: Compression = Compression.NONE,
+        asks: bool = False,
+    ) -> Batch:
         subjects: Sequence[bytes | None] | None = self.subjects
         if self.subject == topic:
             subjects = None
@@ -149,6 +182,10 @@ class Run:
             replies=_column(self.replies, count),
             headers=_column(self.headers, count),
             tombstones=[index in self.tombstones for index in range(count)] if self.tombstones else None,
+            producer=producer,
+            sequence=sequence,
+            compression=compression,
+            asks=asks,
         )
 
 
@@ -186,11 +223,8 @@ def open_batch(batch: Batch, topic: bytes, from_offset: int = 0) -> Run:
     run.headers = _items(columns.headers())
     if columns.deltas_at >= 0:
         run.offsets = columns.offsets()
-    if from_offset > batch.base_offset:
-        wanted = [index for index in range(len(values)) if run.offset(index) >= from_offset]
-        return run.select(wanted) if wanted else Run([], [])
     run.batch = batch
-    return run
+    return run.at_least(from_offset)
 
 
 def _column(items: dict[int, bytes], count: int) -> list[bytes | None] | None:

@@ -9,27 +9,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from functools import partial
 from typing import Any, Final
 
+from penstock.batch import Batch
 from penstock.broker.deadletters import DeadLetters
 from penstock.broker.delay import DELAYED_TOPIC, Delays
 from penstock.broker.group import Group, Mode
 from penstock.broker.intake import LIVE, Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member
-from penstock.broker.partition import LivePartition, Partition
+from penstock.broker.partition import LivePartition, Opened, Partition
+from penstock.broker.start import Begin, Start, offset_of
 from penstock.broker.subscription import Subscription
 from penstock.broker.topic import RESERVED, ServedTopic, Target, Topics
 from penstock.clock import Clock
-from penstock.errors import BadSubject, GroupConflict, PenstockError, TooManyTopics, UnknownGroup, UnknownTopic
+from penstock.errors import (
+    BadSubject,
+    GroupConflict,
+    PenstockError,
+    StaleLayout,
+    TooManyTopics,
+    UnknownGroup,
+    UnknownTopic,
+)
 from penstock.run import Run
+from penstock.storage.log import Done
 from penstock.storage.meta import Change
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.policy import Policy, Topic
-from penstock.storage.store import Store
+from penstock.storage.store import Store, outcome
 from penstock.subject import is_pattern, is_subject, is_text, matches, meets
 
 logger = logging.getLogger(__name__)
@@ -48,13 +59,6 @@ class Settings:
     dead_letter_prefix: str = "DLQ"
 
 
-class Start(StrEnum):
-    """Where a new group begins."""
-
-    EARLIEST = "earliest"
-    LATEST = "latest"
-
-
 class Broker:
     def __init__(self, store: Store, *, clock: Clock, settings: Settings | None = None) -> None:
         self.store = store
@@ -64,6 +68,7 @@ class Broker:
         self.interest: Interest[Subscription] = Interest()
         # Partitions with messages that nobody was given yet.
         self._unserved: dict[Partition, None] = {}
+        self._opened = Opened()
         self._queues: dict[tuple[bytes, bytes], Subscription] = {}
         self._intake = Intake(self, LivePartition(LIVE, self._deliver))
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
@@ -124,7 +129,7 @@ class Broker:
         return (await self._create(name, partitions, policy)).topic
 
     async def alter_topic(self, name: bytes, *, partitions: int | None = None, policy: Policy | None = None) -> Topic:
-        served = self._named(name)
+        served = self.topic(name)
         topic = served.topic
         topic = replace(
             topic,
@@ -136,7 +141,7 @@ class Broker:
         return topic
 
     async def delete_topic(self, name: bytes) -> None:
-        served = self._named(name)
+        served = self.topic(name)
         await self.store.delete_topic_async(served.topic.id)
         if self.topics.get(name) is not served:
             return  # two wanted the same
@@ -152,10 +157,10 @@ class Broker:
         if positions:
             await self.store.write_state(positions)
 
-    def _named(self, name: bytes) -> ServedTopic:
+    def topic(self, name: bytes) -> ServedTopic:
         served = self.topics.get(name)
         if served is None or served.is_internal:
-            raise UnknownTopic(f"there is no topic {name.decode(errors='replace')}")
+            raise UnknownTopic(f"there is no topic {name.decode(errors='replace')}: create it, or publish to it")
         return served
 
     async def _create(self, name: bytes, partitions: int | None, policy: Policy | None) -> ServedTopic:
@@ -198,7 +203,7 @@ class Broker:
             log = self.store.log(topic.id, number)
             # What is in a topic of our own has the subject of where it goes, and is not there yet.
             deliver = _deliver_to_nobody if name.startswith(RESERVED) else self._deliver
-            partitions.append(Partition(topic.id, number, name, log, self.store, deliver, self._unserved))
+            partitions.append(Partition(topic.id, number, name, log, self.store, deliver, self._unserved, self._opened))
             for group in self._all_groups:
                 if group.matches(name) and not name.startswith(RESERVED):
                     # The group is older than the partition: all of it is for the group.
@@ -228,18 +233,39 @@ class Broker:
 
     async def owner(self, subject: bytes) -> ServedTopic:
         """The topic that stores a subject, made if there is none."""
-        if subject.startswith((RESERVED, LIVE)):
-            raise BadSubject(f"nothing can be stored under {subject.decode(errors='replace')}")
+        if not is_subject(subject) or subject.startswith((RESERVED, LIVE)):
+            raise BadSubject(f"nothing can be stored under {subject.decode(errors='replace')!r}")
         topic = self.topics.owner(subject) or await self._create_for(subject)
         if topic.refusal is not None:
             raise topic.refusal
         return topic
 
+    def append(self, topic_id: int, number: int, partitions: int, batch: Batch, done: Done) -> bool:
+        """Store a batch as its producer made it, in the partition that it chose among so many; whether it was there.
+
+        The batch must be checked (`accept`), and one that need not be opened (`is_opaque`). Raises if it is not taken.
+        """
+        partition = self.partition(topic_id, number)
+        if partition is None and self.topics.by_id(topic_id) is None:
+            raise UnknownTopic(f"there is no topic with id {topic_id}")
+        if partition is None or (partitions != self.partitions(topic_id) and not partition.log.holds(batch)):
+            raise StaleLayout(f"the topic has {self.partitions(topic_id)} partitions, not {partitions}: look again")
+        end = partition.end
+        partition.append_batch(batch, 0, 0, done)
+        return partition.end == end
+
+    def is_opaque(self, topic_id: int, batch: Batch) -> bool:
+        """Whether a batch for this topic can be stored as it came: nobody wants to know what is in it."""
+        topic = self.topics.by_id(topic_id)
+        return topic is None or not (batch.asks or topic.topic.policy.dedup is DedupMode.PAYLOAD)
+
+    def partitions(self, topic_id: int) -> int:
+        topic = self.topics.by_id(topic_id)
+        return 0 if topic is None else len(topic.partitions)
+
     def partition(self, topic_id: int, number: int) -> Partition | None:
-        for topic in self.topics:
-            if topic.topic.id == topic_id and number < len(topic.partitions):
-                return topic.partitions[number]
-        return None
+        topic = self.topics.by_id(topic_id)
+        return topic.partitions[number] if topic is not None and number < len(topic.partitions) else None
 
     async def _create_for(self, subject: bytes) -> ServedTopic:
         if not self.settings.auto_create:
@@ -264,6 +290,25 @@ class Broker:
         subscription.members.append(member)
         return subscription
 
+    async def subscribe_from(self, pattern: bytes, member: Member, begin: Begin) -> Subscription:
+        """As `subscribe`, with what was published before."""
+        offsets = await self._offsets(pattern, begin)
+        subscription = self.subscribe(pattern, member)
+        for partition in self._matching(pattern):
+            offset = offsets.get(partition, partition.start)
+            if offset < partition.served:
+                subscription.behind[partition] = offset
+        subscription.wake()
+        return subscription
+
+    def positions(self, subscription: Subscription) -> list[tuple[int, int, int]]:
+        """Topic, partition and offset of what comes next, for each partition."""
+        found = []
+        for partition in self._matching(subscription.pattern):
+            begin = subscription.behind.get(partition, partition.since.get(subscription, partition.served))
+            found.append((partition.topic_id, partition.number, begin))
+        return found
+
     def unsubscribe(self, subscription: Subscription, member: Member) -> None:
         subscription.members.remove(member)
         if not subscription.members:
@@ -277,18 +322,29 @@ class Broker:
 
     # Groups.
 
-    async def join(self, name: bytes | None, pattern: bytes, member: Member, mode: Mode = Mode.SHARED) -> Group:
-        """Make `member` one of a group, which is made if there is none; without a name, one of its own."""
+    async def join(
+        self,
+        name: bytes | None,
+        pattern: bytes,
+        member: Member,
+        mode: Mode = Mode.SHARED,
+        *,
+        start: Begin = Start.LATEST,
+    ) -> Group:
+        """Make `member` one of a group, which is made if there is none; without a name, one of its own.
+
+        `start` is for one that is made.
+        """
         if name is None:
             group = Group(None, pattern, mode, self)
             self._all_groups[group] = None
-            self._attach(group)
+            self._attach(group, {partition: partition.served for partition in self._matching(pattern)})
             group.start()
         else:
             making = self._making.get(name)
             if making is not None:
                 await asyncio.shield(making)
-            group = self.groups.get(name) or await self.create_group(name, pattern, mode)
+            group = self.groups.get(name) or await self.create_group(name, pattern, mode, start=start)
             if (group.pattern, group.mode) != (pattern, mode):
                 raise GroupConflict(
                     f"the group {name.decode()} is {group.mode} and reads {group.pattern.decode()}: use another name"
@@ -303,7 +359,7 @@ class Broker:
             group.stop()
 
     async def create_group(
-        self, name: bytes, pattern: bytes, mode: Mode = Mode.SHARED, *, start: Start = Start.LATEST
+        self, name: bytes, pattern: bytes, mode: Mode = Mode.SHARED, *, start: Begin = Start.LATEST
     ) -> Group:
         """A group that is remembered, with its positions, from now on."""
         if not is_pattern(pattern):
@@ -312,32 +368,62 @@ class Broker:
             raise BadSubject(f"a group cannot be named {name!r}")
         if name in self.groups or name in self._making:
             raise GroupConflict(f"there is a group {name.decode()} already")
-        group = Group(name, pattern, mode, self, secrets.token_hex(8))
-        # Topics that are made from now on are for the group too; it is joined when it is stored.
-        self._all_groups[group] = None
-        self._attach(group, start)
         made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._making[name] = made
-        now_us = self.clock.monotonic_us()
-        value = {"pattern": pattern.decode(), "mode": mode, "identity": group.identity}
-        changes = [Change("group", name.decode(), value)]
-        changes += [Change("position", group.key(p.partition), p.to_json(now_us)) for p in group.positions.values()]
+        group = Group(name, pattern, mode, self, secrets.token_hex(8))
         try:
-            await self.store.write_state(changes)
-            self.groups[name] = group
-            group.start()
-        except BaseException:
-            del self._all_groups[group]
-            group.stop()
-            raise
+            await self._store_group(group, start)
         finally:
             del self._making[name]
             made.set_result(None)
         return group
 
+    async def _store_group(self, group: Group, start: Begin) -> None:
+        assert group.name is not None
+        offsets = await self._offsets(group.pattern, start)
+        # Topics that are made from now on are for the group too; it is joined when it is stored.
+        self._all_groups[group] = None
+        self._attach(group, offsets)
+        now_us = self.clock.monotonic_us()
+        value = {"pattern": group.pattern.decode(), "mode": group.mode, "identity": group.identity}
+        changes = [Change("group", group.name.decode(), value)]
+        changes += [Change("position", group.key(p.partition), p.to_json(now_us)) for p in group.positions.values()]
+        try:
+            await self.store.write_state(changes)
+        except BaseException:
+            del self._all_groups[group]
+            group.stop()
+            raise
+        self.groups[group.name] = group
+        group.start()
+
+    async def reset_group(
+        self, name: bytes, start: Begin, *, topic: bytes | None = None, partition: int | None = None
+    ) -> None:
+        """Let a group go on from somewhere else, in all that it reads or in some of it, and wait until that counts."""
+        group = self.group(name)
+        if topic is not None:
+            self.topic(topic)
+        chosen = [
+            position.partition
+            for position in group.positions.values()
+            if topic in (None, position.partition.name) and partition in (None, position.partition.number)
+        ]
+        if not chosen:
+            raise UnknownTopic(f"the group {name.decode()} reads nothing of that kind")
+        offsets = {each: await offset_of(start, each) for each in chosen}
+        waits = []
+        for each, offset in offsets.items():
+            settled, done = outcome()
+            group.reset((each.topic_id, each.number), offset, partial(done, offset))
+            waits.append(settled)
+        await asyncio.gather(*waits)
+
     async def delete_group(self, name: bytes) -> None:
         group = self.group(name)
         self._forget_group(group)
+        for member in list(group.members):
+            member.sink.fail(member, UnknownGroup(f"the group {name.decode()} was deleted"))
         changes = [Change("group", name.decode(), None)]
         changes += [Change("position", group.key(p.partition), None) for p in group.positions.values()]
         await self.store.write_state(changes)
@@ -354,11 +440,18 @@ class Broker:
             raise UnknownGroup(f"there is no group {name.decode(errors='replace')}")
         return found
 
-    def _attach(self, group: Group, start: Start = Start.LATEST) -> None:
-        for topic in self.topics:
-            if group.matches(topic.name) and not topic.is_internal:
-                for partition in topic.partitions:
-                    group.attach(partition, partition.served if start is Start.LATEST else partition.start)
+    def _attach(self, group: Group, offsets: Mapping[Partition, int]) -> None:
+        """Let it read all that matches, from these offsets, and what is not among them from its beginning."""
+        for partition in self._matching(group.pattern):
+            group.attach(partition, offsets.get(partition, partition.start))
+
+    def _matching(self, pattern: bytes) -> list[Partition]:
+        """The partitions in which there may be messages that match."""
+        topics = [topic for topic in self.topics if meets(pattern, topic.name) and not topic.is_internal]
+        return [partition for topic in topics for partition in topic.partitions]
+
+    async def _offsets(self, pattern: bytes, begin: Begin) -> dict[Partition, int]:
+        return {partition: await offset_of(begin, partition) for partition in self._matching(pattern)}
 
     def _open_group(self, name: str, value: dict[str, Any]) -> None:
         """As it was when the broker stopped."""

@@ -51,6 +51,15 @@ class Dedup:
         if len(self._order) > self.entries_max:
             self._offsets.pop(self._order.popleft()[1], None)
 
+    def place(self, identity: bytes, offset: int) -> None:
+        """Where a message that was added lies, now that it is known."""
+        if identity in self._offsets:
+            self._offsets[identity] = offset
+
+    def get(self, identity: bytes) -> int | None:
+        """As `find`, for who has asked already."""
+        return self._offsets.get(identity)
+
     def expect(self, identities: Iterable[bytes]) -> None:
         """Messages with these ids, which were added, wait for the disk; `settle` tells what became of them."""
         for identity in identities:

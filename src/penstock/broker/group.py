@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Final, Protocol
@@ -76,6 +77,9 @@ class Position:
         # The number under which dead letters were stored last, and what is being stored under the next one.
         self.buried = 0
         self.burying: list[tuple[int, int]] | None = None
+
+    def lag(self) -> int:
+        return len(self.inflight) + max(0, self.partition.served - self.inflight.next)
 
     def to_json(self, now_us: int) -> dict[str, Any]:
         return {**self.inflight.snapshot(now_us), "buried": self.buried, "burying": self.burying}
@@ -180,10 +184,7 @@ class Group:
 
     def lag(self) -> int:
         """How many offsets it has still to acknowledge; messages of other subjects among them."""
-        return sum(
-            len(position.inflight) + max(0, position.partition.served - position.inflight.next)
-            for position in self.positions.values()
-        )
+        return sum(position.lag() for position in self.positions.values())
 
     # What members say.
 
@@ -192,24 +193,31 @@ class Group:
 
         False if it cannot be: it is a dead letter, or was not delivered since the broker started.
         """
+        return not self.ack_many(place, [offset], saved)
+
+    def ack_many(self, place: tuple[int, int], offsets: Sequence[int], saved: Saved) -> Sequence[int]:
+        """As `ack`, of several; those that cannot be. `saved` is not called if none can."""
         position = self.positions.get(place)
         if position is None:
-            return False
+            return offsets
         inflight = position.inflight
-        owner = inflight.owner(offset)
-        if inflight.ack(offset):
-            self._gets_back(owner)
-            self._save(position, saved)
+        owners = Counter(map(inflight.owner, offsets))
+        count = inflight.ack_many(offsets)
+        refused: Sequence[int] = ()
+        if count < len(offsets):
+            refused = [offset for offset in offsets if offset >= inflight.next or inflight.attempts(offset)]
+            if len(refused) == len(offsets):
+                return refused
+        if count:
+            for owner, held in owners.items():
+                self._gets_back(owner, held)
             self.wake()
-            return True
-        if offset >= inflight.next or inflight.attempts(offset):
-            return False
-        if self._is_saving or position in self._unsaved:
-            # What says that it is done is on its way, or the disk refused it.
+        if count or self._is_saving or position in self._unsaved:
+            # Or what says that they are done is on its way, or the disk refused it.
             self._save(position, saved)
         else:
             saved(None)
-        return True
+        return refused
 
     def nack(self, place: tuple[int, int], offset: int, delay_us: int) -> bool:
         """Deliver it again, after a while."""
@@ -244,12 +252,15 @@ class Group:
         return True
 
     def commit(self, place: tuple[int, int], offset: int, generation: int, saved: Saved) -> None:
-        """All below `offset` is done; for partitioned groups."""
+        """All below `offset`, which is not beyond the end, is done; for partitioned groups."""
         if generation != self.generation:
             raise StaleCommit(f"the group is at generation {self.generation}, not {generation}: join it again")
         position = self._position(place)
         if offset > position.inflight.floor:
             position.inflight.ack_upto(offset - 1)
+            if offset > position.inflight.next:
+                # Who keeps its position elsewhere was not delivered anything here.
+                position.inflight.take([], offset, 0, 0)
         self._save(position, saved)
         self.wake()
 
@@ -302,7 +313,7 @@ class Group:
                 except PenstockError as error:
                     logger.error("group %s cannot read %s: %s", self.name, position.partition.name.decode(), error)
                     for member in list(self.members):
-                        member.sink.fail(error)
+                        member.sink.fail(member, error)
                 except Exception:  # a fault of ours in one group must not end the others
                     logger.exception("group %s fails at %s", self.name, position.partition.name.decode())
             self._set_timer()
@@ -356,7 +367,7 @@ class Group:
         self._turn += shared
         for share in shares:
             part = share.of(chosen)
-            offsets = [part.offset(index) for index in range(len(part))]
+            offsets = part.all_offsets()
             inflight.retake(offsets, share.member.number, self._due_us(position))
             attempts = {index: inflight.attempts(offset) for index, offset in enumerate(offsets)}
             share.member.gets(partition, part, attempts)
@@ -394,7 +405,7 @@ class Group:
         taken = [(share.member, share.of(offered)) for share in shares]
         upto = following if shared == len(run) else run.offset(shared)
         if taken:
-            each = [(member.number, [part.offset(index) for index in range(len(part))]) for member, part in taken]
+            each = [(member.number, part.all_offsets()) for member, part in taken]
             inflight.share(each, upto, self._due_us(position))
         else:
             # All of it is from those who do not want to hear themselves.
@@ -427,10 +438,10 @@ class Group:
             return _NEVER_US
         return self._host.clock.monotonic_us() + position.partition.policy.ack_deadline_ms * 1000
 
-    def _gets_back(self, number: int | None) -> None:
+    def _gets_back(self, number: int | None, count: int = 1) -> None:
         for member in self.members:
             if member.number == number and member.out:
-                member.out -= 1
+                member.out = max(0, member.out - count)
 
     def _lose(self, position: Position) -> None:
         start = position.partition.start

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from penstock import headers
 from penstock.batch import Batch
@@ -21,6 +21,7 @@ from penstock.clock import Clock
 from penstock.errors import PenstockError, UnknownTopic
 from penstock.run import Run
 from penstock.storage.log import Done
+from penstock.storage.policy import PARTITIONS_MAX
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.store import Store
 
@@ -28,24 +29,37 @@ from penstock.storage.store import Store
 LIVE: Final = b"_"
 
 _READ_BYTES: Final = 1 << 20
+# Of an id whose message is not in its topic yet.
+_UNPLACED: Final = -1
 
 # Why messages with a subject cannot be stored.
 Refusals = dict[bytes, PenstockError]
 
 
+class Stored(NamedTuple):
+    """Where a message of a run is. Partition and offset are -1 while it is delayed, or if it is not stored at all."""
+
+    topic: bytes
+    partition: int
+    offset: int
+    is_duplicate: bool
+
+
 class Receipt:
     """What becomes of a run that is published. `done` is called once, when all of it is decided."""
 
-    __slots__ = ("_done", "_waiting", "count", "duplicates", "failed", "places")
+    __slots__ = ("_done", "_waiting", "count", "duplicates", "failed", "late", "places")
 
     def __init__(self, count: int, done: Callable[[Receipt], None]) -> None:
         self.count = count
         # Why messages are not stored, by their place in the run.
         self.failed: dict[int, PenstockError] = {}
-        # Which of the messages were stored before, and are not again.
-        self.duplicates: list[int] = []
-        # Where the messages went: partition, first offset, how many.
-        self.places: list[tuple[Target, int, int]] = []
+        # Which of the messages were stored before, and are not again: the topic and the id of each.
+        self.duplicates: dict[int, tuple[ServedTopic, bytes]] = {}
+        # Which of the messages are for later, and the topic of each.
+        self.late: dict[int, bytes] = {}
+        # Where the messages went: partition, first offset, and their places in the run.
+        self.places: list[tuple[Target, int, Sequence[int]]] = []
         self._done = done
         # Parts that are not decided; until `close` there may come more.
         self._waiting = 1
@@ -53,6 +67,21 @@ class Receipt:
     @property
     def error(self) -> PenstockError | None:
         return next(iter(self.failed.values()), None)
+
+    def stored(self) -> list[Stored | PenstockError]:
+        """What became of each message, once it is decided."""
+        found: list[Stored | PenstockError] = [_NOWHERE] * self.count
+        for target, offset, indices in self.places:
+            for step, index in enumerate(indices):
+                found[index] = Stored(target.name, target.number, offset + step, False)
+        for index, name in self.late.items():
+            found[index] = Stored(name, -1, -1, False)
+        for index, (topic, identity) in self.duplicates.items():
+            assert topic.dedup is not None
+            found[index] = Stored(topic.name, *_unpacked(topic.dedup.get(identity)), True)
+        for index, error in self.failed.items():
+            found[index] = error
+        return found
 
     def part(self, indices: Sequence[int]) -> Done:
         """These messages are decided when what is returned is called."""
@@ -73,6 +102,9 @@ class Receipt:
         self._waiting -= 1
         if not self._waiting:
             self._done(self)
+
+
+_NOWHERE: Final = Stored(b"", -1, -1, False)
 
 
 class Host(Protocol):
@@ -149,13 +181,12 @@ class Intake:
                 done(offset, error)
             settle(offset, error)
 
-        count = len(run)
         try:
             offset = target.append(run, decided if done is not None else settle)
         except PenstockError as error:
             settle(0, error)
             return -1
-        receipt.places.append((target, offset, count))
+        receipt.places.append((target, offset, indices))
         return offset
 
     def _publish_each(self, run: Run, receipt: Receipt) -> None:
@@ -218,11 +249,11 @@ class Intake:
                 continue
             assert topic.dedup is not None, "it is prepared"
             if topic.dedup.find(identity, now_us) is None:
-                topic.dedup.add(identity, 0, now_us)
+                topic.dedup.add(identity, _UNPLACED, now_us)
                 topic.dedup.expect([identity])
                 identities[index] = identity
                 continue
-            receipt.duplicates.append(index)
+            receipt.duplicates[index] = (topic, identity)
             # A repetition is as durable as the message that it repeats, which may still wait for the disk.
             settle = receipt.part([index])
             if not topic.dedup.wait(identity, settle):
@@ -238,23 +269,29 @@ class Intake:
         identities: dict[int, bytes],
         receipt: Receipt,
     ) -> None:
-        repeated = set(receipt.duplicates)
-        fresh = [index for index in indices if index not in repeated]
+        fresh = [index for index in indices if index not in receipt.duplicates]
         if not fresh:
             return
-        known = [(topics[index].dedup, identities[index]) for index in fresh if index in identities]
+        known = [
+            (topics[index].dedup, identities[index], step) for step, index in enumerate(fresh) if index in identities
+        ]
         part = run if len(fresh) == len(run) else run.select(fresh)
         if not known:
             self._append(target, part, fresh, receipt)
             return
 
         def done(_offset: int, error: PenstockError | None) -> None:
-            for dedup, identity in known:
+            for dedup, identity, _ in known:
                 assert dedup is not None
                 dedup.settle([identity], error)
 
-        if self._append(target, part, fresh, receipt, done) < 0:
+        offset = self._append(target, part, fresh, receipt, done)
+        if offset < 0:
             done(0, receipt.failed[fresh[0]])
+            return
+        for dedup, identity, step in known:
+            assert dedup is not None
+            dedup.place(identity, _packed(target.number, offset + step))
 
     def _append_later(
         self,
@@ -266,10 +303,10 @@ class Intake:
         receipt: Receipt,
     ) -> None:
         delays = self._host.delays
-        repeated = set(receipt.duplicates)
         for index in later:
-            if index in repeated:
+            if index in receipt.duplicates:
                 continue
+            receipt.late[index] = topics[index].name
             dedup, identity, due_us = topics[index].dedup, identities.get(index), asked[index].due_us
             assert due_us is not None
 
@@ -323,18 +360,32 @@ class Intake:
     def _identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> Iterator[tuple[int, bytes, int]]:
         columns = batch.columns()
         subjects = columns.subjects()
+        is_late = partition not in topic.partitions
         of_topic = [True] * batch.count
-        if partition not in topic.partitions and subjects is not None:
+        if is_late and subjects is not None:
             of_topic = [subject is not None and self._host.topics.owner(subject) is topic for subject in subjects]
+        places = [_UNPLACED if is_late else _packed(partition.number, offset) for offset in columns.offsets()]
         if topic.topic.policy.dedup is DedupMode.PAYLOAD:
-            for wanted, offset, value in zip(of_topic, columns.offsets(), columns.values(), strict=True):
+            for wanted, place, value in zip(of_topic, places, columns.values(), strict=True):
                 if wanted:
-                    yield batch.append_time, _payload_identity(value), offset
+                    yield batch.append_time, _payload_identity(value), place
         elif (blocks := columns.headers()) is not None:
-            for wanted, offset, block in zip(of_topic, columns.offsets(), blocks, strict=True):
+            for wanted, place, block in zip(of_topic, places, blocks, strict=True):
                 identity = headers.identity(block) if wanted and block else None
                 if identity is not None:
-                    yield batch.append_time, identity, offset
+                    yield batch.append_time, identity, place
+
+
+def _packed(partition: int, offset: int) -> int:
+    """Partition and offset in one number: a hundred thousand tuples would take twice the memory."""
+    return offset * PARTITIONS_MAX + partition
+
+
+def _unpacked(place: int | None) -> tuple[int, int]:
+    if place is None or place == _UNPLACED:
+        return -1, -1
+    offset, partition = divmod(place, PARTITIONS_MAX)
+    return partition, offset
 
 
 def _payload_identity(value: bytes) -> bytes:

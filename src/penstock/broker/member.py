@@ -29,6 +29,9 @@ class Sink(Protocol):
     is_open: bool
     # Whether it wants what it has published itself.
     echo: bool
+    # Who it is, for people.
+    name: str
+    address: str
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         """`attempts`: the how-manieth delivery of each message this is, where it is not the first."""
@@ -38,8 +41,8 @@ class Sink(Protocol):
         """Whether the message came from this connection; for those without echo."""
         ...
 
-    def fail(self, error: PenstockError) -> None:
-        """What its members should get cannot be read."""
+    def fail(self, member: Member, error: PenstockError) -> None:
+        """What this member should get cannot be read, or its group is gone: it gets no more."""
         ...
 
 
@@ -134,6 +137,9 @@ def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_
     count = len(run)
     if len(members) == 1 and (member := members[0]).is_unlimited:
         return ([Share(member, None)], count) if member.sink.is_open else ([], 0)
+    if len(members) == 1 and member.sink.echo:
+        room = member.room(count, now_us)
+        return ([Share(member, None if room == count else range(room))] if room else []), room
     if all(member.is_unlimited for member in members):
         ready = [member for member in members if member.sink.is_open]
         several = len(ready)

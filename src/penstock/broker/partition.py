@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from penstock.batch import Batch
 from penstock.run import Run, open_batch
@@ -17,6 +18,42 @@ class Reader(Protocol):
     async def read(self, log: Log, offset: int, bytes_max: int) -> list[Batch]: ...
 
 
+# What is kept opened of batches that were read last: readers with little room come back for the rest.
+OPENED_BYTES_MAX: Final = 16 << 20
+
+
+class Opened:
+    """Batches that were read not long ago, opened; for all partitions together, the oldest use goes first."""
+
+    def __init__(self, bytes_max: int = OPENED_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._runs: dict[tuple[int, int, int], Run] = {}
+        self._bytes = 0
+
+    def open(self, place: tuple[int, int], batch: Batch, topic: bytes, offset: int) -> Run:
+        """The messages of a batch from an offset on."""
+        key = (*place, batch.base_offset)
+        known = self._runs.get(key)
+        if known is not None:
+            self._drop(key)
+        if known is None or known.batch is None or known.batch.crc != batch.crc:
+            known = open_batch(batch, topic)
+        self._runs[key] = known
+        self._bytes += batch.size
+        while self._bytes > self._bytes_max and len(self._runs) > 1:
+            self._drop(next(iter(self._runs)))
+        return known.at_least(offset)
+
+    def forget(self, place: tuple[int, int]) -> None:
+        for key in [key for key in self._runs if key[:2] == place]:
+            self._drop(key)
+
+    def _drop(self, key: tuple[int, int, int]) -> None:
+        batch = self._runs.pop(key).batch
+        assert batch is not None
+        self._bytes -= batch.size
+
+
 class Partition:
     """The log of a partition, and `served`: all below it has gone to whoever was waiting.
 
@@ -25,6 +62,7 @@ class Partition:
 
     __slots__ = (
         "_deliver",
+        "_opened",
         "_reader",
         "_unserved",
         "groups",
@@ -46,6 +84,7 @@ class Partition:
         reader: Reader,
         deliver: Callable[[Partition, Run], None],
         unserved: dict[Partition, None],
+        opened: Opened,
     ) -> None:
         """`name` is the topic's; `deliver` gets every run once, in order; meanwhile this is one of `unserved`."""
         self.topic_id = topic_id
@@ -54,9 +93,10 @@ class Partition:
         self.name = name
         self.log = log
         self.served = log.committed
-        # Who is told of each commit, and reads for itself.
+        # Who is told of each commit, and reads for itself: groups, and whoever waits for more.
         self.groups: dict[Callable[[], None], None] = {}
         self._reader = reader
+        self._opened = opened
         self._deliver = deliver
         self._unserved = unserved
         # Where readers begin that came while messages were on their way: those were not for them.
@@ -94,13 +134,28 @@ class Partition:
         if offset >= self.served or self.log.state is State.CLOSED:
             return None
         batches = await self._reader.read(self.log, offset, 1)
-        return (open_batch(batches[0], self.name, offset), batches[0].end) if batches else None
+        if not batches:
+            return None
+        return self._opened.open((self.topic_id, self.number), batches[0], self.name, offset), batches[0].end
+
+    async def grown(self, offset: int) -> None:
+        """Wait until there is something at `offset`, or the topic is gone."""
+        while self.served <= offset and self.log.state is not State.CLOSED:
+            woken = asyncio.Event()
+            self.groups[woken.set] = None
+            try:
+                await woken.wait()
+            finally:
+                del self.groups[woken.set]
 
     def close(self) -> None:
         """The topic is deleted: whoever is behind has nothing more to read."""
         self.log.on_commit = self.log.on_reject = None
         self.served = 0
         self._unserved.pop(self, None)
+        self._opened.forget((self.topic_id, self.number))
+        for wake in list(self.groups):
+            wake()
 
     def _on_commit(self, fresh: list[Batch | Run]) -> None:
         for item in fresh:
@@ -110,7 +165,7 @@ class Partition:
         if self.served == self.log.end:
             self._unserved.pop(self, None)
             self.since.clear()
-        for wake in self.groups:
+        for wake in list(self.groups):
             wake()
 
     def _on_reject(self, offset: int) -> None:

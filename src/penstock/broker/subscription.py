@@ -98,8 +98,8 @@ class Subscription:
                 while partition in self.behind and await self._read_next(partition):
                     pass
         except PenstockError as error:
-            for member in self.members:
-                member.sink.fail(error)
+            for member in list(self.members):
+                member.sink.fail(member, error)
         finally:
             self._reading = False
         if self.behind:

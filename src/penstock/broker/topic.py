@@ -61,6 +61,7 @@ class ServedTopic:
 class Topics:
     def __init__(self) -> None:
         self._topics: dict[bytes, ServedTopic] = {}
+        self._by_id: dict[int, ServedTopic] = {}
         self._remembered: dict[bytes, ServedTopic] = {}
 
     def __iter__(self) -> Iterator[ServedTopic]:
@@ -71,6 +72,9 @@ class Topics:
 
     def get(self, name: bytes) -> ServedTopic | None:
         return self._topics.get(name)
+
+    def by_id(self, topic_id: int) -> ServedTopic | None:
+        return self._by_id.get(topic_id)
 
     def owner(self, subject: bytes) -> ServedTopic | None:
         """The topic that stores this subject, if there is one."""
@@ -96,10 +100,11 @@ class Topics:
 
     def add(self, topic: ServedTopic) -> None:
         self._topics[topic.name] = topic
+        self._by_id[topic.topic.id] = topic
         self._remembered.clear()
 
     def remove(self, name: bytes) -> None:
-        del self._topics[name]
+        del self._by_id[self._topics.pop(name).topic.id]
         self._remembered.clear()
 
 

@@ -10,17 +10,19 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
 from penstock.broker.flow import Flow, Overflow
 from penstock.clock import SystemClock
 from penstock.server.config import Config, TopicConfig
+from penstock.server.door import Door
 from penstock.server.http import HttpPort
-from penstock.server.session import Session, Traffic
+from penstock.server.session import Traffic
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
+from penstock.wire.binary import SCRATCH_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,36 @@ class Counters:
     unread: int = 0  # times that a client was not read from, because it did not read its answers
 
 
+class Connection(Protocol):
+    """What the server must know of one, whatever it speaks."""
+
+    id: int
+    address: str
+    # When to ask whether it is still there.
+    ping_at: float
+    # Whether a whole command has come.
+    has_spoken: bool
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def ping(self) -> None:
+        """Ask whether anyone is there; whoever does not answer twice is not."""
+        ...
+
+    def expire(self) -> None:
+        """It has had its time to say something."""
+        ...
+
+    def stop(self) -> None:
+        """Take no more commands, give the answers that are owed, and end."""
+        ...
+
+    def abort(self) -> None: ...
+
+    def statistics(self) -> dict[str, Any]: ...
+
+
 class Server:
     def __init__(self, config: Config) -> None:
         """Open the data directory, which may take a while after a crash."""
@@ -57,11 +89,13 @@ class Server:
         clock = SystemClock()
         self._store = Store(Path(config.storage.data_dir), settings=_store_settings(config), clock=clock)
         self.broker = Broker(self._store, clock=clock, settings=_broker_settings(config))
-        self._id = secrets.token_hex(8)
+        self.id = secrets.token_hex(8)
         self.version = metadata.version("penstock")
-        self._sessions: dict[Session, None] = {}
+        self._sessions: dict[Connection, None] = {}
+        # What binary connections are read into: one at a time, since they are all of one loop.
+        self.scratch = bytearray(SCRATCH_BYTES)
         # Those that have not sent a command yet, the oldest first, with when they came.
-        self._silent: dict[Session, float] = {}
+        self._silent: dict[Connection, float] = {}
         self._last_id = 0
         # Of the connections that are gone.
         self.totals = Traffic()
@@ -111,7 +145,7 @@ class Server:
         server = self.config.server
         for name, port, greets in (("text", server.port, True), ("quiet", server.quiet_port, False)):
             listener = await loop.create_server(
-                lambda greets=greets: Session(self, greets=greets),  # type: ignore[misc]
+                lambda greets=greets: Door(self, greets=greets),  # type: ignore[misc]
                 server.host,
                 port,
                 backlog=BACKLOG,
@@ -163,7 +197,7 @@ class Server:
 
     # For sessions.
 
-    def add(self, session: Session) -> str | None:
+    def add(self, session: Connection) -> str | None:
         """A new connection; why it cannot stay, if it cannot."""
         self._last_id += 1
         session.id = self._last_id
@@ -177,7 +211,14 @@ class Server:
         self._silent[session] = now
         return None
 
-    def remove(self, session: Session) -> None:
+    def replace(self, door: Connection, session: Connection) -> None:
+        """It has begun to speak, and is known for what it is."""
+        del self._sessions[door]
+        self._sessions[session] = None
+        self._silent.pop(door, None)
+        self._silent[session] = asyncio.get_running_loop().time()
+
+    def remove(self, session: Connection) -> None:
         if session in self._sessions:
             del self._sessions[session]
             self.totals += session.traffic
@@ -185,9 +226,9 @@ class Server:
         if self._is_stopping and not self._sessions:
             self._all_gone.set()
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None, "it runs"
-        self._tasks.create_task(coroutine)
+        return self._tasks.create_task(coroutine)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, callback)
@@ -205,9 +246,9 @@ class Server:
         # Both are looked at, so that the time it takes tells nothing.
         return _same(options.get("user"), auth.user) & _same(options.get("pass"), auth.password)
 
-    def info(self, session: Session) -> dict[str, Any]:
+    def info(self, session: Connection) -> dict[str, Any]:
         return {
-            "server_id": self._id,
+            "server_id": self.id,
             "server_name": self.config.server.node_id,
             "version": f"2.10.0-penstock-{self.version}",
             "proto": 1,
@@ -228,7 +269,7 @@ class Server:
         }
 
     @property
-    def sessions(self) -> list[Session]:
+    def sessions(self) -> list[Connection]:
         return list(self._sessions)
 
     def ill(self) -> str | None:
@@ -244,7 +285,7 @@ class Server:
         for session in self._sessions:
             totals += session.traffic
         return {
-            "server_id": self._id,
+            "server_id": self.id,
             "version": self.version,
             "connections": len(self._sessions),
             "topics": len(self.broker.topics),

@@ -122,15 +122,8 @@ class Session(asyncio.Protocol):
     # From the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self.address = peer[0] if peer else ""
-        transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
-        refusal = self.server.add(self)
-        if refusal is not None:
-            self._refuse(refusal)
-        elif self.is_greeted:
-            transport.write(text.info(self.server.info(self)))
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
 
     def data_received(self, data: bytes) -> None:
         self.in_bytes += len(data)
@@ -197,7 +190,7 @@ class Session(asyncio.Protocol):
         at = bisect_right(own, (offset, OFFSET_MAX)) - 1
         return at >= 0 and offset <= own[at][1]
 
-    def fail(self, error: PenstockError) -> None:
+    def fail(self, _member: Member, error: PenstockError) -> None:
         self._refuse(f"{error.code} {error}")
 
     # For the server.
@@ -350,9 +343,9 @@ class Session(asyncio.Protocol):
         receipt = self.broker.publish(run, done, refusals)
         self._is_publishing = False
         if not self.echo:
-            for target, offset, count in receipt.places:
+            for target, offset, indices in receipt.places:
                 own = self._published.setdefault((target.topic_id, target.number), [])
-                own.append((offset, offset + count - 1))
+                own.append((offset, offset + len(indices) - 1))
                 if len(own) > 2 * OWN_RUNS_MAX:
                     del own[:OWN_RUNS_MAX]
 
@@ -361,7 +354,7 @@ class Session(asyncio.Protocol):
         self.server.counters.failed_publishes += len(receipt.failed)
         reasons = {index: _reason(error) for index, error in receipt.failed.items()}
         if not self._parser.is_nats:
-            return text.acknowledgements(receipt.count, receipt.duplicates, reasons), False
+            return text.acknowledgements(receipt.count, list(receipt.duplicates), reasons), False
         if reasons:
             # A NATS client knows of no single message, so it must not go on as if all were stored.
             return text.error(next(iter(reasons.values())), is_nats=True), True

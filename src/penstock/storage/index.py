@@ -58,6 +58,11 @@ class Index:
         place = bisect_right(self._offsets, offset) - 1
         return (self._positions[place], self._offsets[place]) if place >= 0 else (0, None)
 
+    def ceiling(self, position: int) -> int | None:
+        """The offset of the first batch that is known to begin at `position` or behind it."""
+        place = bisect_left(self._positions, position)
+        return self._offsets[place] if place < len(self._offsets) else None
+
     def position_at(self, append_time: int) -> int:
         """A position from which the first batch of that time or later is found by walking forward."""
         place = bisect_left(self._times, append_time) - 1

@@ -40,6 +40,7 @@ from penstock.errors import (
     Closed,
     LogFailed,
     OffsetOutOfRange,
+    OutOfSequence,
     PenstockError,
     ReadFailed,
 )
@@ -189,6 +190,13 @@ class Log:
         self._when_committed(self.end, offset, done)
         return offset
 
+    def holds(self, batch: Batch) -> bool:
+        """Whether a producer's batch was appended before, as far as is known."""
+        try:
+            return self._producers.find(batch, 0, 0) is not None
+        except OutOfSequence:
+            return False
+
     def gather(self, run: Run, done: Done | None = None) -> int:
         """Take a run that is the log's from now on, and return the offset of its first message.
 
@@ -327,6 +335,11 @@ class Log:
         """The first offset that was appended at that time (µs since 1970) or later; the end if there is none."""
         return self._look(lambda segments: self._offset_at(segments, append_time))
 
+    def offset_after(self, offset: int, size: int) -> int:
+        """An offset at which a batch begins, some `size` bytes behind the one at `offset`: as near as the indexes know,
+        and never nearer than that; the end of what is committed if there is less."""
+        return self._look(lambda segments: self._offset_after(segments, offset, size))
+
     def _look(self, into: Callable[[Sequence[Segment]], T]) -> T:
         """Look into the segments, again if they changed meanwhile."""
         while True:
@@ -366,6 +379,18 @@ class Log:
             offset = segment.offset_at(append_time)
             if offset is not None and offset < self.committed:
                 return offset
+        return self.committed
+
+    def _offset_after(self, segments: Sequence[Segment], offset: int, size: int) -> int:
+        place = bisect_right(segments, offset, key=_base) - 1
+        if place < 0 or offset > self.end:
+            raise OffsetOutOfRange(offset, segments[0].base, self.end)
+        position = segments[place].index.floor(offset)[0] + size
+        for segment in segments[place:]:
+            found = segment.index.ceiling(position)
+            if found is not None:
+                return min(found, self.committed)
+            position = max(0, position - segment.size)
         return self.committed
 
     # Upkeep.

@@ -1,0 +1,644 @@
+"""A connection at the binary door: frames to the broker, and what the broker says back to frames.
+
+Requests are answered as soon as their answer is known, in whatever order; only what is published keeps its order. A
+client that says HELLO has all of the protocol. One that does not is a client of the Provider: it is told of a failure
+by DISCONNECT, because its protocol has no other word for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from penstock.batch import Batch, Buffer, accept
+from penstock.broker.flow import Flow
+from penstock.broker.group import Group
+from penstock.broker.intake import Receipt, Refusals, Stored
+from penstock.broker.member import Member, Place
+from penstock.broker.subscription import Subscription
+from penstock.broker.topic import RESERVED
+from penstock.errors import (
+    BadFrame,
+    BadRequest,
+    BadSubject,
+    BatchTooLarge,
+    Closed,
+    GroupConflict,
+    OffsetOutOfRange,
+    PeerError,
+    PenstockError,
+    Unauthorized,
+    UnknownTopic,
+)
+from penstock.headers import DELAY_US_MAX
+from penstock.run import Run, open_batch
+from penstock.server import calls, provider
+from penstock.server.session import UNREAD_ANSWERS_MAX, UNSENT_BYTES_MAX, Traffic
+from penstock.subject import is_pattern, is_subject, is_text, owns
+from penstock.wire import binary
+from penstock.wire.binary import Frame, FrameReader, Type, Verb
+
+if TYPE_CHECKING:
+    from penstock.server.server import Server
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+# Requests of one connection that wait for something at once; then it is not read from.
+REQUESTS_MAX: Final = 256
+# What one FETCH gives, however much it asks for; a batch that is larger is given whole.
+FETCH_BYTES_MAX: Final = 16 << 20
+FETCH_WAIT_MS_MAX: Final = 60_000
+# Messages on the way to one subscription.
+CREDIT_MAX: Final = 1_000_000
+# How long a connection that is being closed has to read what was sent.
+CLOSE_S: Final = 5.0
+
+
+class BinarySession(asyncio.BufferedProtocol):
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.broker = server.broker
+        self.id = 0
+        self.name = ""
+        self.address = ""
+        self.ping_at = 0.0
+        self.is_open = True
+        self.echo = True
+        self.has_spoken = False
+        self.unanswered = 0
+        self.in_messages = self.in_bytes = self.out_messages = self.out_bytes = 0
+        self.subscriptions: dict[int, tuple[Member, Subscription | Group]] = {}
+        self.is_hello = False
+        self._provider = provider.Provider(self)
+        self._reader = FrameReader(server.scratch, binary.JSON_BYTES_MAX)
+        self._transport: asyncio.Transport | None = None
+        self._is_authorized = not server.needs_auth
+        self._is_closing = False
+        # Frames that wait for what is published before them; None: none is waited for.
+        self._waiting: deque[Frame] | None = None
+        self._requests: set[asyncio.Task[None]] = set()
+        # Answers to what was published; when the server stops they are given first.
+        self._owed = 0
+        self._is_stopping = False
+        self._unread_answers = 0
+        self._drains: asyncio.Future[None] | None = None
+
+    # From the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, count: int) -> None:
+        self.in_bytes += count
+        try:
+            frames = self._reader.filled(count)
+        except BadFrame as error:
+            self._disconnect(error)
+            return
+        self._take(frames)
+
+    def data_received(self, data: bytes) -> None:
+        """What came before it was known that this is the binary door."""
+        self.in_bytes += len(data)
+        try:
+            frames = self._reader.feed(data)
+        except BadFrame as error:
+            self._disconnect(error)
+            return
+        self._take(frames)
+
+    def pause_writing(self) -> None:
+        self.is_open = False
+
+    def resume_writing(self) -> None:
+        self.is_open = True
+        self._unread_answers = 0
+        self._resume_reading()
+        self._end_drain()
+        for _, reader in list(self.subscriptions.values()):
+            reader.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_closing = True
+        self.is_open = False
+        self._transport = None
+        self._end_drain()
+        for task in self._requests:
+            task.cancel()
+        for number in list(self.subscriptions):
+            self.unsubscribe(number)
+        self.server.remove(self)
+
+    def _take(self, frames: list[Frame]) -> None:
+        if not frames or self._is_closing:
+            return
+        self.has_spoken = True
+        self.unanswered = 0
+        if self._waiting is not None:
+            self._waiting.extend(frames)
+        else:
+            self._handle(deque(frames))
+
+    def _resume_reading(self) -> None:
+        is_busy = self._waiting is not None or self._is_stopping or len(self._requests) >= REQUESTS_MAX
+        if self._transport is not None and not is_busy and self._unread_answers <= UNREAD_ANSWERS_MAX:
+            self._transport.resume_reading()
+
+    def _end_drain(self) -> None:
+        if self._drains is not None and not self._drains.done():
+            self._drains.set_result(None)
+
+    # From the broker.
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+        self.out_messages += len(run)
+        if not self.is_hello:
+            self._provider.send(member, place, run)
+            return
+        number = int(member.sid)
+        held = self.subscriptions.get(number)
+        generation = held[1].generation if held is not None and isinstance(held[1], Group) else 0
+        topic_id = place.topic_id if place.keeps else 0
+        batch = run.stored(place.name)
+        messages = binary.Messages(topic_id, place.number, generation, place.name, attempts or {}, batch)
+        self.write(binary.messages_frame(number, messages))
+
+    def has_published(self, place: Place, offset: int) -> bool:
+        return False  # it hears itself
+
+    def fail(self, member: Member, error: PenstockError) -> None:
+        number = int(member.sid)
+        self.unsubscribe(number)
+        if self.is_hello:
+            self.write(binary.json_frame(Type.ENDED, number, _told(error)))
+        else:
+            self._disconnect(error)
+
+    # For the server.
+
+    def ping(self) -> None:
+        if self.is_hello and self.unanswered >= 2:
+            self.server.counters.stale += 1
+            self._disconnect(BadRequest("nothing was heard for too long"))
+            return
+        self.unanswered += 1
+        self.write(binary.frame(Type.HEARTBEAT, 0))
+
+    def expire(self) -> None:
+        self.server.counters.silent += 1
+        self._disconnect(BadRequest("no whole frame came in time"))
+
+    def stop(self) -> None:
+        """The server stops: no more requests, but the answers to what was published."""
+        if self._transport is None or self._is_stopping:
+            return
+        self._transport.pause_reading()
+        self._is_stopping = True
+        self._owed += 1
+        self._settle_owed()
+
+    def _settle_owed(self) -> None:
+        """One answer less is owed."""
+        self._owed -= 1
+        if self._is_stopping and not self._owed:
+            self._disconnect(Closed("the server stops"))
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._transport is not None
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self.in_messages, self.in_bytes, self.out_messages, self.out_bytes)
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "cid": self.id,
+            "ip": self.address,
+            "name": self.name,
+            **self.traffic._asdict(),
+            "unanswered": len(self._requests),
+            "subscriptions": [
+                {
+                    "id": str(number),
+                    "subject": reader.pattern.decode(),
+                    "active": self.is_open,
+                    "unacknowledged": member.out,
+                    "buffered": reader.lag(),
+                    "delivered": member.delivered,
+                }
+                for number, (member, reader) in self.subscriptions.items()
+            ],
+        }
+
+    # Frames.
+
+    def _handle(self, frames: deque[Frame]) -> None:
+        while frames and not (self._is_closing or self._is_stopping):
+            frame = frames.popleft()
+            try:
+                waits = self._do(frame)
+            except PenstockError as error:
+                self.answer_error(frame.id, error)
+            else:
+                if waits is not None:
+                    self._waiting = frames
+                    if self._transport is not None:
+                        self._transport.pause_reading()
+                    self.server.spawn(self._wait(frame.id, waits))
+                    return
+
+    async def _wait(self, number: int, waits: Coroutine[Any, Any, None]) -> None:
+        """Let something take its time; what comes behind it waits."""
+        await self._supervise(number, waits)
+        frames, self._waiting = self._waiting or deque(), None
+        if not self._is_closing:
+            self._handle(frames)
+            self._resume_reading()
+
+    def _do(self, frame: Frame) -> Coroutine[Any, Any, None] | None:
+        """One frame; what those behind it must wait for, if they must."""
+        kind, number, payload = frame
+        if not self._is_authorized and kind != Type.HELLO:
+            self.server.counters.unauthorized += 1
+            self._disconnect(Unauthorized("say HELLO first, with a user and a password or a token"))
+            return None
+        match kind:
+            case Type.APPEND:
+                return self._append(number, payload)
+            case Type.PUBLISH:
+                return self._publish_batch(number, payload)
+            case Type.FETCH:
+                self._begin(number, self._fetch(number, binary.read_fetch(payload)))
+            case Type.CREDIT:
+                self._credit(*binary.read_credit(payload))
+            case Type.SETTLE:
+                self._settle(number, binary.read_settle(payload))
+            case Type.OPEN:
+                self._begin(number, self._open(number, binary.read_json(payload)))
+            case Type.END:
+                self.unsubscribe(binary.read_end(payload))
+                self.answer(number, {})
+            case Type.CALL:
+                self._begin(number, self._call(number, binary.read_json(payload)))
+            case Type.HELLO:
+                self._hello(number, binary.read_json(payload))
+            case Type.HEARTBEAT:
+                if number:
+                    self.write(binary.frame(Type.HEARTBEAT, number))
+            case Type.DISCONNECT:
+                self._close()
+            case Type.DATA | Type.ACK | Type.SUBSCRIBE | Type.COMMIT_OFFSET if not self.is_hello:
+                return self._provider.do(frame)
+            case _:
+                self._disconnect(BadFrame(f"a frame of type {kind:#04x}, which a client does not send"))
+        return None
+
+    def _begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
+        """A request that others do not wait for."""
+        task = self.server.spawn(self._supervise(number, coroutine))
+        self._requests.add(task)
+        task.add_done_callback(self._end_request)
+        if len(self._requests) >= REQUESTS_MAX and self._transport is not None:
+            self._transport.pause_reading()
+
+    def _end_request(self, task: asyncio.Task[None]) -> None:
+        was_busy = len(self._requests) >= REQUESTS_MAX
+        self._requests.discard(task)
+        if was_busy:
+            self._resume_reading()
+
+    async def _supervise(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        except PenstockError as error:
+            self.answer_error(number, error)
+        except Exception:  # a fault of ours in what one client asked for must not end the others
+            logger.exception("connection %d", self.id)
+            self._disconnect(PenstockError("internal error"))
+
+    def _hello(self, number: int, options: dict[str, Any]) -> None:
+        names = {"user": "user", "password": "pass", "token": "auth_token"}
+        if not self._is_authorized and not self.server.authorizes(
+            {theirs: options.get(name) for name, theirs in names.items()}
+        ):
+            self.server.counters.unauthorized += 1
+            self.is_hello = True
+            self.answer_error(number, Unauthorized("the broker does not know this user or token"))
+            self._close()
+            return
+        if options.get("version") != VERSION:
+            raise BadRequest(f"version {options.get('version')!r} of the protocol is not known here, {VERSION} is")
+        self._is_authorized = self.is_hello = True
+        self._reader.bytes_max = binary.FRAME_BYTES_MAX
+        self.name = str(options.get("name") or "")[:256]
+        config = self.server.config.server
+        self.answer(
+            number,
+            {
+                "server_id": self.server.id,
+                "version": self.server.version,
+                "node_id": config.node_id,
+                "payload_bytes_max": config.payload_bytes_max,
+                "heartbeat_s": config.heartbeat_s,
+            },
+        )
+
+    # In.
+
+    def _append(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
+        to, data = binary.read_append(payload)
+        batch = accept(data)
+        self._check_sizes(batch)
+        if self.broker.is_opaque(to.topic_id, batch):
+            if self.broker.store.is_crowded:
+                return self._append_later(number, to, batch)
+            self._append_batch(number, to, batch)
+            return None
+        if batch.asks and batch.producer:
+            raise BadRequest("a batch whose messages ask for something has no producer: their ids tell repetitions")
+        topic = self.broker.topics.by_id(to.topic_id)
+        assert topic is not None, "what is not there is opaque"
+        run = open_batch(batch, topic.name)
+        _check_names(run.subjects, run.replies.values(), topic.name)
+        return self.publish(run, lambda receipt: self._tell_appended(number, receipt))
+
+    async def _append_later(self, number: int, to: binary.Append, batch: Batch) -> None:
+        await self.broker.store.room()
+        self._append_batch(number, to, batch)
+
+    def _append_batch(self, number: int, to: binary.Append, batch: Batch) -> None:
+        topic = self.broker.topics.by_id(to.topic_id)
+        columns = batch.columns()
+        if topic is not None and ("subject" in columns.binary or "reply" in columns.binary):
+            subjects = [subject for subject in columns.subjects() or () if subject is not None]
+            _check_names(subjects, [reply for reply in columns.replies() or () if reply is not None], topic.name)
+        partition = self.broker.partition(to.topic_id, to.partition)
+        is_duplicate = partition is not None and partition.log.holds(batch)
+
+        def done(offset: int, error: PenstockError | None) -> None:
+            if error is None:
+                self.answer(number, {"offset": offset, "duplicate": is_duplicate})
+            else:
+                self.server.counters.failed_publishes += batch.count
+                self.answer_error(number, error)
+            self._settle_owed()
+
+        self.in_messages += batch.count
+        self._owed += 1
+        try:
+            self.broker.append(*to, batch, done)
+        except PenstockError as error:
+            done(0, error)
+
+    def _publish_batch(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
+        batch = accept(payload)
+        self._check_sizes(batch)
+        run = open_batch(batch, b"")
+        return self.publish(run, lambda receipt: self._tell_published(number, receipt))
+
+    def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
+        """Now, or when there is a topic and room for it; `told` is called when it is decided."""
+        refusals: Refusals = {subject: error for subject in set(run.subjects) if (error := _refusal(subject))}
+        for index, reply in run.replies.items():
+            if not is_text(reply):
+                refusals[run.subjects[index]] = BadSubject(f"{reply!r} cannot be a reply subject")
+        if refusals or not self.broker.is_ready(run):
+            return self._prepare(run, told, refusals)
+        self._publish(run, told)
+        return None
+
+    async def _prepare(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals) -> None:
+        refusals = {**await self.broker.prepare(run), **refusals}
+        while not refusals and not self.broker.is_ready(run):
+            refusals = await self.broker.prepare(run)
+        self._publish(run, told, refusals)
+
+    def _publish(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals | None = None) -> None:
+        self.in_messages += len(run)
+        self._owed += 1
+
+        def done(receipt: Receipt) -> None:
+            self.server.counters.failed_publishes += len(receipt.failed)
+            told(receipt)
+            self._settle_owed()
+
+        self.broker.publish(run, done, refusals or None)
+
+    def _tell_published(self, number: int, receipt: Receipt) -> None:
+        receipts: list[Any] = []
+        for stored in receipt.stored():
+            if isinstance(stored, Stored):
+                receipts.append([stored.topic.decode(), stored.partition, stored.offset, stored.is_duplicate])
+            else:
+                receipts.append(_told(stored))
+        self.answer(number, {"receipts": receipts})
+
+    def _tell_appended(self, number: int, receipt: Receipt) -> None:
+        if receipt.error is not None:
+            self.answer_error(number, receipt.error)
+            return
+        stored = [each for each in receipt.stored() if isinstance(each, Stored)]
+        is_duplicate = all(each.is_duplicate for each in stored)
+        self.answer(number, {"offset": stored[0].offset, "duplicate": is_duplicate})
+
+    def _check_sizes(self, batch: Batch) -> None:
+        """A message of a producer's batch is as bounded as any."""
+        limit = self.server.config.server.payload_bytes_max
+        if batch.plain_length <= limit:
+            return
+        largest = max(map(len, batch.columns().values()))
+        if largest > limit:
+            raise BatchTooLarge(f"a message of {largest} bytes, {limit} are allowed")
+
+    # Out.
+
+    async def _fetch(self, number: int, fetch: binary.Fetch) -> None:
+        partition = self.broker.partition(fetch.topic_id, fetch.partition)
+        if partition is None:
+            raise UnknownTopic(f"there is no partition {fetch.partition} of a topic with id {fetch.topic_id}")
+        log = partition.log
+        if log.end >= fetch.offset >= partition.served and fetch.wait_ms:
+            try:
+                async with asyncio.timeout(min(fetch.wait_ms, FETCH_WAIT_MS_MAX) / 1000):
+                    await partition.grown(fetch.offset)
+            except TimeoutError:
+                pass
+        await self._drained()
+        batches = await self.broker.store.read(log, fetch.offset, min(fetch.bytes_max, FETCH_BYTES_MAX))
+        parts = [batch.data for batch in batches if not fetch.end or batch.base_offset < fetch.end]
+        self.out_messages += sum(batch.count for batch in batches[: len(parts)])
+        length = sum(map(len, parts))
+        self.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
+
+    async def _drained(self) -> None:
+        """Until the connection takes more, or is gone."""
+        while not self.is_open and not self._is_closing:
+            if self._drains is None or self._drains.done():
+                self._drains = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._drains)
+
+    async def _open(self, number: int, options: dict[str, Any]) -> None:
+        request = calls.Request(options)
+        subscription, pattern = request.number("subscription"), request.name("pattern")
+        group, credit = request.name_or_none("group"), request.number("credit", default=100)
+        if not is_pattern(pattern) or pattern.startswith(RESERVED):
+            raise BadSubject(f"{request.text('pattern')!r} is not a pattern that can be read")
+        if subscription in self.subscriptions:
+            raise GroupConflict(f"there is a subscription {subscription} already")
+        flow = Flow(rate=0, burst=1, buffer=max(self.server.flow.buffer, min(credit, CREDIT_MAX)))
+        member = Member(b"%d" % subscription, self, flow)
+        member.credit = min(credit, CREDIT_MAX)
+        reader: Subscription | Group
+        if group is None:
+            reader = await self.broker.subscribe_from(pattern, member, request.start())
+            answer = {"positions": self.broker.positions(reader), "generation": 0}
+        else:
+            reader = await self.broker.join(group, pattern, member, request.mode(), start=request.start())
+            answer = {"positions": [], "generation": reader.generation}
+        self.subscriptions[subscription] = (member, reader)
+        if self._transport is None:
+            self.unsubscribe(subscription)
+        self.answer(number, answer)
+
+    def _credit(self, subscription: int, messages: int) -> None:
+        held = self.subscriptions.get(subscription)
+        if held is None:
+            return  # it ended meanwhile
+        member, reader = held
+        member.credit = min((member.credit or 0) + messages, CREDIT_MAX)
+        reader.wake()
+
+    def unsubscribe(self, number: int) -> None:
+        held = self.subscriptions.pop(number, None)
+        if held is None:
+            return
+        member, reader = held
+        if isinstance(reader, Group):
+            self.broker.leave(reader, member)
+        else:
+            self.broker.unsubscribe(reader, member)
+
+    def _settle(self, number: int, settle: binary.Settle) -> None:
+        held = self.subscriptions.get(settle.subscription)
+        group = held[1] if held is not None else None
+        if not isinstance(group, Group):
+            raise BadRequest(f"there is no subscription {settle.subscription} of a group")
+        place, offsets = (settle.topic_id, settle.partition), settle.offsets
+        match Verb(settle.verb):
+            case Verb.ACK:
+                self._ack(number, group, place, offsets)
+                return
+            case Verb.COMMIT:
+                group.commit(place, offsets[-1], settle.generation, self._when_saved(number, ()))
+                return
+            case Verb.NACK:
+                delay_us = min(settle.delay_us, DELAY_US_MAX)
+                refused = [offset for offset in offsets if not group.nack(place, offset, delay_us)]
+            case Verb.EXTEND:
+                refused = [offset for offset in offsets if not group.extend(place, offset)]
+            case Verb.REJECT:
+                refused = [offset for offset in offsets if not group.kill(place, offset)]
+        self.answer(number, {"refused": refused})
+
+    def _ack(self, number: int, group: Group, place: tuple[int, int], offsets: Sequence[int]) -> None:
+        # It may be called before `ack_many` has returned, but not if that refuses anything.
+        refused: list[int] = []
+        saved = self._when_saved(number, refused)
+        refused += group.ack_many(place, offsets, saved)
+        if len(refused) == len(offsets):
+            saved(None)
+
+    def _when_saved(self, number: int, refused: Sequence[int]) -> Callable[[PenstockError | None], None]:
+        def saved(error: PenstockError | None) -> None:
+            if error is None:
+                self.answer(number, {"refused": list(refused)})
+            else:
+                self.answer_error(number, error)
+
+        return saved
+
+    async def _call(self, number: int, fields: dict[str, Any]) -> None:
+        self.answer(number, await calls.call(self.server, fields))
+
+    # Answers.
+
+    def answer(self, number: int, value: dict[str, Any]) -> None:
+        self._answer(binary.json_frame(Type.RESULT, number, value))
+
+    def answer_error(self, number: int, error: PenstockError) -> None:
+        if self.is_hello:
+            self._answer(binary.json_frame(Type.ERROR, number, _told(error)))
+        else:
+            self._disconnect(error)
+
+    def _answer(self, data: bytes) -> None:
+        """A client that asks and does not read the answers is not asked for more."""
+        self.write(data)
+        if self.is_open or self._transport is None:
+            return
+        before, self._unread_answers = self._unread_answers, self._unread_answers + len(data)
+        if before <= UNREAD_ANSWERS_MAX < self._unread_answers:
+            self.server.counters.unread += 1
+            self._transport.pause_reading()
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self.out_bytes += len(data)
+            self._transport.write(data)
+
+    def write_parts(self, parts: list[Buffer]) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self.out_bytes += sum(map(len, parts))
+            self._transport.writelines(parts)
+
+    def _disconnect(self, error: PenstockError) -> None:
+        """Say why, and close."""
+        if isinstance(error, PeerError):
+            self.server.counters.protocol_errors += 1
+        self.write(binary.json_frame(Type.DISCONNECT, 0, _told(error)))
+        self._close()
+
+    def _close(self) -> None:
+        self._is_closing = True
+        if self._transport is not None:
+            self._transport.close()
+            # What it has not read by then it will not.
+            self.server.call_later(CLOSE_S, self.abort)
+
+
+def _told(error: PenstockError) -> dict[str, Any]:
+    """An error as a peer is told of it."""
+    told: dict[str, Any] = {"code": error.code, "text": str(error)}
+    if isinstance(error, OffsetOutOfRange):
+        told |= {"offset": error.offset, "start": error.start, "end": error.end}
+    return told
+
+
+def _refusal(subject: bytes) -> PenstockError | None:
+    if is_subject(subject) and not subject.startswith(RESERVED):
+        return None
+    return BadSubject(f"nothing can be published to {subject.decode(errors='replace')!r}")
+
+
+def _check_names(subjects: Iterable[bytes], replies: Iterable[bytes], topic: bytes) -> None:
+    """What a producer's batch says of its messages must be true of the topic, and fit into the lines of text."""
+    for subject in set(subjects):
+        if not is_subject(subject) or not owns(topic, subject):
+            raise BadSubject(f"{subject.decode(errors='replace')!r} is not a subject of the topic {topic.decode()}")
+    for reply in set(replies):
+        if not is_text(reply):
+            raise BadSubject(f"{reply!r} cannot be a reply subject")

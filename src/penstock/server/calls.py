@@ -1,0 +1,307 @@
+"""What can be asked about topics, groups and dead letters, and done to them: each call is a function, JSON to JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.broker.broker import Broker
+from penstock.broker.deadletters import DeadLetter
+from penstock.broker.group import Group, Mode
+from penstock.broker.partition import Partition
+from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start
+from penstock.broker.topic import ServedTopic
+from penstock.errors import BadRequest, UnknownTopic
+from penstock.storage.policy import Policy
+from penstock.storage.store import outcome
+from penstock.subject import is_subject
+
+if TYPE_CHECKING:
+    from penstock.server.server import Server
+
+Json = dict[str, Any]
+
+LETTERS_MAX: Final = 10_000
+
+
+class Request:
+    """The fields of a call, each of the type that it must have."""
+
+    def __init__(self, fields: Json) -> None:
+        self._fields = fields
+
+    def text(self, name: str) -> str:
+        value = self._fields.get(name)
+        if not isinstance(value, str):
+            raise BadRequest(f"{name} is {value!r}, it must be a text")
+        return value
+
+    def name(self, name: str) -> bytes:
+        return self.text(name).encode(errors="replace")
+
+    def name_or_none(self, name: str) -> bytes | None:
+        return None if self._fields.get(name) is None else self.name(name)
+
+    def number(self, name: str, *, default: int | None = None) -> int:
+        value = self._fields.get(name, default)
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise BadRequest(f"{name} is {value!r}, it must be a whole number from 0 on")
+        return value
+
+    def number_or_none(self, name: str) -> int | None:
+        return None if self._fields.get(name) is None else self.number(name)
+
+    def flag(self, name: str) -> bool:
+        return self._fields.get(name) is True
+
+    def mode(self) -> Mode:
+        value = self._fields.get("mode", Mode.SHARED)
+        if value not in list(Mode):
+            raise BadRequest(f"mode is {value!r}, it must be one of {', '.join(Mode)}")
+        return Mode(value)
+
+    def start(self) -> Begin:
+        value = self._fields.get("start", Start.LATEST)
+        match value:
+            case "earliest" | "latest":
+                return Start(value)
+            case {"offset": int(offset)} if offset >= 0:
+                return AtOffset(offset)
+            case {"time_us": int(time_us)}:
+                return AtTime(time_us)
+            case {"positions": list(positions)} if all(map(_is_position, positions)):
+                return AtPositions({(topic_id, number): offset for topic_id, number, offset in positions})
+        raise BadRequest(f"start is {value!r}, it must be earliest, latest, an offset, a time or positions")
+
+    def policy(self, base: Policy) -> Policy:
+        """`base`, with what is given."""
+        given = self._fields.get("policy") or {}
+        if not isinstance(given, dict):
+            raise BadRequest(f"policy is {given!r}, it must be an object")
+        try:
+            return Policy.from_json({**base.to_json(), **given})
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+
+
+async def call(server: Server, fields: Json) -> Json:
+    request = Request(fields)
+    if request.text("call") == "statistics":
+        return server.statistics()
+    function = _CALLS.get(request.text("call"))
+    if function is None:
+        known = ", ".join((*_CALLS, "statistics"))
+        raise BadRequest(f"there is no call {request.text('call')!r}: there are {known}")
+    return await function(server.broker, request)
+
+
+# Topics.
+
+
+async def _resolve(broker: Broker, request: Request) -> Json:
+    subject = request.name("subject")
+    if not is_subject(subject):
+        raise BadRequest(f"{request.text('subject')!r} is not a subject")
+    topic = (await broker.owner(subject)).topic
+    return {"topic": topic.name, "id": topic.id, "partitions": topic.partitions}
+
+
+async def _topics(broker: Broker, _request: Request) -> Json:
+    return {"topics": [_describe_topic(topic) for topic in broker.topics if not topic.is_internal]}
+
+
+async def _topic(broker: Broker, request: Request) -> Json:
+    return _describe_topic(broker.topic(request.name("name")))
+
+
+async def _create_topic(broker: Broker, request: Request) -> Json:
+    name, policy = request.name("name"), request.policy(broker.settings.policy)
+    await _checked(broker.create_topic(name, partitions=request.number_or_none("partitions"), policy=policy))
+    return _describe_topic(broker.topic(name))
+
+
+async def _alter_topic(broker: Broker, request: Request) -> Json:
+    name = request.name("name")
+    policy = request.policy(broker.topic(name).topic.policy)
+    await _checked(broker.alter_topic(name, partitions=request.number_or_none("partitions"), policy=policy))
+    return _describe_topic(broker.topic(name))
+
+
+async def _delete_topic(broker: Broker, request: Request) -> Json:
+    await broker.delete_topic(request.name("name"))
+    return {}
+
+
+async def _offset_at(broker: Broker, request: Request) -> Json:
+    log = _partition(broker, request).log
+    return {"offset": await _in_thread(lambda: log.offset_at(request.number("time_us")))}
+
+
+async def _offset_after(broker: Broker, request: Request) -> Json:
+    log = _partition(broker, request).log
+    offset, size = request.number("offset"), request.number("bytes")
+    return {"offset": await _in_thread(lambda: log.offset_after(offset, size))}
+
+
+# Groups.
+
+
+async def _groups(broker: Broker, _request: Request) -> Json:
+    return {"groups": [_describe_group(group) for group in broker.groups.values()]}
+
+
+async def _group(broker: Broker, request: Request) -> Json:
+    return _describe_group(broker.group(request.name("name")))
+
+
+async def _create_group(broker: Broker, request: Request) -> Json:
+    name, pattern = request.name("name"), request.name("pattern")
+    return _describe_group(await broker.create_group(name, pattern, request.mode(), start=request.start()))
+
+
+async def _reset_group(broker: Broker, request: Request) -> Json:
+    name, topic, partition = request.name("name"), request.name_or_none("topic"), request.number_or_none("partition")
+    await broker.reset_group(name, request.start(), topic=topic, partition=partition)
+    return _describe_group(broker.group(name))
+
+
+async def _delete_group(broker: Broker, request: Request) -> Json:
+    await broker.delete_group(request.name("name"))
+    return {}
+
+
+async def _commit(broker: Broker, request: Request) -> Json:
+    """For who keeps positions elsewhere, and wants them to be seen here."""
+    group = broker.group(request.name("group"))
+    partition = _partition(broker, request, "topic")
+    offset = min(request.number("offset"), partition.end)
+    settled, done = outcome()
+    place = (partition.topic_id, partition.number)
+    group.commit(place, offset, group.generation, lambda error: done(offset, error))
+    await settled
+    return {}
+
+
+# Dead letters.
+
+
+async def _dead_letters(broker: Broker, request: Request) -> Json:
+    limit = min(request.number("limit", default=100), LETTERS_MAX)
+    letters: list[Json] = []
+    listed = (await broker.dead_letters()).list(request.name("pattern"), redriven=request.flag("redriven"))
+    async for letter in listed:
+        if len(letters) >= limit:
+            break
+        letters.append(_describe_letter(letter))
+    return {"letters": letters}
+
+
+async def _redrive(broker: Broker, request: Request) -> Json:
+    letters = await broker.dead_letters()
+    return {"redriven": await letters.redrive(request.name("pattern"), request.number_or_none("count"))}
+
+
+_CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
+    "resolve": _resolve,
+    "topics": _topics,
+    "topic": _topic,
+    "create_topic": _create_topic,
+    "alter_topic": _alter_topic,
+    "delete_topic": _delete_topic,
+    "offset_at": _offset_at,
+    "offset_after": _offset_after,
+    "groups": _groups,
+    "group": _group,
+    "create_group": _create_group,
+    "reset_group": _reset_group,
+    "delete_group": _delete_group,
+    "commit": _commit,
+    "dead_letters": _dead_letters,
+    "redrive": _redrive,
+}
+
+
+def _describe_topic(topic: ServedTopic) -> Json:
+    return {
+        "name": topic.topic.name,
+        "id": topic.topic.id,
+        "partitions": topic.topic.partitions,
+        "policy": topic.topic.policy.to_json(),
+        "refused": None if topic.refusal is None else str(topic.refusal),
+        "positions": [
+            {
+                "partition": partition.number,
+                "start": partition.start,
+                "committed": partition.log.committed,
+                "end": partition.end,
+                "bytes": sum(segment.size for segment in partition.log.segments),
+            }
+            for partition in topic.partitions
+        ],
+    }
+
+
+def _describe_group(group: Group) -> Json:
+    return {
+        "name": (group.name or b"").decode(),
+        "pattern": group.pattern.decode(),
+        "mode": group.mode,
+        "generation": group.generation,
+        "lag": group.lag(),
+        "pending": sum(len(position.inflight) for position in group.positions.values()),
+        "redelivered": group.redelivered,
+        "dead_lettered": group.dead_lettered,
+        "lost": group.lost,
+        "members": [
+            {"name": member.sink.name, "address": member.sink.address, "unacknowledged": member.out}
+            for member in group.members
+        ],
+        "positions": [
+            {
+                "topic": position.partition.name.decode(),
+                "topic_id": position.partition.topic_id,
+                "partition": position.partition.number,
+                "committed": position.inflight.floor,
+                "next": position.inflight.next,
+                "end": position.partition.served,
+                "pending": len(position.inflight),
+                "lag": position.lag(),
+            }
+            for position in group.positions.values()
+        ],
+    }
+
+
+def _describe_letter(letter: DeadLetter) -> Json:
+    described = {
+        name: value.decode(errors="replace") if isinstance(value, bytes) else value
+        for name, value in letter._asdict().items()
+    }
+    described["value"] = base64.b64encode(letter.value).decode()
+    described["redriven"] = described.pop("is_redriven")
+    return described
+
+
+def _is_position(entry: object) -> bool:
+    return isinstance(entry, list) and len(entry) == 3 and all(type(part) is int and part >= 0 for part in entry)
+
+
+def _partition(broker: Broker, request: Request, field: str = "name") -> Partition:
+    topic, number = broker.topic(request.name(field)), request.number("partition")
+    if number >= len(topic.partitions):
+        raise UnknownTopic(f"{topic.topic.name} has {len(topic.partitions)} partitions, none with number {number}")
+    return topic.partitions[number]
+
+
+async def _checked(change: Awaitable[object]) -> None:
+    """What a topic cannot be is told as the fault of who asks for it."""
+    try:
+        await change
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+async def _in_thread(work: Callable[[], int]) -> int:
+    return await asyncio.get_running_loop().run_in_executor(None, work)

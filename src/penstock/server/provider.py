@@ -1,0 +1,183 @@
+"""The Provider's own protocol, of a client that knows only that: JSON in frames of types 0x01 to 0x08.
+
+    DATA           from a client {topic, msg_key, event_type, data} → ACK; to it [{msgKey, eventType, data, createdAt}]
+    ACK            of a DATA that the client was sent: all of its messages are done
+    SUBSCRIBE      {topic, group} → ACK, then DATA from where the group has come to
+    COMMIT_OFFSET  {topic, offset} → ACK: all below the offset is done
+
+A group is one of Penstock's, named `<topic>:<group>`: it is shared, remembered, and begins with the first message that
+is there. RESET and READY are for brokers to send.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Coroutine
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from penstock.broker.group import Group
+from penstock.broker.intake import Receipt
+from penstock.broker.member import Member, Place
+from penstock.broker.start import Start
+from penstock.errors import BadRequest, BadSubject, PenstockError, UnknownGroup
+from penstock.run import Run
+from penstock.subject import is_pattern
+from penstock.wire import binary
+from penstock.wire.binary import Frame, Type
+
+if TYPE_CHECKING:
+    from penstock.server.binary import BinarySession
+
+DEFAULT_TOPIC: Final = "default-topic"
+DEFAULT_GROUP: Final = "default"
+# A frame is filled up to here.
+DATA_BYTES: Final = 1 << 20
+# Frames that were sent and may still be acknowledged; who leaves more of them open is sent their messages again.
+FRAMES_MAX: Final = 10_000
+
+
+class _Sent(NamedTuple):
+    subscription: int
+    place: tuple[int, int]
+    offsets: list[int]
+
+
+class Provider:
+    def __init__(self, session: BinarySession) -> None:
+        self._session = session
+        # What was sent in each frame, by its id, oldest first.
+        self._sent: dict[int, _Sent] = {}
+        self._last_id = 0
+        self._subscriptions = 0
+
+    def do(self, frame: Frame) -> Coroutine[Any, Any, None] | None:
+        """One frame; what those behind it must wait for, if they must."""
+        match frame.type:
+            case Type.DATA:
+                return self._publish(frame.id, binary.read_json(frame.payload))
+            case Type.ACK:
+                self._ack(frame.id)
+            case Type.SUBSCRIBE:
+                return self._subscribe(frame.id, binary.read_json(frame.payload))
+            case Type.COMMIT_OFFSET:
+                self._commit(frame.id, binary.read_json(frame.payload))
+        return None
+
+    def send(self, member: Member, place: Place, run: Run) -> None:
+        """As many frames as it takes."""
+        records: list[str] = []
+        offsets: list[int] = []
+        size = 0
+        for index, offset in enumerate(run.all_offsets()):
+            record = json.dumps(_record(run, index))
+            if records and size + len(record) > DATA_BYTES:
+                self._send_frame(member, place, records, offsets)
+                records, offsets, size = [], [], 0
+            records.append(record)
+            offsets.append(offset)
+            size += len(record)
+        self._send_frame(member, place, records, offsets)
+
+    def _send_frame(self, member: Member, place: Place, records: list[str], offsets: list[int]) -> None:
+        self._last_id += 1
+        self._sent[self._last_id] = _Sent(int(member.sid), (place.topic_id, place.number), offsets)
+        if len(self._sent) > FRAMES_MAX:
+            del self._sent[next(iter(self._sent))]
+        self._session.write(binary.frame(Type.DATA, self._last_id, f"[{','.join(records)}]".encode()))
+
+    def _publish(self, number: int, record: dict[str, Any]) -> Coroutine[Any, Any, None] | None:
+        subject = str(record.get("topic") or DEFAULT_TOPIC)
+        key, data, event = record.get("msg_key"), record.get("data"), record.get("event_type", "MESSAGE")
+        run = Run([subject.encode(errors="replace")], [_value(data)])
+        if key is not None:
+            run.keys[0] = str(key).encode(errors="replace")
+        match event:
+            case "MESSAGE":
+                pass
+            case "DELETE" if key is not None:
+                run.tombstones.add(0)
+            case "DELETE":
+                raise BadRequest("a DELETE needs a msg_key")
+            case _:
+                raise BadRequest(f"event_type is {event!r}, it must be MESSAGE or DELETE")
+
+        def told(receipt: Receipt) -> None:
+            if receipt.error is not None:
+                self._session.answer_error(number, receipt.error)
+            else:
+                self._acknowledge(number)
+
+        return self._session.publish(run, told)
+
+    async def _subscribe(self, number: int, request: dict[str, Any]) -> None:
+        topic, name = str(request.get("topic") or DEFAULT_TOPIC), str(request.get("group") or DEFAULT_GROUP)
+        pattern = topic.encode(errors="replace")
+        if not is_pattern(pattern):
+            raise BadSubject(f"{topic!r} is not a topic")
+        session = self._session
+        self._subscriptions += 1
+        subscription = self._subscriptions
+        member = Member(b"%d" % subscription, session, session.server.flow)
+        group = await session.broker.join(_group_name(topic, name), pattern, member, start=Start.EARLIEST)
+        session.subscriptions[subscription] = (member, group)
+        if not session.is_connected:
+            session.unsubscribe(subscription)
+        self._acknowledge(number)
+
+    def _ack(self, number: int) -> None:
+        sent = self._sent.pop(number, None)
+        held = self._session.subscriptions.get(sent.subscription) if sent is not None else None
+        if sent is not None and held is not None and isinstance(held[1], Group):
+            # What came too late is delivered again: there is no word for it here.
+            held[1].ack_many(sent.place, sent.offsets, lambda _: None)
+
+    def _commit(self, number: int, request: dict[str, Any]) -> None:
+        topic, offset = str(request.get("topic") or DEFAULT_TOPIC), request.get("offset")
+        if type(offset) is not int or offset < 0:
+            raise BadRequest(f"offset is {offset!r}, it must be a whole number from 0 on")
+        groups = [reader for _, reader in self._session.subscriptions.values() if isinstance(reader, Group)]
+        group = next((group for group in groups if group.pattern == topic.encode(errors="replace")), None)
+        if group is None:
+            raise UnknownGroup(f"this connection is not subscribed to {topic}")
+        served = self._session.broker.topic(group.pattern)
+        if len(served.partitions) != 1:
+            raise BadRequest(f"{topic} has {len(served.partitions)} partitions: an offset alone says nothing")
+
+        def saved(error: PenstockError | None) -> None:
+            if error is None:
+                self._acknowledge(number)
+            else:
+                self._session.answer_error(number, error)
+
+        group.commit((served.topic.id, 0), min(offset, served.partitions[0].served), group.generation, saved)
+
+    def _acknowledge(self, number: int) -> None:
+        self._session.write(binary.frame(Type.ACK, number))
+
+
+def _group_name(topic: str, group: str) -> bytes:
+    return f"{topic}:{group}".encode(errors="replace")
+
+
+def _value(data: object) -> bytes:
+    if data is None:
+        return b""
+    return (data if isinstance(data, str) else json.dumps(data)).encode(errors="replace")
+
+
+def _record(run: Run, index: int) -> dict[str, Any]:
+    value, key = run.values[index], run.keys.get(index)
+    time_us = run.timestamp if run.timestamps is None else run.timestamps[index]
+    record = {
+        "msgKey": None if key is None else key.decode(errors="replace"),
+        "eventType": "DELETE" if index in run.tombstones else "MESSAGE",
+        "data": value.decode(errors="replace"),
+        "createdAt": datetime.fromtimestamp(time_us / 1e6, UTC).isoformat().replace("+00:00", "Z"),
+    }
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        record["dataBase64"] = base64.b64encode(value).decode()
+    return record
