@@ -35,7 +35,7 @@ from penstock.errors import (
     UnknownGroup,
     UnknownTopic,
 )
-from penstock.run import Run
+from penstock.run import Run, open_batch
 from penstock.storage.log import Done
 from penstock.storage.meta import Change
 from penstock.storage.policy import Dedup as DedupMode
@@ -496,8 +496,14 @@ class Broker:
             group.members and matches(group.pattern, subject) for group in self._all_groups
         )
 
-    def _deliver(self, target: Target, run: Run) -> None:
-        """Every run that is committed comes here once."""
+    def _deliver(self, target: Target, fresh: Batch | Run) -> None:
+        """All that is committed comes here once. A batch is opened only if somebody may want it."""
+        if isinstance(fresh, Run):
+            run = fresh
+        elif fresh.has("subject") or self.interest.match(target.name):
+            run = open_batch(fresh, target.name)
+        else:
+            return
         subject = run.subject
         if subject is not None:
             for subscription in self.interest.match(subject):
@@ -525,5 +531,5 @@ def _same_dedup(before: Policy, now: Policy) -> bool:
     return (before.dedup, before.dedup_window_us) == (now.dedup, now.dedup_window_us)
 
 
-def _deliver_to_nobody(_partition: Partition, _run: Run) -> None:
+def _deliver_to_nobody(_partition: Partition, _fresh: Batch | Run) -> None:
     pass

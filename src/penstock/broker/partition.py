@@ -82,11 +82,12 @@ class Partition:
         name: bytes,
         log: Log,
         reader: Reader,
-        deliver: Callable[[Partition, Run], None],
+        deliver: Callable[[Partition, Batch | Run], None],
         unserved: dict[Partition, None],
         opened: Opened,
     ) -> None:
-        """`name` is the topic's; `deliver` gets every run once, in order; meanwhile this is one of `unserved`."""
+        """`name` is the topic's; `deliver` gets all that is appended once, in order; until then this is one of
+        `unserved`."""
         self.topic_id = topic_id
         self.keeps = True
         self.number = number
@@ -159,7 +160,7 @@ class Partition:
 
     def _on_commit(self, fresh: list[Batch | Run]) -> None:
         for item in fresh:
-            self._deliver(self, item if isinstance(item, Run) else open_batch(item, self.name))
+            self._deliver(self, item)
             self.served = item.end
         self.served = self.log.committed
         if self.served == self.log.end:

@@ -382,8 +382,8 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def _append_batch(self, number: int, to: binary.Append, batch: Batch) -> None:
         topic = self.broker.topics.by_id(to.topic_id)
-        columns = batch.columns()
-        if topic is not None and ("subject" in columns.binary or "reply" in columns.binary):
+        if topic is not None and (batch.has("subject") or batch.has("reply")):
+            columns = batch.columns()
             subjects = [subject for subject in columns.subjects() or () if subject is not None]
             _check_names(subjects, [reply for reply in columns.replies() or () if reply is not None], topic.name)
         partition = self.broker.partition(to.topic_id, to.partition)

@@ -76,9 +76,10 @@ class Connection(Protocol):
 
 
 class Server:
-    def __init__(self, config: Config) -> None:
-        """Open the data directory, which may take a while after a crash."""
+    def __init__(self, config: Config, *, listens: bool = True) -> None:
+        """Open the data directory, which may take a while after a crash. Without ports if it does not listen."""
         self.config = config
+        self._listens = listens
         self.counters = Counters()
         self.flow = Flow(
             rate=config.flow.rate,
@@ -128,17 +129,20 @@ class Server:
         await self._started.wait()
         for name, topic in self.config.topics.items():
             await self._ensure_topic(name.encode(), topic)
-        await self._listen()
-        http = HttpPort(self, self.config.server.host, self.config.server.http_port)
-        self.ports["http"] = http.port
-        web = tasks.create_task(http.run())
+        http = web = None
+        if self._listens:
+            await self._listen()
+            http = HttpPort(self, self.config.server.host, self.config.server.http_port)
+            self.ports["http"] = http.port
+            web = tasks.create_task(http.run())
         sweeper = tasks.create_task(self._sweep())
         ready(self)
         await stop.wait()
         sweeper.cancel()
         await self._stop_sessions()
-        http.stop()
-        await web
+        if http is not None and web is not None:
+            http.stop()
+            await web
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,160 @@
+"""`Broker`: a broker in this process, without a port. It is a server in a thread, and a client of that server.
+
+What it stores is stored as by any server: in a directory that stays, or in a temporary one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import socket
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from penstock.client.sync import Client
+from penstock.errors import Closed, NoBroker
+from penstock.server.config import load
+from penstock.server.door import Door
+from penstock.server.server import Server
+
+
+class Broker(Client):
+    """A broker in this process, with the methods of a client.
+
+    `directory`: where its data is; None: a temporary directory, which is removed at the end. `listen`: an address, such
+    as "127.0.0.1:4222", where others may reach it too; port 0: any that is free. `settings`: those of the server by
+    their names, such as {"topic.durability": "flush"}.
+
+    It can be given to `Client`, `AsyncClient` and `App` in place of an address.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        listen: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        timeout: float = 30.0,
+    ) -> None:
+        self._host = _Host(directory, listen, dict(settings or {}))
+        super().__init__(self._host, name="embedded", timeout=timeout)
+
+    async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
+        return await self._host.dial(factory)
+
+    @property
+    def address(self) -> str | None:
+        """Where others reach it; None if it does not listen."""
+        return self._host.address
+
+    def close(self) -> None:
+        """End the subscriptions, make everything durable, and let go of the directory."""
+        super().close()
+        self._host.stop()
+
+
+class _Host:
+    """The server and its thread."""
+
+    def __init__(self, directory: str | os.PathLike[str] | None, listen: str | None, settings: dict[str, Any]) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix="penstock-") if directory is None else None
+        settings["storage.data_dir"] = str(Path(directory) if directory is not None else self._data())
+        if listen is not None:
+            host, _, port = listen.rpartition(":")
+            settings |= {"server.host": host, "server.port": int(port), "server.quiet_port": 0, "server.http_port": 0}
+        self._config = load(path=None, environ={}, flags=settings).config
+        self._listens = listen is not None
+        self._pid = os.getpid()
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: Server | None = None
+        self._failure: BaseException | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="penstock-broker", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            self._remove()
+            raise self._failure
+        # A program that ends without a word stops its broker as cleanly as one that closes it.
+        self._at_exit = weakref.WeakMethod(self.stop)
+        atexit.register(_call, self._at_exit)
+
+    @property
+    def address(self) -> str | None:
+        if not self._listens or self._server is None:
+            return None
+        return f"{self._config.server.host}:{self._server.ports['text']}"
+
+    async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
+        """A connection to the server, for a client in whatever loop this is."""
+        if os.getpid() != self._pid:
+            raise NoBroker("this broker is in the process that forked this one: let it listen, and use its address")
+        if self._loop is None or self._stop is None or self._stop.is_set():
+            raise Closed("the broker is closed")
+        ours, theirs = socket.socketpair()
+        try:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._accept(theirs), self._loop))
+        except BaseException:
+            ours.close()
+            raise
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(factory, sock=ours)
+        return transport
+
+    def stop(self) -> None:
+        if os.getpid() != self._pid or self._loop is None:
+            return
+        assert self._stop is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop = None
+        atexit.unregister(_call)
+        self._remove()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._serve())
+        except BaseException as error:  # noqa: BLE001  it is raised again where the broker was started
+            self._failure = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        server = Server(self._config, listens=self._listens)
+        self._loop = asyncio.get_running_loop()
+        await server.run(self._stop, self._tell_ready)
+
+    def _tell_ready(self, server: Server) -> None:
+        self._server = server
+        self._started.set()
+
+    async def _accept(self, connection: socket.socket) -> None:
+        server = self._server
+        assert server is not None, "it is ready"
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: Door(server, greets=False), connection)
+
+    def _data(self) -> Path:
+        assert self._temporary is not None
+        return Path(self._temporary.name) / "data"
+
+    def _remove(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    found = method()
+    if found is not None:
+        found()
