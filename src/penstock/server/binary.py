@@ -81,6 +81,7 @@ class BinarySession(asyncio.BufferedProtocol):
         # Frames that wait for what is published before them; None: none is waited for.
         self._waiting: deque[Frame] | None = None
         self._requests: set[asyncio.Task[None]] = set()
+        self._fetches: set[asyncio.Task[None]] = set()
         # Answers to what was published; when the server stops they are given first.
         self._owed = 0
         self._is_stopping = False
@@ -131,8 +132,9 @@ class BinarySession(asyncio.BufferedProtocol):
         self.is_open = False
         self._transport = None
         self._end_drain()
-        for task in self._requests:
-            task.cancel()
+        # What changes something is done to its end.
+        for fetch in self._fetches:
+            fetch.cancel()
         for number in list(self.subscriptions):
             self.unsubscribe(number)
         self.server.remove(self)
@@ -276,13 +278,18 @@ class BinarySession(asyncio.BufferedProtocol):
             self.server.counters.unauthorized += 1
             self._disconnect(Unauthorized("say HELLO first, with a user and a password or a token"))
             return None
+        if not self.is_hello and kind > Type.HELLO:
+            self._disconnect(BadFrame("say HELLO first"))
+            return None
         match kind:
             case Type.APPEND:
                 return self._append(number, payload)
             case Type.PUBLISH:
                 return self._publish_batch(number, payload)
             case Type.FETCH:
-                self._begin(number, self._fetch(number, binary.read_fetch(payload)))
+                fetch = self._begin(number, self._fetch(number, binary.read_fetch(payload)))
+                self._fetches.add(fetch)
+                fetch.add_done_callback(self._fetches.discard)
             case Type.CREDIT:
                 self._credit(*binary.read_credit(payload))
             case Type.SETTLE:
@@ -307,13 +314,14 @@ class BinarySession(asyncio.BufferedProtocol):
                 self._disconnect(BadFrame(f"a frame of type {kind:#04x}, which a client does not send"))
         return None
 
-    def _begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A request that others do not wait for."""
         task = self.server.spawn(self._supervise(number, coroutine))
         self._requests.add(task)
         task.add_done_callback(self._end_request)
         if len(self._requests) >= REQUESTS_MAX and self._transport is not None:
             self._transport.pause_reading()
+        return task
 
     def _end_request(self, task: asyncio.Task[None]) -> None:
         was_busy = len(self._requests) >= REQUESTS_MAX
