@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from bench import append, batch, doors, read, upkeep
+from bench import append, batch, clients, doors, read, upkeep
 from bench.measure import Bench, Line
 
 SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
@@ -32,6 +32,9 @@ SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "latency": doors.measure_latency,
     "idle": doors.measure_idle,
     "many": doors.measure_many,
+    "producer": clients.measure_producer,
+    "consumer": clients.measure_consumer,
+    "fetch": clients.measure_fetch,
 }
 
 

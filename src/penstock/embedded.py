@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from penstock.client.sync import Client
-from penstock.errors import Closed, NoBroker
+from penstock.errors import BadConfig, Closed, NoBroker
 from penstock.server.config import load
 from penstock.server.door import Door
 from penstock.server.server import Server
@@ -43,21 +43,21 @@ class Broker(Client):
         settings: Mapping[str, Any] | None = None,
         timeout: float = 30.0,
     ) -> None:
-        self._host = _Host(directory, listen, dict(settings or {}))
-        super().__init__(self._host, name="embedded", timeout=timeout)
+        self._embedded = _Host(directory, listen, dict(settings or {}))
+        super().__init__(self._embedded, name="embedded", timeout=timeout)
 
     async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
-        return await self._host.dial(factory)
+        return await self._embedded.dial(factory)
 
     @property
     def address(self) -> str | None:
         """Where others reach it; None if it does not listen."""
-        return self._host.address
+        return self._embedded.address
 
     def close(self) -> None:
         """End the subscriptions, make everything durable, and let go of the directory."""
         super().close()
-        self._host.stop()
+        self._embedded.stop()
 
 
 class _Host:
@@ -69,7 +69,11 @@ class _Host:
         if listen is not None:
             host, _, port = listen.rpartition(":")
             settings |= {"server.host": host, "server.port": int(port), "server.quiet_port": 0, "server.http_port": 0}
-        self._config = load(path=None, environ={}, flags=settings).config
+        try:
+            self._config = load(path=None, environ={}, flags=settings).config
+        except BadConfig:
+            self._remove()
+            raise
         self._listens = listen is not None
         self._pid = os.getpid()
         self._stop: asyncio.Event | None = None
@@ -87,6 +91,9 @@ class _Host:
         # A program that ends without a word stops its broker as cleanly as one that closes it.
         self._at_exit = weakref.WeakMethod(self.stop)
         atexit.register(_call, self._at_exit)
+
+    def __str__(self) -> str:
+        return "the broker in this process"
 
     @property
     def address(self) -> str | None:
