@@ -9,9 +9,12 @@ from functools import cache
 from typing import Final
 
 import pyarrow
+from pyarrow import compute
 
 from penstock.batch import Batch, Columns
 from penstock.errors import CorruptBatch
+
+_NUMBERS_MAX: Final = 1 << 16
 
 # Each column has its type whether or not a batch has it, so that the record batches of a log fit together.
 TYPES: Final = {
@@ -57,6 +60,9 @@ def _binary(columns: Columns, body: pyarrow.Buffer, name: str) -> pyarrow.Array:
 def _other(columns: Columns, body: pyarrow.Buffer, name: str) -> pyarrow.Array:
     count = columns.batch.count
     match name:
+        case "offset" if columns.deltas_at < 0 and count <= _NUMBERS_MAX:
+            base = pyarrow.scalar(columns.batch.base_offset, pyarrow.int64())
+            return compute.add(_numbers().slice(0, count), base)
         case "offset":
             # array("q") of them takes twice as long.
             column = pyarrow.py_buffer(struct.pack(f"={count}q", *columns.offsets()))
@@ -71,3 +77,9 @@ def _other(columns: Columns, body: pyarrow.Buffer, name: str) -> pyarrow.Array:
         case _:
             return pyarrow.nulls(count, TYPES[name])
     return pyarrow.Array.from_buffers(TYPES[name], count, [None, column])
+
+
+@cache
+def _numbers() -> pyarrow.Array:
+    """0, 1, 2, …: the offsets of a batch are these and a base. To add them takes 1 ns each, to build them 40."""
+    return pyarrow.array(range(_NUMBERS_MAX), pyarrow.int64())
