@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import arrow
-from penstock.batch import Batch, Compression, parse
+from penstock.batch import Batch, Compression, encode, parse
 from penstock.errors import CorruptBatch
 from tests.batches import (
     BOMBS,
@@ -146,6 +146,7 @@ def test_forged_bytes_are_refused_where_the_lists_are_and_agree_where_not(data: 
 @pytest.fixture
 def pool() -> Iterator[pyarrow.MemoryPool]:
     """Counts what Arrow itself allocates, which tracemalloc does not see."""
+    arrow.decode(encode([b"what is made once is made now"], timestamp=0))
     default = pyarrow.default_memory_pool()
     pool = pyarrow.proxy_memory_pool(default)
     pyarrow.set_memory_pool(pool)
