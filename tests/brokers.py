@@ -325,13 +325,16 @@ class Life:
     async def letters(self, pattern: bytes = b">", *, redriven: bool = False) -> list[DeadLetter]:
         async def read() -> list[DeadLetter]:
             letters = await self.broker.dead_letters()
+            if letters is None:
+                return []
             return [letter async for letter in letters.list(pattern, redriven=redriven)]
 
         return await self.do(read())
 
     async def redrive(self, pattern: bytes = b">", count: int | None = None) -> int:
         async def redrive() -> int:
-            return await (await self.broker.dead_letters()).redrive(pattern, count)
+            letters = await self.broker.dead_letters()
+            return 0 if letters is None else await letters.redrive(pattern, count)
 
         return await self.do(redrive())
 

@@ -59,6 +59,7 @@ async def test_one_is_looked_at_by_its_place() -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"))
         letters = await life.broker.dead_letters()
+        assert letters is not None
         for letter in await life.letters():
             assert await life.do(letters.peek(letter.partition, letter.offset)) == letter
         assert await life.do(letters.peek(0, 99)) is None

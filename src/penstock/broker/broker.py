@@ -473,8 +473,13 @@ class Broker:
             raise topic.refusal
         return topic
 
-    async def dead_letters(self) -> DeadLetters:
-        topic = await self.dead_letter_topic()
+    async def dead_letters(self) -> DeadLetters | None:
+        """None as long as there was none."""
+        topic = self.topics.get(self.settings.dead_letter_prefix.encode())
+        if topic is None:
+            return None
+        if topic.refusal is not None:
+            raise topic.refusal
         if self._dead_letters is None or self._dead_letters.topic is not topic:
             self._dead_letters = DeadLetters(topic, self)
         return self._dead_letters

@@ -189,18 +189,19 @@ async def _commit(broker: Broker, request: Request) -> Json:
 
 async def _dead_letters(broker: Broker, request: Request) -> Json:
     limit = min(request.number("limit", default=100), LETTERS_MAX)
-    letters: list[Json] = []
-    listed = (await broker.dead_letters()).list(request.name("pattern"), redriven=request.flag("redriven"))
-    async for letter in listed:
-        if len(letters) >= limit:
-            break
-        letters.append(_describe_letter(letter))
-    return {"letters": letters}
+    found: list[Json] = []
+    if (letters := await broker.dead_letters()) is not None:
+        async for letter in letters.list(request.name("pattern"), redriven=request.flag("redriven")):
+            if len(found) >= limit:
+                break
+            found.append(_describe_letter(letter))
+    return {"letters": found}
 
 
 async def _redrive(broker: Broker, request: Request) -> Json:
+    pattern, count = request.name("pattern"), request.number_or_none("count")
     letters = await broker.dead_letters()
-    return {"redriven": await letters.redrive(request.name("pattern"), request.number_or_none("count"))}
+    return {"redriven": 0 if letters is None else await letters.redrive(pattern, count)}
 
 
 _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
