@@ -1,12 +1,43 @@
-"""Any bytes for the parser of the text door, from a seed: only protocol errors may come out, however they are cut."""
+"""Any bytes for the codecs of both doors, from a seed: only protocol errors may come out, however they are cut."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from penstock.batch import Buffer, accept, encode
+from penstock.errors import BadFrame, PeerError
 from penstock.run import Run
+from penstock.wire.binary import (
+    HEAD,
+    Append,
+    Fetch,
+    Frame,
+    FrameReader,
+    Messages,
+    Settle,
+    Type,
+    Verb,
+    append_frame,
+    batches_head,
+    credit_frame,
+    end_frame,
+    fetch_frame,
+    frame,
+    head,
+    json_frame,
+    messages_frame,
+    read_append,
+    read_batches,
+    read_credit,
+    read_end,
+    read_fetch,
+    read_json,
+    read_messages,
+    read_settle,
+    settle_frame,
+)
 from penstock.wire.events import Event, Refused
 from penstock.wire.text import Parser
 
@@ -18,35 +49,76 @@ _PIECES: Final = [
     b"99999999999999999999", b"\x00", b"\xff",
 ]  # fmt: skip
 
+_BATCH: Final = encode([b"value"], subjects=[b"a.b"], timestamp=0).data
+_FRAMES: Final = [
+    json_frame(Type.HELLO, 1, {"version": 1, "name": "fuzz"}), frame(Type.PUBLISH, 2, _BATCH),
+    append_frame(3, Append(1, 0, 1), _BATCH), fetch_frame(4, Fetch(1, 0, 500, 10, 0, 1 << 20)),
+    json_frame(Type.OPEN, 5, {"subscription": 1, "pattern": "a.>", "start": {"offset": 7}}), end_frame(6, 1),
+    credit_frame(1, 100), settle_frame(7, Settle(1, Verb.ACK, 0, 0, 1, 0, [1])),
+    settle_frame(8, Settle(1, Verb.NACK, 2, 1000, 1, 0, range(20))), json_frame(Type.CALL, 9, {"call": "topics"}),
+    json_frame(Type.RESULT, 1, {}), json_frame(Type.ERROR, 2, {"code": "CLOSED", "text": "stopping"}),
+    batches_head(4, 0, 10, len(_BATCH)) + _BATCH, batches_head(4, 0, 10, 0),
+    messages_frame(1, Messages(1, 0, 3, b"orders", {0: 2}, _BATCH)), json_frame(Type.ENDED, 1, {"code": "CLOSED"}),
+    frame(Type.HEARTBEAT, 0), json_frame(Type.DATA, 1, {"data": "x"}), json_frame(Type.SUBSCRIBE, 2, {"topic": "a"}),
+    frame(Type.CALL, 10, b"[{}]"), frame(Type.CALL, 11, b'{"a":"\xff"}'), frame(Type.CALL, 12, bytes(300)),
+    head(Type.CALL, 13, 40),
+]  # fmt: skip
+_READERS: Final[dict[int, Callable[[Buffer], object]]] = {
+    Type.PUBLISH: accept,
+    Type.APPEND: read_append,
+    Type.FETCH: read_fetch,
+    Type.END: read_end,
+    Type.CREDIT: read_credit,
+    Type.SETTLE: read_settle,
+    Type.BATCHES: read_batches,
+    Type.MESSAGES: read_messages,
+}
+# Small, so that there are frames larger than scratch, and some too large.
+_SCRATCH_BYTES: Final = 128
+_FRAME_BYTES_MAX: Final = 1 << 10
+
 
 def fuzz(seed: int, rounds: int, progress: Callable[[int], None] = lambda _: None) -> int:
     """How many bytes were parsed. Raises AssertionError with the seed of the round that went wrong."""
     total = 0
     for number in range(rounds):
-        source = random.Random(f"{seed}/{number}")
-        data = bytearray(b"".join(source.choices(_PIECES, k=source.randint(1, 30))))
-        for _ in range(source.randint(0, 4)):
-            place = source.randrange(len(data) + 1)
-            match source.randrange(3):
-                case 0:
-                    data[place:place] = source.randbytes(source.randint(1, 4))
-                case 1:
-                    del data[place : place + source.randint(1, 8)]
-                case 2 if place < len(data):
-                    data[place] = source.randrange(256)
-        try:
-            whole = _parse([bytes(data)])
-            assert _parse(_cut(bytes(data), source)) == whole, "cut otherwise, it is read otherwise"
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, round {number}: {bytes(data)!r}: {error}") from error
-        total += len(data)
+        for door, pieces, judge in (("text", _PIECES, _judge_text), ("binary", _FRAMES, _judge_binary)):
+            source = random.Random(f"{seed}/{number}")
+            data = _damaged(pieces, source)
+            try:
+                judge(data, source)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, round {number}, {door}: {data!r}: {error}") from error
+            total += len(data)
         progress(number + 1)
     return total
+
+
+def _damaged(pieces: Sequence[bytes], source: random.Random) -> bytes:
+    """Some of the pieces, changed in a few places."""
+    data = bytearray(b"".join(source.choices(pieces, k=source.randint(1, 30))))
+    for _ in range(source.randint(0, 4)):
+        place = source.randrange(len(data) + 1)
+        match source.randrange(3):
+            case 0:
+                data[place:place] = source.randbytes(source.randint(1, 4))
+            case 1:
+                del data[place : place + source.randint(1, 8)]
+            case 2 if place < len(data):
+                data[place] = source.randrange(256)
+    return bytes(data)
 
 
 def _cut(data: bytes, source: random.Random) -> list[bytes]:
     places = sorted(source.randrange(len(data) + 1) for _ in range(source.randint(0, 12)))
     return [data[begin:end] for begin, end in zip([0, *places], [*places, len(data)], strict=True)]
+
+
+# The text door.
+
+
+def _judge_text(data: bytes, source: random.Random) -> None:
+    assert _parse(_cut(data, source)) == _parse([data]), "cut otherwise, it is read otherwise"
 
 
 def _parse(parts: list[bytes]) -> list[object]:
@@ -64,3 +136,48 @@ def _parse(parts: list[bytes]) -> list[object]:
             else:
                 seen.append(event)
     return seen
+
+
+# The binary door.
+
+
+def _judge_binary(data: bytes, source: random.Random) -> None:
+    frames, is_refused = _walk(data)
+    seen, was_refused = _read_frames(_cut(data, source))
+    assert was_refused is is_refused, "a length is refused, or not, as it is cut"
+    assert seen == frames, "cut otherwise, it is read otherwise"
+    for found in frames:
+        _open(found)
+
+
+def _walk(data: bytes) -> tuple[list[Frame], bool]:
+    """The frames up to one that is too large, and whether there is one: as simply as it can be done."""
+    frames: list[Frame] = []
+    while len(data) >= HEAD.size:
+        kind, number, length = HEAD.unpack(data[: HEAD.size])
+        if length > _FRAME_BYTES_MAX:
+            return frames, True
+        if HEAD.size + length > len(data):
+            break
+        frames.append(Frame(kind, number, data[HEAD.size : HEAD.size + length]))
+        data = data[HEAD.size + length :]
+    return frames, False
+
+
+def _read_frames(parts: Iterable[bytes]) -> tuple[list[Frame], bool]:
+    reader = FrameReader(bytearray(_SCRATCH_BYTES), _FRAME_BYTES_MAX)
+    seen: list[Frame] = []
+    try:
+        for part in parts:
+            seen += reader.feed(part)
+            reader.check()
+    except BadFrame:
+        return seen, True
+    return seen, False
+
+
+def _open(found: Frame) -> object:
+    try:
+        return _READERS.get(found.type, read_json)(found.payload)
+    except PeerError as error:
+        return error

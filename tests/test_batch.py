@@ -191,6 +191,8 @@ def test_the_bytes_are_as_drawn() -> None:
         ({"subjects": [None]}, 1 << 6 | 1 << 10),
         ({"replies": [None]}, 1 << 7 | 1 << 11),
         ({"headers": [None]}, 1 << 8 | 1 << 12),
+        ({"asks": True}, 1 << 13),
+        ({"asks": True, "headers": [b""]}, 1 << 13 | 1 << 8),
     ],
 )
 @pytest.mark.parametrize("compression", COMPRESSIONS)
@@ -339,6 +341,53 @@ def test_a_producer_does_not_choose_the_stamp(stamp: dict[str, int]) -> None:
 
     assert {name: getattr(parse(accepted.data), name) for name in stamp} == dict.fromkeys(stamp, 0)
     assert batch.data == sent
+
+
+# ---- what its headers ask for
+
+
+@given(lists_of_columns(holes=st.just(False)), st.sampled_from(COMPRESSIONS), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_whether_a_batch_asks_is_known_without_opening_it(lists: Lists, compression: Compression, asks: bool) -> None:
+    batch = accept(encode(**lists, compression=compression, asks=asks).data)
+
+    batch.stamp(10, append_time=0)
+
+    assert parse(batch.data).asks is asks
+    assert read(batch.columns()) == expected(lists)
+
+
+def test_a_batch_asks_for_nothing_unless_it_is_said() -> None:
+    assert not encode([b"a"], headers=[b"Msg-ID: 1\r\n"], timestamp=0).asks
+
+
+# ---- the producer's number
+
+
+@given(lists_of_columns(holes=st.just(False)), st.sampled_from(COMPRESSIONS), U64, U64)
+@settings(max_examples=100, deadline=None)
+def test_a_batch_that_is_numbered_is_as_if_made_so(
+    lists: Lists, compression: Compression, producer: int, sequence: int
+) -> None:
+    batch = encode(**lists, compression=compression, producer=1, sequence=2)
+
+    batch.number(producer, sequence)
+
+    made = encode(**lists, compression=compression, producer=producer, sequence=sequence)
+    assert batch.data == made.data
+    assert (batch.producer, batch.sequence, batch.crc) == (producer, sequence, made.crc)
+    assert batch.is_whole()
+
+
+def test_the_last_number_counts() -> None:
+    batch = encode([b"a", b"b"], timestamp=7)
+    batch.number(1, 2)
+    batch.number(3, 4)
+
+    accepted = accept(batch.data)
+
+    assert (accepted.producer, accepted.sequence) == (3, 4)
+    assert accepted.columns().values() == [b"a", b"b"]
 
 
 # ---- damage

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batch import Batch, encode
+from penstock.batch import Batch, encode, parse
 from penstock.run import Run, batch_bytes, open_batch
 
 TOPIC: Final = b"orders"
@@ -21,6 +21,7 @@ class Message(NamedTuple):
     key: bytes | None = None
     reply: bytes | None = None
     headers: bytes | None = None
+    is_tombstone: bool = False
 
 
 def run_of(messages: Sequence[Message], base_offset: int = 0, offsets: Sequence[int] | None = None) -> Run:
@@ -28,6 +29,7 @@ def run_of(messages: Sequence[Message], base_offset: int = 0, offsets: Sequence[
     run.keys = {i: message.key for i, message in enumerate(messages) if message.key is not None}
     run.replies = {i: message.reply for i, message in enumerate(messages) if message.reply is not None}
     run.headers = {i: message.headers for i, message in enumerate(messages) if message.headers is not None}
+    run.tombstones = {i for i, message in enumerate(messages) if message.is_tombstone}
     run.base_offset = base_offset
     run.offsets = offsets
     return run
@@ -35,15 +37,19 @@ def run_of(messages: Sequence[Message], base_offset: int = 0, offsets: Sequence[
 
 def messages_of(run: Run) -> list[Message]:
     assert len(run) == len(run.subjects) == len(run.values)
-    assert (run.keys.keys() | run.replies.keys() | run.headers.keys()) <= set(range(len(run)))
+    assert (run.keys.keys() | run.replies.keys() | run.headers.keys() | run.tombstones) <= set(range(len(run)))
     return [
-        Message(subject, value, run.keys.get(i), run.replies.get(i), run.headers.get(i))
+        Message(subject, value, run.keys.get(i), run.replies.get(i), run.headers.get(i), i in run.tombstones)
         for i, (subject, value) in enumerate(zip(run.subjects, run.values, strict=True))
     ]
 
 
 def offsets_of(run: Run) -> list[int]:
     return [run.offset(index) for index in range(len(run))]
+
+
+def times_of(run: Run) -> list[int]:
+    return [run.timestamp] * len(run) if run.timestamps is None else list(run.timestamps)
 
 
 def stored(batch: Batch, base_offset: int) -> Batch:
@@ -59,9 +65,8 @@ def with_holes(count: int, deltas: Sequence[int], span: int, base_offset: int) -
 
 ITEM: Final = st.none() | st.binary(max_size=6)
 SUBJECT: Final = st.sampled_from([TOPIC, b"orders.eu", b"orders.us.created"])
-MESSAGES: Final = st.lists(
-    st.builds(Message, SUBJECT, st.binary(max_size=20), ITEM, ITEM, ITEM), min_size=1, max_size=12
-)
+MESSAGE: Final = st.builds(Message, SUBJECT, st.binary(max_size=20), ITEM, ITEM, ITEM, st.booleans())
+MESSAGES: Final = st.lists(MESSAGE, min_size=1, max_size=12)
 OFFSET: Final = st.integers(0, 1 << 40)
 
 PLAIN: Final = [Message(b"orders.%d" % i, b"value %d" % i) for i in range(6)]
@@ -70,8 +75,9 @@ RICH: Final = [
     Message(b"orders.eu", b"b", b"key"),
     Message(b"orders.eu", b"c", None, b"reply"),
     Message(TOPIC, b"d", None, None, b"A: b\r\n"),
-    Message(b"orders.us", b"e", b"", b"", b""),
+    Message(b"orders.us", b"e", b"", b"", b"", is_tombstone=True),
 ]
+TIME: Final = 1_700_000_000_000_000
 
 
 # ---- to a batch and back
@@ -100,7 +106,7 @@ def test_a_batch_can_be_opened_from_any_offset(messages: list[Message], base_off
 
 
 def test_a_batch_is_of_the_time_that_was_said() -> None:
-    assert run_of(PLAIN).encode(TOPIC, 1_700_000_000_000_000).timestamp == 1_700_000_000_000_000
+    assert run_of(PLAIN).encode(TOPIC, TIME).timestamp == TIME
 
 
 def test_a_subject_that_is_the_topics_name_takes_no_bytes() -> None:
@@ -124,7 +130,8 @@ def test_a_topic_that_is_named_otherwise_now_names_its_messages() -> None:
 def test_columns_that_no_message_has_are_not_made() -> None:
     columns = run_of(PLAIN).encode(TOPIC, 0).columns()
 
-    assert (columns.keys(), columns.replies(), columns.headers()) == (None, None, None)
+    assert (columns.keys(), columns.replies(), columns.headers(), columns.tombstones()) == (None, None, None, None)
+    assert columns.timestamps_at < 0
 
 
 def test_an_empty_key_is_not_an_absent_one() -> None:
@@ -138,6 +145,130 @@ def test_equal_subjects_of_a_batch_are_one_object() -> None:
 
     assert subjects[1] is subjects[2]
     assert subjects[0] is subjects[3] is TOPIC
+
+
+def test_a_message_that_deletes_its_key_still_does_so_in_the_batch() -> None:
+    batch = run_of([Message(TOPIC, b"a", b"k"), Message(TOPIC, b"", b"k", is_tombstone=True)]).encode(TOPIC, 0)
+
+    assert batch.columns().tombstones() == [False, True]
+    assert open_batch(batch, TOPIC).tombstones == {1}
+
+
+# ---- times
+
+
+def test_an_opened_run_is_of_the_time_of_its_batch() -> None:
+    run = open_batch(stored(run_of(PLAIN).encode(TOPIC, TIME), 10), TOPIC)
+
+    assert (run.timestamp, run.timestamps) == (TIME, None)
+
+
+def test_a_run_that_is_not_stored_yet_has_no_time() -> None:
+    assert (Run([TOPIC], [b""]).timestamp, Run([TOPIC], [b""]).timestamps) == (0, None)
+
+
+@pytest.mark.parametrize(("begin", "left"), [(0, [3, -1, 2]), (10, [3, -1, 2]), (11, [-1, 2]), (12, [2]), (13, [])])
+def test_messages_that_have_times_of_their_own_keep_them(begin: int, left: list[int]) -> None:
+    batch = stored(encode([b"a", b"b", b"c"], timestamp=TIME, timestamps=[3, -1, 2]), 10)
+
+    assert times_of(open_batch(batch, TOPIC, begin)) == left
+
+
+@pytest.mark.parametrize("indices", [[0], [4], [1, 2, 3], [0, 2, 4], range(5), range(1, 5, 2)])
+@pytest.mark.parametrize("timestamps", [None, [5, 4, 3, 2, 1]])
+def test_chosen_messages_keep_their_times(indices: Sequence[int], timestamps: list[int] | None) -> None:
+    run = run_of(RICH, 10)
+    run.timestamp, run.timestamps = TIME, timestamps
+
+    chosen = run.select(indices)
+
+    assert times_of(chosen) == [times_of(run)[index] for index in indices]
+    assert chosen.timestamp == TIME
+
+
+def test_times_of_their_own_count_before_the_one_that_is_said() -> None:
+    run = run_of(PLAIN[:2])
+    run.timestamps = [3, 4]
+
+    assert list(run.encode(TOPIC, TIME).columns().timestamps()) == [3, 4]
+
+
+# ---- as it is stored
+
+
+@given(MESSAGES, st.none() | st.sets(st.integers(0, 99), min_size=12, max_size=12), OFFSET, st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_a_run_comes_back_from_the_bytes_that_it_is_stored_as(
+    messages: list[Message], deltas: set[int] | None, base_offset: int, have_times: bool
+) -> None:
+    offsets = None if deltas is None else [base_offset + delta for delta in sorted(deltas)[: len(messages)]]
+    run = run_of(messages, base_offset, offsets)
+    run.timestamp = TIME
+    run.timestamps = [TIME - index for index in range(len(messages))] if have_times else None
+
+    batch = parse(run.stored(TOPIC))
+    found = open_batch(batch, TOPIC)
+
+    assert messages_of(found) == messages
+    assert offsets_of(found) == offsets_of(run)
+    assert (batch.base_offset, batch.end) == (found.base_offset, found.end) == (base_offset, run.end)
+    assert (found.timestamp, times_of(found)) == (TIME, times_of(run))
+
+
+@pytest.mark.parametrize("indices", [[0], [4], [1, 2, 3], [0, 2, 4], range(5), range(1, 5, 2)])
+def test_a_part_of_what_is_stored_comes_back_with_its_offsets(indices: Sequence[int]) -> None:
+    whole = open_batch(stored(run_of(RICH).encode(TOPIC, TIME), 10), TOPIC)
+
+    found = open_batch(parse(whole.select(indices).stored(TOPIC)), TOPIC)
+
+    assert messages_of(found) == [RICH[index] for index in indices]
+    assert offsets_of(found) == [10 + index for index in indices]
+    assert found.timestamp == TIME
+
+
+def test_a_part_of_a_run_with_holes_comes_back_with_its_offsets() -> None:
+    whole = open_batch(with_holes(4, [1, 4, 6, 7], 9, 100), TOPIC)
+
+    found = open_batch(parse(whole.select([1, 2]).stored(TOPIC)), TOPIC)
+
+    assert offsets_of(found) == [104, 106]
+    assert found.values == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("begin", [0, 10])
+def test_an_opened_batch_is_stored_as_it_was(begin: int) -> None:
+    batch = stored(run_of(RICH).encode(TOPIC, TIME), 10)
+
+    run = open_batch(batch, TOPIC, begin)
+
+    assert run.batch is batch
+    assert run.stored(TOPIC) is batch.data
+
+
+PARTS: Final[list[Callable[[Run], Run]]] = [
+    lambda run: run.select([0, 1]),
+    lambda run: run.select([0, 4]),
+    lambda run: run.below(12),
+    lambda run: run.at_least(11),
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_an_opened_batch_is_not_that_batch(part: Callable[[Run], Run]) -> None:
+    run = open_batch(stored(run_of(RICH).encode(TOPIC, TIME), 10), TOPIC)
+
+    assert part(run).batch is None
+    assert run.batch is not None
+
+
+def test_a_batch_that_is_opened_from_within_is_not_at_hand() -> None:
+    assert open_batch(stored(run_of(RICH).encode(TOPIC, TIME), 10), TOPIC, 11).batch is None
+
+
+def test_what_was_gathered_is_stored_with_the_topics_own_name_left_out() -> None:
+    columns = parse(run_of(RICH, 10).stored(TOPIC)).columns()
+
+    assert columns.subjects() == [None, b"orders.eu", b"orders.eu", None, b"orders.us"]
 
 
 # ---- holes
@@ -200,12 +331,48 @@ def test_messages_in_a_row_need_no_list_of_offsets() -> None:
     assert run_of(PLAIN, 10).select([2, 3, 4]).offsets is None
 
 
-def test_choosing_leaves_the_run_as_it_was() -> None:
+@pytest.mark.parametrize("indices", [[1, 3], [1, 2], range(5)])
+def test_whatever_becomes_of_the_chosen_the_run_stays_as_it_was(indices: Sequence[int]) -> None:
     run = run_of(RICH, 10)
-    run.select([1, 3])
+    run.select(indices).extend(run_of(RICH))
 
     assert messages_of(run) == RICH
     assert offsets_of(run) == [10, 11, 12, 13, 14]
+
+
+def whole_or_with_holes(deltas: Sequence[int] | None) -> Run:
+    return run_of(RICH, 10, None if deltas is None else [10 + delta for delta in deltas])
+
+
+@pytest.mark.parametrize("deltas", [None, [0, 1, 2, 3, 4], [0, 2, 3, 7, 9], [3, 4, 5, 6, 7]])
+@pytest.mark.parametrize("offset", range(8, 22))
+def test_a_run_is_parted_at_any_offset(deltas: list[int] | None, offset: int) -> None:
+    run = whole_or_with_holes(deltas)
+    rows = list(zip(offsets_of(run), RICH, strict=True))
+
+    below, above = run.below(offset), run.at_least(offset)
+
+    assert list(zip(offsets_of(below), messages_of(below), strict=True)) == [row for row in rows if row[0] < offset]
+    assert list(zip(offsets_of(above), messages_of(above), strict=True)) == [row for row in rows if row[0] >= offset]
+
+
+@pytest.mark.parametrize("deltas", [None, [0, 2, 3, 7, 9]])
+def test_all_of_a_run_is_that_run(deltas: list[int] | None) -> None:
+    run = whole_or_with_holes(deltas)
+
+    assert run.at_least(10) is run
+    assert run.below(run.end) is run
+
+
+def test_there_is_nothing_in_an_empty_run_to_be_parted() -> None:
+    assert len(Run([], []).below(5)) == len(Run([], []).at_least(5)) == 0
+
+
+@pytest.mark.parametrize("deltas", [None, [0, 2, 3, 7, 9]])
+def test_the_offsets_of_a_run_can_be_had_at_once(deltas: list[int] | None) -> None:
+    run = whole_or_with_holes(deltas)
+
+    assert list(run.all_offsets()) == offsets_of(run)
 
 
 @given(MESSAGES, MESSAGES, MESSAGES)
@@ -264,6 +431,7 @@ def test_equal_subjects_are_one_even_as_several_objects() -> None:
         (Message(b"a", b"x", key=b""), False),
         (Message(b"a", b"x", reply=b"r"), False),
         (Message(b"a", b"x", headers=b""), False),
+        (Message(b"a", b"x", is_tombstone=True), False),
     ],
 )
 def test_a_run_is_plain_if_it_has_but_values_and_subjects(message: Message, is_plain: bool) -> None:
@@ -273,7 +441,7 @@ def test_a_run_is_plain_if_it_has_but_values_and_subjects(message: Message, is_p
 # ---- its size
 
 
-@given(st.lists(st.builds(Message, SUBJECT, st.binary(max_size=20), ITEM, ITEM, ITEM), min_size=1, max_size=40))
+@given(st.lists(MESSAGE, min_size=1, max_size=40))
 @settings(max_examples=200, deadline=None)
 def test_a_batch_is_no_larger_than_was_foreseen(messages: list[Message]) -> None:
     run = run_of(messages)
@@ -286,7 +454,7 @@ def test_a_batch_is_no_larger_than_was_foreseen(messages: list[Message]) -> None
 def test_a_batch_with_every_column_is_no_larger_than_was_foreseen(count: int, size: int) -> None:
     item = bytes(size)
     # The last message lacks what the others have, so that every column needs to say who has it.
-    run = run_of([*[Message(b"orders.eu", item, item, item, item)] * count, Message(TOPIC, item)])
+    run = run_of([*[Message(b"orders.eu", item, item, item, item, True)] * count, Message(TOPIC, item)])
 
     assert len(run.encode(TOPIC, 0).data) <= batch_bytes(run)
 

@@ -225,14 +225,17 @@ def from_wire(code: str, text: str) -> PenstockError:
     """The error that a peer tells of, as the one that was raised there; one of a newer peer keeps its code."""
     kind = _leaves(PenstockError).get(code)
     if kind is None:
-        return PenstockError(f"{code}: {text}")
+        newer = PenstockError(f"{code}: {text}")
+        newer.code = code  # type: ignore[misc]
+        return newer
     error = kind.__new__(kind)
     Exception.__init__(error, text)
     return error
 
 
 def _leaves(kind: type[PenstockError]) -> dict[str, type[PenstockError]]:
-    found = {} if kind.__subclasses__() else {kind.code: kind}
-    for child in kind.__subclasses__():
+    children = [child for child in kind.__subclasses__() if child.__module__ == __name__]
+    found = {} if children else {kind.code: kind}
+    for child in children:
         found |= _leaves(child)
     return found

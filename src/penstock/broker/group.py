@@ -42,6 +42,7 @@ _SAVE_US: Final = 1_000_000
 # Until the next try, when dead letters cannot be stored.
 _RETRY_US: Final = 1_000_000
 _NEVER_US: Final = 1 << 62
+_GRAVES_MAX: Final = 100
 
 Saved = Callable[[PenstockError | None], None]
 
@@ -68,7 +69,7 @@ class Host(Loop, Protocol):
 class Position:
     """How far a group has come in one partition."""
 
-    __slots__ = ("backlog", "buried", "burying", "inflight", "partition")
+    __slots__ = ("backlog", "buried", "burying", "graves", "inflight", "partition")
 
     def __init__(self, partition: Partition, inflight: Inflight) -> None:
         self.partition = partition
@@ -77,17 +78,42 @@ class Position:
         # The number under which dead letters were stored last, and what is being stored under the next one.
         self.buried = 0
         self.burying: list[tuple[int, int]] | None = None
+        # The last ones that became dead letters: who acknowledges one of them is too late.
+        self.graves: dict[int, None] = {}
+
+    def is_done(self, offset: int) -> bool:
+        """Whether it was acknowledged, as far as is known."""
+        return offset < self.inflight.next and not self.inflight.attempts(offset) and offset not in self.graves
+
+    def bury(self, offsets: Sequence[int]) -> None:
+        """Their dead letters are stored."""
+        self.inflight.bury(offsets)
+        self.buried += 1
+        self.burying = None
+        self.graves |= dict.fromkeys(offsets)
+        for offset in list(self.graves)[:-_GRAVES_MAX]:
+            del self.graves[offset]
+
+    def reset(self, offset: int) -> None:
+        self.inflight.reset(offset)
+        self.graves.clear()
 
     def lag(self) -> int:
         return len(self.inflight) + max(0, self.partition.served - self.inflight.next)
 
     def to_json(self, now_us: int) -> dict[str, Any]:
-        return {**self.inflight.snapshot(now_us), "buried": self.buried, "burying": self.burying}
+        return {
+            **self.inflight.snapshot(now_us),
+            "buried": self.buried,
+            "burying": self.burying,
+            "graves": list(self.graves),
+        }
 
     @classmethod
     def from_json(cls, partition: Partition, data: dict[str, Any], now_us: int) -> Position:
         position = cls(partition, Inflight.restore(data, now_us))
         position.buried = data["buried"]
+        position.graves = dict.fromkeys(data.get("graves", ()))
         if data["burying"] is not None:
             position.burying = [(offset, attempts) for offset, attempts in data["burying"]]
         return position
@@ -205,7 +231,7 @@ class Group:
         count = inflight.ack_many(offsets)
         refused: Sequence[int] = ()
         if count < len(offsets):
-            refused = [offset for offset in offsets if offset >= inflight.next or inflight.attempts(offset)]
+            refused = [offset for offset in offsets if not position.is_done(offset)]
             if len(refused) == len(offsets):
                 return refused
         if count:
@@ -219,37 +245,55 @@ class Group:
             saved(None)
         return refused
 
-    def nack(self, place: tuple[int, int], offset: int, delay_us: int) -> bool:
-        """Deliver it again, after a while."""
-        position = self.positions.get(place)
+    def nack(
+        self,
+        place: tuple[int, int],
+        offset: int,
+        delay_us: int,
+        member: Member | None = None,
+        saved: Saved | None = None,
+    ) -> bool:
+        """Deliver it again, after a while; `saved` is called when that is stored.
+
+        False if it cannot be: it is done, a dead letter, or with another than `member`, who says so.
+        """
+        position = self._holding(place, offset, member)
         if position is None:
             return False
         owner = position.inflight.owner(offset)
         if not position.inflight.nack(offset, self._host.clock.monotonic_us() + delay_us):
             return False
         self._gets_back(owner)
-        self._save(position, None)
+        self._save(position, saved)
         self.wake()
         return True
 
-    def extend(self, place: tuple[int, int], offset: int) -> bool:
-        """Whoever has it needs more time."""
-        position = self.positions.get(place)
-        if position is None:
-            return False
-        return position.inflight.extend(offset, self._due_us(position))
+    def extend(self, place: tuple[int, int], offset: int, member: Member | None = None) -> bool:
+        """Whoever has it needs more time. False as for `nack`."""
+        position = self._holding(place, offset, member)
+        return position is not None and position.inflight.extend(offset, self._due_us(position))
 
-    def kill(self, place: tuple[int, int], offset: int) -> bool:
-        """It can never be handled: a dead letter, without further tries."""
-        position = self.positions.get(place)
+    def kill(
+        self, place: tuple[int, int], offset: int, member: Member | None = None, saved: Saved | None = None
+    ) -> bool:
+        """It can never be handled: a dead letter, without further tries. `saved`, and False, as for `nack`."""
+        position = self._holding(place, offset, member)
         if position is None:
             return False
         owner = position.inflight.owner(offset)
         if not position.inflight.kill(offset):
             return False
         self._gets_back(owner)
+        self._save(position, saved)
         self.wake()
         return True
+
+    def _holding(self, place: tuple[int, int], offset: int, member: Member | None) -> Position | None:
+        """The position of a message, unless another one than `member` has it now."""
+        position = self.positions.get(place)
+        if position is None or member is None:
+            return position
+        return position if position.inflight.owner(offset) in (None, member.number) else None
 
     def commit(self, place: tuple[int, int], offset: int, generation: int, saved: Saved) -> None:
         """All below `offset`, which is not beyond the end, is done; for partitioned groups."""
@@ -267,10 +311,9 @@ class Group:
     def reset(self, place: tuple[int, int], offset: int, saved: Saved) -> None:
         """Go on from `offset`, which may lie before what is done."""
         position = self._position(place)
-        position.inflight.reset(offset)
-        self.generation += 1
+        position.reset(offset)
+        self._rebalance()
         self._save(position, saved)
-        self.wake()
 
     def _position(self, place: tuple[int, int]) -> Position:
         if place not in self.positions:
@@ -485,9 +528,7 @@ class Group:
             logger.error("group %s cannot store dead letters, tried again: %s", self.name, error)
             self._retry_us = self._host.clock.monotonic_us() + _RETRY_US
             return
-        position.inflight.bury([offset for offset, _ in burying])
-        position.buried += 1
-        position.burying = None
+        position.bury([offset for offset, _ in burying])
         self.dead_lettered += len(burying)
         self._save(position, None)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock.batch import Batch, Buffer, accept
 from penstock.broker.flow import Flow
-from penstock.broker.group import Group
+from penstock.broker.group import Group, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
 from penstock.broker.member import Member, Place
 from penstock.broker.subscription import Subscription
@@ -52,6 +52,9 @@ REQUESTS_MAX: Final = 256
 # What one FETCH gives, however much it asks for; a batch that is larger is given whole.
 FETCH_BYTES_MAX: Final = 16 << 20
 FETCH_WAIT_MS_MAX: Final = 60_000
+# A frame of somebody who may not be allowed to say anything, and memory for one that is only announced.
+SILENT_BYTES_MAX: Final = 64 << 10
+AHEAD_BYTES: Final = 1 << 20
 # Messages on the way to one subscription.
 CREDIT_MAX: Final = 1_000_000
 # How long a connection that is being closed has to read what was sent.
@@ -74,7 +77,8 @@ class BinarySession(asyncio.BufferedProtocol):
         self.subscriptions: dict[int, tuple[Member, Subscription | Group]] = {}
         self.is_hello = False
         self._provider = provider.Provider(self)
-        self._reader = FrameReader(server.scratch, binary.JSON_BYTES_MAX)
+        bytes_max = SILENT_BYTES_MAX if server.needs_auth else binary.JSON_BYTES_MAX
+        self._reader = FrameReader(server.scratch, bytes_max, ahead_bytes=AHEAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._is_authorized = not server.needs_auth
         self._is_closing = False
@@ -98,23 +102,11 @@ class BinarySession(asyncio.BufferedProtocol):
         return self._reader.buffer()
 
     def buffer_updated(self, count: int) -> None:
-        self.in_bytes += count
-        try:
-            frames = self._reader.filled(count)
-        except BadFrame as error:
-            self._disconnect(error)
-            return
-        self._take(frames)
+        self._read(count, lambda: self._reader.filled(count))
 
     def data_received(self, data: bytes) -> None:
         """What came before it was known that this is the binary door."""
-        self.in_bytes += len(data)
-        try:
-            frames = self._reader.feed(data)
-        except BadFrame as error:
-            self._disconnect(error)
-            return
-        self._take(frames)
+        self._read(len(data), lambda: self._reader.feed(data))
 
     def pause_writing(self) -> None:
         self.is_open = False
@@ -138,6 +130,14 @@ class BinarySession(asyncio.BufferedProtocol):
         for number in list(self.subscriptions):
             self.unsubscribe(number)
         self.server.remove(self)
+
+    def _read(self, count: int, frames: Callable[[], list[Frame]]) -> None:
+        self.in_bytes += count
+        try:
+            self._take(frames())
+            self._reader.check()
+        except BadFrame as error:
+            self._disconnect(error)
 
     def _take(self, frames: list[Frame]) -> None:
         if not frames or self._is_closing:
@@ -542,25 +542,23 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def _settle(self, number: int, settle: binary.Settle) -> None:
         held = self.subscriptions.get(settle.subscription)
-        group = held[1] if held is not None else None
-        if not isinstance(group, Group):
+        if held is None or not isinstance(held[1], Group):
             raise BadRequest(f"there is no subscription {settle.subscription} of a group")
+        member, group = held[0], held[1]
         place, offsets = (settle.topic_id, settle.partition), settle.offsets
         match Verb(settle.verb):
             case Verb.ACK:
                 self._ack(number, group, place, offsets)
-                return
             case Verb.COMMIT:
                 group.commit(place, offsets[-1], settle.generation, self._when_saved(number, ()))
-                return
             case Verb.NACK:
                 delay_us = min(settle.delay_us, DELAY_US_MAX)
-                refused = [offset for offset in offsets if not group.nack(place, offset, delay_us)]
+                self._each(number, offsets, lambda offset, saved: group.nack(place, offset, delay_us, member, saved))
             case Verb.EXTEND:
-                refused = [offset for offset in offsets if not group.extend(place, offset)]
+                refused = [offset for offset in offsets if not group.extend(place, offset, member)]
+                self.answer(number, {"refused": refused})
             case Verb.REJECT:
-                refused = [offset for offset in offsets if not group.kill(place, offset)]
-        self.answer(number, {"refused": refused})
+                self._each(number, offsets, lambda offset, saved: group.kill(place, offset, member, saved))
 
     def _ack(self, number: int, group: Group, place: tuple[int, int], offsets: Sequence[int]) -> None:
         # It may be called before `ack_many` has returned, but not if that refuses anything.
@@ -569,6 +567,23 @@ class BinarySession(asyncio.BufferedProtocol):
         refused += group.ack_many(place, offsets, saved)
         if len(refused) == len(offsets):
             saved(None)
+
+    def _each(self, number: int, offsets: Sequence[int], settle: Callable[[int, Saved], bool]) -> None:
+        """What is said of one message after the other; the answer comes when all of it is stored."""
+        refused: list[int] = []
+        answer = self._when_saved(number, refused)
+        left, failure = len(offsets), None
+
+        def saved(error: PenstockError | None) -> None:
+            nonlocal left, failure
+            left, failure = left - 1, failure or error
+            if not left:
+                answer(failure)
+
+        for offset in offsets:
+            if not settle(offset, saved):
+                refused.append(offset)
+                saved(None)
 
     def _when_saved(self, number: int, refused: Sequence[int]) -> Callable[[PenstockError | None], None]:
         def saved(error: PenstockError | None) -> None:

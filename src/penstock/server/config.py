@@ -390,6 +390,8 @@ _ENVIRONMENT_ALIASES: Final = {
 }
 _ENVIRONMENT_NO_EFFECT: Final = ("REGISTRY_URL",)
 _PATH_NAMES: Final = ("PENSTOCK_CONFIG", "QB_CONFIG_FILE")
+# Where commands find a broker: not for the server, and no mistake.
+_CLIENT_NAMES: Final = ("PENSTOCK_SERVERS",)
 
 
 # ---- the sources
@@ -516,7 +518,7 @@ def _from_environment(environ: Mapping[str, str], notes: _Notes) -> Iterator[_Gi
         if name in environ:
             yield _Given(key, environ[name], f"environment {name}", _Target(key, SETTINGS[key]))
     for name in environ:
-        if name.startswith(_PREFIX) and name not in _ENVIRONMENT and name not in _PATH_NAMES:
+        if name.startswith(_PREFIX) and name not in (*_ENVIRONMENT, *_PATH_NAMES, *_CLIENT_NAMES):
             notes.problems.append(f"{name} (environment) is not a setting{_hint(name, [*_ENVIRONMENT, *_PATH_NAMES])}")
         if name in _ENVIRONMENT_NO_EFFECT:
             notes.warnings.append(f"{name} (environment) has no effect yet")

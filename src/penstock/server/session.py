@@ -490,7 +490,8 @@ class Session(asyncio.Protocol):
         held = self.subscriptions.get(sid)
         if held is None or not number.isdigit() or len(number) > 24 or not isinstance(held[1], Group):
             return
-        group = held[1]
+        member, group = held
+        assert isinstance(group, Group)
         topic_id, partition, offset = text.split_sequence(int(number))
         place = (topic_id, partition)
         word, _, rest = event.value.partition(b" ")
@@ -502,11 +503,11 @@ class Session(asyncio.Protocol):
                     answer.data = b""
                     self._send_answers()
             case b"-NAK":
-                group.nack(place, offset, _delay_us(rest))
+                group.nack(place, offset, _delay_us(rest), member)
             case b"+WPI":
-                group.extend(place, offset)
+                group.extend(place, offset, member)
             case b"+TERM":
-                group.kill(place, offset)
+                group.kill(place, offset, member)
 
     def _when_acked(self, answer: _Answer, reply: bytes | None) -> Callable[[PenstockError | None], None]:
         """A client that asks for it (`ack_sync`) is told when the acknowledgement is stored."""

@@ -31,7 +31,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from penstock.batch import BATCH_BYTES_MAX, Buffer
 from penstock.errors import BadFrame, BadRequest
@@ -102,31 +102,42 @@ class FrameReader:
     how many came. Between the two nothing else may use `scratch`, which connections of one thread can share.
     """
 
-    __slots__ = ("_large", "_large_end", "_rest", "_scratch", "bytes_max")
+    __slots__ = ("_ahead_bytes", "_large", "_large_end", "_large_length", "_refusal", "_rest", "_scratch", "bytes_max")
 
-    def __init__(self, scratch: bytearray, bytes_max: int = FRAME_BYTES_MAX) -> None:
-        """`bytes_max` is for a payload."""
+    def __init__(
+        self, scratch: bytearray, bytes_max: int = FRAME_BYTES_MAX, *, ahead_bytes: int = FRAME_BYTES_MAX
+    ) -> None:
+        """`bytes_max` is for a payload; of one that is announced so much memory is taken ahead of what has come."""
         self.bytes_max = bytes_max
+        self._ahead_bytes = ahead_bytes
+        self._refusal: BadFrame | None = None
         self._scratch = memoryview(scratch)
         # The beginning of a frame that is not all there.
         self._rest = b""
-        # One that is too large for scratch, and how much of it is there.
+        # One that is too large for scratch, how long it is, and how much of it is there.
         self._large: Frame | None = None
-        self._large_end = 0
+        self._large_length = self._large_end = 0
 
     def buffer(self) -> memoryview:
         if self._large is not None:
-            return memoryview(self._large.payload)[self._large_end :]
+            payload = self._large.payload
+            assert isinstance(payload, bytearray)
+            if self._large_end == len(payload):
+                payload.extend(bytes(min(len(payload), self._large_length - len(payload))))
+            return memoryview(payload)[self._large_end :]
         rest = self._rest
         if rest:
             self._scratch[: len(rest)] = rest
         return self._scratch[len(rest) :]
 
     def filled(self, count: int) -> list[Frame]:
-        """The frames that are complete now."""
+        """The frames that are complete now. Raises BadFrame if what comes behind them is none that is allowed; if there
+        are some before it, the next time: `check` tells at once.
+        """
+        self.check()
         if self._large is not None:
             self._large_end += count
-            if self._large_end < len(self._large.payload):
+            if self._large_end < self._large_length:
                 return []
             frame, self._large = self._large, None
             return [frame]
@@ -137,14 +148,18 @@ class FrameReader:
         while end - begin >= HEAD.size:
             kind, number, length = HEAD.unpack_from(view, begin)
             if length > self.bytes_max:
-                raise BadFrame(f"a frame of {length} bytes, {self.bytes_max} are allowed")
+                self._refusal = BadFrame(f"a frame of {length} bytes, {self.bytes_max} are allowed")
+                if not frames:
+                    self.check()
+                return frames
             body = begin + HEAD.size
             if body + length > end:
                 if HEAD.size + length > len(view):
                     # Nothing is copied but what is here already.
-                    self._large = Frame(kind, number, bytearray(length))
-                    self._large_end = end - body
-                    memoryview(self._large.payload)[: end - body] = view[body:end]
+                    payload = bytearray(max(min(length, self._ahead_bytes), end - body))
+                    payload[: end - body] = view[body:end]
+                    self._large = Frame(kind, number, payload)
+                    self._large_length, self._large_end = length, end - body
                     return frames
                 break
             begin = body + length
@@ -152,15 +167,25 @@ class FrameReader:
         self._rest = bytes(view[begin:end])
         return frames
 
+    def check(self) -> None:
+        """Raise if what came is no frame that is allowed: then nothing more can be read."""
+        if self._refusal is not None:
+            raise self._refusal
+
     def feed(self, data: Buffer) -> list[Frame]:
-        """The same for bytes that are there already."""
+        """As `filled`, for bytes that are there already."""
         frames: list[Frame] = []
         view = memoryview(data)
         while view:
             buffer = self.buffer()
             count = min(len(buffer), len(view))
             buffer[:count] = view[:count]
-            frames += self.filled(count)
+            try:
+                frames += self.filled(count)
+            except BadFrame:
+                if not frames:
+                    raise
+                break
             view = view[count:]
         return frames
 
@@ -180,12 +205,18 @@ def json_frame(kind: Type, number: int, value: Any) -> bytes:
 
 def read_json(payload: Buffer) -> dict[str, Any]:
     try:
-        value = json.loads(bytes(payload) or b"{}")
+        value = json.loads(str(payload, "utf-8") or "{}", parse_constant=_refuse_constant)
+        # An escape can still bring half of a surrogate pair, which is no text.
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"what must be JSON is not: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest("what must be a JSON object is not one")
     return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 # What is in each payload that is not JSON; each pair is encode and decode.
