@@ -39,7 +39,7 @@ class Request:
         return value
 
     def name(self, name: str) -> bytes:
-        return self.text(name).encode(errors="replace")
+        return self.text(name).encode()
 
     def name_or_none(self, name: str) -> bytes | None:
         return None if self._fields.get(name) is None else self.name(name)

@@ -89,6 +89,9 @@ class TopicConfig:
     cleanup: Literal["delete", "compact"] = field(
         default="delete", metadata=_about("drop old segments, or keep the latest message of each key")
     )
+    tombstone_ms: int = field(
+        default=24 * 3600 * 1000, metadata=_about("compaction keeps the deletion of a key for so long", 0)
+    )
     dedup: Literal["off", "id", "payload"] = field(
         default="id", metadata=_about("what makes two messages the same one")
     )

@@ -90,9 +90,9 @@ class Provider:
     def _publish(self, number: int, record: dict[str, Any]) -> Coroutine[Any, Any, None] | None:
         subject = str(record.get("topic") or DEFAULT_TOPIC)
         key, data, event = record.get("msg_key"), record.get("data"), record.get("event_type", "MESSAGE")
-        run = Run([subject.encode(errors="replace")], [_value(data)])
+        run = Run([subject.encode()], [_value(data)])
         if key is not None:
-            run.keys[0] = str(key).encode(errors="replace")
+            run.keys[0] = str(key).encode()
         match event:
             case "MESSAGE":
                 pass
@@ -113,7 +113,7 @@ class Provider:
 
     async def _subscribe(self, number: int, request: dict[str, Any]) -> None:
         topic, name = str(request.get("topic") or DEFAULT_TOPIC), str(request.get("group") or DEFAULT_GROUP)
-        pattern = topic.encode(errors="replace")
+        pattern = topic.encode()
         if not is_pattern(pattern):
             raise BadSubject(f"{topic!r} is not a topic")
         session = self._session
@@ -138,7 +138,7 @@ class Provider:
         if type(offset) is not int or offset < 0:
             raise BadRequest(f"offset is {offset!r}, it must be a whole number from 0 on")
         groups = [reader for _, reader in self._session.subscriptions.values() if isinstance(reader, Group)]
-        group = next((group for group in groups if group.pattern == topic.encode(errors="replace")), None)
+        group = next((group for group in groups if group.pattern == topic.encode()), None)
         if group is None:
             raise UnknownGroup(f"this connection is not subscribed to {topic}")
         served = self._session.broker.topic(group.pattern)
@@ -158,13 +158,13 @@ class Provider:
 
 
 def _group_name(topic: str, group: str) -> bytes:
-    return f"{topic}:{group}".encode(errors="replace")
+    return f"{topic}:{group}".encode()
 
 
 def _value(data: object) -> bytes:
     if data is None:
         return b""
-    return (data if isinstance(data, str) else json.dumps(data)).encode(errors="replace")
+    return (data if isinstance(data, str) else json.dumps(data)).encode()
 
 
 def _record(run: Run, index: int) -> dict[str, Any]:

@@ -341,6 +341,7 @@ def _policy(topic: TopicConfig) -> Policy:
         retain_ms=topic.retain_ms,
         retain_bytes=topic.retain_bytes,
         dedup=Dedup(topic.dedup),
+        tombstone_ms=topic.tombstone_ms,
         dedup_window_ms=topic.dedup_window_ms,
         ack_deadline_ms=topic.ack_deadline_ms,
         deliveries_max=topic.deliveries_max,

@@ -62,7 +62,7 @@ class Policy:
     # How long a message is remembered for that; None: 5 minutes by id, 30 minutes by payload.
     dedup_window_ms: int | None = None
     # A message that is not acknowledged within this time is delivered again, so many times in all; then it
-    # goes to the dead letters, or is dropped.
+    # goes to the dead letters. Without those it is delivered again for ever.
     ack_deadline_ms: int = 5_000
     deliveries_max: int = 4
     dead_letters: bool = True
