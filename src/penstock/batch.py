@@ -485,6 +485,20 @@ class Columns:
     def headers(self) -> list[bytes | None] | None:
         return self._build_nullable("headers")
 
+    def distinct(self, name: str) -> set[bytes]:
+        """What is in a binary column, each once."""
+        if name not in self.binary:
+            return set()
+        offsets = self._offsets_of(name)
+        validity_at, _, start, _ = self.binary[name]
+        size = offsets[1]
+        # Most often all are the same: to see that takes a third of the time that building them does.
+        if validity_at < 0 and size and offsets == list(range(0, size * len(offsets), size)):
+            first = bytes(self.body[start : start + size])
+            if self.body[start : start + offsets[-1]] == first * self.batch.count:
+                return {first}
+        return {item for item in self._build_nullable(name) or () if item is not None}
+
     def timestamps(self) -> Sequence[int]:
         if self.timestamps_at < 0:
             return [self.batch.timestamp] * self.batch.count

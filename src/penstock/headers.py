@@ -67,6 +67,11 @@ def without(block: bytes, *names: bytes) -> bytes:
     return b"\n".join(kept)
 
 
+def is_block(block: bytes) -> bool:
+    """Whether these are whole lines, and none of them is empty."""
+    return not block or (block.endswith(b"\r\n") and not block.startswith(b"\r\n") and b"\r\n\r\n" not in block)
+
+
 def value_of(block: bytes, name: bytes) -> bytes | None:
     return _fields(block).get(name.lower())
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from penstock.batch import Batch
 from penstock.broker.deadletters import DeadLetters
@@ -45,6 +45,8 @@ from penstock.subject import is_pattern, is_subject, is_text, matches, meets
 
 logger = logging.getLogger(__name__)
 
+
+T = TypeVar("T")
 
 _SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000
 
@@ -129,8 +131,10 @@ class Broker:
         return (await self._create(name, partitions, policy)).topic
 
     async def alter_topic(self, name: bytes, *, partitions: int | None = None, policy: Policy | None = None) -> Topic:
-        served = self.topic(name)
-        topic = served.topic
+        return await self._to_its_end(self._alter(name, partitions, policy))
+
+    async def _alter(self, name: bytes, partitions: int | None, policy: Policy | None) -> Topic:
+        topic = self.topic(name).topic
         topic = replace(
             topic,
             partitions=topic.partitions if partitions is None else partitions,
@@ -141,6 +145,9 @@ class Broker:
         return topic
 
     async def delete_topic(self, name: bytes) -> None:
+        await self._to_its_end(self._delete(name))
+
+    async def _delete(self, name: bytes) -> None:
         served = self.topic(name)
         await self.store.delete_topic_async(served.topic.id)
         if self.topics.get(name) is not served:
@@ -168,26 +175,36 @@ class Broker:
         made = self._creating.get(name)
         if made is None:
             self.topics.check_new(name, self._creating)
-            made = self._creating[name] = asyncio.get_running_loop().create_future()
-            self.spawn(self._make(name, partitions, policy, made))
+            made = self._creating[name] = self._begin(self._make(name, partitions, policy))
         return await asyncio.shield(made)
 
-    async def _make(
-        self, name: bytes, partitions: int | None, policy: Policy | None, made: asyncio.Future[ServedTopic]
-    ) -> None:
+    async def _make(self, name: bytes, partitions: int | None, policy: Policy | None) -> ServedTopic:
         try:
             topic = await self.store.create_topic_async(
                 name.decode(),
-                partitions=partitions or self.settings.partitions,
+                partitions=self.settings.partitions if partitions is None else partitions,
                 policy=policy or self.settings.policy,
             )
-        except PenstockError as error:
-            made.set_exception(error)
-            made.exception()  # it may be that nobody waits for it any more
-        else:
-            made.set_result(self._serve(topic))
+            return self._serve(topic)
         finally:
             del self._creating[name]
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """A change, which is not left half done though whoever asked for it is gone."""
+        return await asyncio.shield(self._begin(change))
+
+    def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        ended: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            try:
+                ended.set_result(await change)
+            except (PenstockError, ValueError) as error:
+                ended.set_exception(error)
+                ended.exception()  # it may be that nobody waits for it any more
+
+        self.spawn(run())
+        return ended
 
     def _serve(self, topic: Topic) -> ServedTopic:
         """Open the doors of a topic, or of what was added to it."""
@@ -245,23 +262,23 @@ class Broker:
 
         The batch must be checked (`accept`), and one that need not be opened (`is_opaque`). Raises if it is not taken.
         """
-        partition = self.partition(topic_id, number)
-        if partition is None and self.topics.by_id(topic_id) is None:
-            raise UnknownTopic(f"there is no topic with id {topic_id}")
-        if partition is None or (partitions != self.partitions(topic_id) and not partition.log.holds(batch)):
-            raise StaleLayout(f"the topic has {self.partitions(topic_id)} partitions, not {partitions}: look again")
+        topic = self.public_topic(topic_id)
+        count = len(topic.partitions)
+        partition = topic.partitions[number] if number < count else None
+        if partition is None or (partitions != count and not partition.log.holds(batch)):
+            raise StaleLayout(f"the topic {topic.topic.name} has {count} partitions, not {partitions}: look again")
         end = partition.end
         partition.append_batch(batch, 0, 0, done)
         return partition.end == end
 
-    def is_opaque(self, topic_id: int, batch: Batch) -> bool:
-        """Whether a batch for this topic can be stored as it came: nobody wants to know what is in it."""
+    def public_topic(self, topic_id: int) -> ServedTopic:
+        """One that clients may read and write."""
         topic = self.topics.by_id(topic_id)
-        return topic is None or not (batch.asks or topic.topic.policy.dedup is DedupMode.PAYLOAD)
-
-    def partitions(self, topic_id: int) -> int:
-        topic = self.topics.by_id(topic_id)
-        return 0 if topic is None else len(topic.partitions)
+        if topic is None or topic.is_internal:
+            raise UnknownTopic(f"there is no topic with id {topic_id}")
+        if topic.refusal is not None:
+            raise topic.refusal
+        return topic
 
     def partition(self, topic_id: int, number: int) -> Partition | None:
         topic = self.topics.by_id(topic_id)
@@ -294,7 +311,9 @@ class Broker:
         """As `subscribe`, with what was published before."""
         offsets = await self._offsets(pattern, begin)
         subscription = self.subscribe(pattern, member)
-        for partition in self._matching(pattern):
+        for partition in self._matching(pattern) if begin is not Start.LATEST else ():
+            # What is on its way is for it too.
+            partition.since.pop(subscription, None)
             offset = offsets.get(partition, partition.start)
             if offset < partition.served:
                 subscription.behind[partition] = offset
@@ -371,14 +390,20 @@ class Broker:
         made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._making[name] = made
         group = Group(name, pattern, mode, self, secrets.token_hex(8))
-        try:
-            await self._store_group(group, start)
-        finally:
-            del self._making[name]
-            made.set_result(None)
+        await self._to_its_end(self._store_group(group, start, made))
         return group
 
-    async def _store_group(self, group: Group, start: Begin) -> None:
+    async def _store_group(self, group: Group, start: Begin, made: asyncio.Future[None]) -> None:
+        assert group.name is not None
+        try:
+            await self._write_group(group, start)
+            self.groups[group.name] = group
+            group.start()
+        finally:
+            del self._making[group.name]
+            made.set_result(None)
+
+    async def _write_group(self, group: Group, start: Begin) -> None:
         assert group.name is not None
         offsets = await self._offsets(group.pattern, start)
         # Topics that are made from now on are for the group too; it is joined when it is stored.
@@ -394,8 +419,6 @@ class Broker:
             del self._all_groups[group]
             group.stop()
             raise
-        self.groups[group.name] = group
-        group.start()
 
     async def reset_group(
         self, name: bytes, start: Begin, *, topic: bytes | None = None, partition: int | None = None
@@ -420,6 +443,9 @@ class Broker:
         await asyncio.gather(*waits)
 
     async def delete_group(self, name: bytes) -> None:
+        await self._to_its_end(self._delete_group(name))
+
+    async def _delete_group(self, name: bytes) -> None:
         group = self.group(name)
         self._forget_group(group)
         for member in list(group.members):

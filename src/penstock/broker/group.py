@@ -29,7 +29,7 @@ from penstock.broker.partition import Partition
 from penstock.broker.sources import append_once, source_number
 from penstock.broker.subscription import Loop, select_matching
 from penstock.broker.topic import ServedTopic
-from penstock.errors import PenstockError, StaleCommit
+from penstock.errors import OffsetOutOfRange, PenstockError, StaleCommit
 from penstock.run import Run
 from penstock.storage.meta import Change
 from penstock.storage.store import Store
@@ -296,10 +296,12 @@ class Group:
         return position if position.inflight.owner(offset) in (None, member.number) else None
 
     def commit(self, place: tuple[int, int], offset: int, generation: int, saved: Saved) -> None:
-        """All below `offset`, which is not beyond the end, is done; for partitioned groups."""
+        """All below `offset` is done; for partitioned groups."""
         if generation != self.generation:
             raise StaleCommit(f"the group is at generation {self.generation}, not {generation}: join it again")
         position = self._position(place)
+        if offset > position.partition.served:
+            raise OffsetOutOfRange(offset, position.partition.start, position.partition.served)
         if offset > position.inflight.floor:
             position.inflight.ack_upto(offset - 1)
             if offset > position.inflight.next:

@@ -73,7 +73,8 @@ class Receipt:
         found: list[Stored | PenstockError] = [_NOWHERE] * self.count
         for target, offset, indices in self.places:
             for step, index in enumerate(indices):
-                found[index] = Stored(target.name, target.number, offset + step, False)
+                place = (target.number, offset + step) if target.keeps else (-1, -1)
+                found[index] = Stored(target.name, *place, False)
         for index, name in self.late.items():
             found[index] = Stored(name, -1, -1, False)
         for index, (topic, identity) in self.duplicates.items():

@@ -134,9 +134,11 @@ class Partition:
         offset = max(offset, self.log.start)
         if offset >= self.served or self.log.state is State.CLOSED:
             return None
+        served = self.served
         batches = await self._reader.read(self.log, offset, 1)
         if not batches:
-            return None
+            # These offsets were reserved when the broker crashed, and never given out.
+            return Run([], []), served
         return self._opened.open((self.topic_id, self.number), batches[0], self.name, offset), batches[0].end
 
     async def grown(self, offset: int) -> None:

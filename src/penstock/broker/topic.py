@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from penstock.batch import Batch
 from penstock.broker.dedup import Dedup
 from penstock.broker.partition import LivePartition, Partition
 from penstock.errors import PenstockError, TopicConflict
 from penstock.headers import hash_key
+from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.policy import Topic
 from penstock.subject import owns
 
@@ -42,6 +44,10 @@ class ServedTopic:
     def is_internal(self) -> bool:
         """Whether it is the broker's own, which nobody reads or writes."""
         return self.name.startswith(RESERVED)
+
+    def takes_opaque(self, batch: Batch) -> bool:
+        """Whether a batch can be stored as it came: nobody wants to know what is in it."""
+        return not (batch.asks or self.topic.policy.dedup is DedupMode.PAYLOAD)
 
     def choose(self, subject: bytes, key: bytes | None) -> Partition:
         partitions = self.partitions

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from penstock import headers
 from penstock.batch import Batch, Buffer, accept
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Saved
@@ -22,6 +23,7 @@ from penstock.broker.subscription import Subscription
 from penstock.broker.topic import RESERVED
 from penstock.errors import (
     BadFrame,
+    BadHeader,
     BadRequest,
     BadSubject,
     BatchTooLarge,
@@ -33,11 +35,11 @@ from penstock.errors import (
     Unauthorized,
     UnknownTopic,
 )
-from penstock.headers import DELAY_US_MAX
 from penstock.run import Run, open_batch
 from penstock.server import calls, provider
 from penstock.server.session import UNREAD_ANSWERS_MAX, UNSENT_BYTES_MAX, Traffic
-from penstock.subject import is_pattern, is_subject, is_text, owns
+from penstock.storage.log import Log
+from penstock.subject import is_pattern, is_subject, owns
 from penstock.wire import binary
 from penstock.wire.binary import Frame, FrameReader, Type, Verb
 
@@ -86,6 +88,8 @@ class BinarySession(asyncio.BufferedProtocol):
         self._waiting: deque[Frame] | None = None
         self._requests: set[asyncio.Task[None]] = set()
         self._fetches: set[asyncio.Task[None]] = set()
+        # One at a time reads and sends: what they have in memory waits for the client.
+        self._fetching = asyncio.Lock()
         # Answers to what was published; when the server stops they are given first.
         self._owed = 0
         self._is_stopping = False
@@ -133,6 +137,7 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def _read(self, count: int, frames: Callable[[], list[Frame]]) -> None:
         self.in_bytes += count
+        self.unanswered = 0
         try:
             self._take(frames())
             self._reader.check()
@@ -143,7 +148,6 @@ class BinarySession(asyncio.BufferedProtocol):
         if not frames or self._is_closing:
             return
         self.has_spoken = True
-        self.unanswered = 0
         if self._waiting is not None:
             self._waiting.extend(frames)
         else:
@@ -295,7 +299,7 @@ class BinarySession(asyncio.BufferedProtocol):
             case Type.SETTLE:
                 self._settle(number, binary.read_settle(payload))
             case Type.OPEN:
-                self._begin(number, self._open(number, binary.read_json(payload)))
+                return self._open(number, binary.read_json(payload))
             case Type.END:
                 self.unsubscribe(binary.read_end(payload))
                 self.answer(number, {})
@@ -305,7 +309,7 @@ class BinarySession(asyncio.BufferedProtocol):
                 self._hello(number, binary.read_json(payload))
             case Type.HEARTBEAT:
                 if number:
-                    self.write(binary.frame(Type.HEARTBEAT, number))
+                    self.answer_frame(binary.frame(Type.HEARTBEAT, number))
             case Type.DISCONNECT:
                 self._close()
             case Type.DATA | Type.ACK | Type.SUBSCRIBE | Type.COMMIT_OFFSET if not self.is_hello:
@@ -371,29 +375,26 @@ class BinarySession(asyncio.BufferedProtocol):
         to, data = binary.read_append(payload)
         batch = accept(data)
         self._check_sizes(batch)
-        if self.broker.is_opaque(to.topic_id, batch):
+        topic = self.broker.public_topic(to.topic_id)
+        if topic.takes_opaque(batch):
+            _check_lines(batch, topic.name)
             if self.broker.store.is_crowded:
                 return self._append_later(number, to, batch)
             self._append_batch(number, to, batch)
             return None
         if batch.asks and batch.producer:
             raise BadRequest("a batch whose messages ask for something has no producer: their ids tell repetitions")
-        topic = self.broker.topics.by_id(to.topic_id)
-        assert topic is not None, "what is not there is opaque"
+        _check_lines(batch, topic.name)
         run = open_batch(batch, topic.name)
-        _check_names(run.subjects, run.replies.values(), topic.name)
-        return self.publish(run, lambda receipt: self._tell_appended(number, receipt))
+        for block in run.headers.values():
+            headers.read(block, self.broker.clock.now_us())
+        return self._publish_run(run, lambda receipt: self._tell_appended(number, receipt))
 
     async def _append_later(self, number: int, to: binary.Append, batch: Batch) -> None:
         await self.broker.store.room()
         self._append_batch(number, to, batch)
 
     def _append_batch(self, number: int, to: binary.Append, batch: Batch) -> None:
-        topic = self.broker.topics.by_id(to.topic_id)
-        if topic is not None and (batch.has("subject") or batch.has("reply")):
-            columns = batch.columns()
-            subjects = [subject for subject in columns.subjects() or () if subject is not None]
-            _check_names(subjects, [reply for reply in columns.replies() or () if reply is not None], topic.name)
         partition = self.broker.partition(to.topic_id, to.partition)
         is_duplicate = partition is not None and partition.log.holds(batch)
 
@@ -415,15 +416,18 @@ class BinarySession(asyncio.BufferedProtocol):
     def _publish_batch(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
         batch = accept(payload)
         self._check_sizes(batch)
+        _check_lines(batch)
         run = open_batch(batch, b"")
-        return self.publish(run, lambda receipt: self._tell_published(number, receipt))
+        return self._publish_run(run, lambda receipt: self._tell_published(number, receipt))
 
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
+        """A single message that did not come as a batch."""
+        self._check_size(len(run.values[0]))
+        return self._publish_run(run, told)
+
+    def _publish_run(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         """Now, or when there is a topic and room for it; `told` is called when it is decided."""
         refusals: Refusals = {subject: error for subject in set(run.subjects) if (error := _refusal(subject))}
-        for index, reply in run.replies.items():
-            if not is_text(reply):
-                refusals[run.subjects[index]] = BadSubject(f"{reply!r} cannot be a reply subject")
         if refusals or not self.broker.is_ready(run):
             return self._prepare(run, told, refusals)
         self._publish(run, told)
@@ -465,28 +469,38 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def _check_sizes(self, batch: Batch) -> None:
         """A message of a producer's batch is as bounded as any."""
+        if batch.plain_length > self.server.config.server.payload_bytes_max:
+            self._check_size(max(map(len, batch.columns().values())))
+
+    def _check_size(self, size: int) -> None:
         limit = self.server.config.server.payload_bytes_max
-        if batch.plain_length <= limit:
-            return
-        largest = max(map(len, batch.columns().values()))
-        if largest > limit:
-            raise BatchTooLarge(f"a message of {largest} bytes, {limit} are allowed")
+        if size > limit:
+            raise BatchTooLarge(f"a message of {size} bytes, {limit} are allowed")
 
     # Out.
 
     async def _fetch(self, number: int, fetch: binary.Fetch) -> None:
-        partition = self.broker.partition(fetch.topic_id, fetch.partition)
-        if partition is None:
-            raise UnknownTopic(f"there is no partition {fetch.partition} of a topic with id {fetch.topic_id}")
-        log = partition.log
-        if log.end >= fetch.offset >= partition.served and fetch.wait_ms:
-            try:
-                async with asyncio.timeout(min(fetch.wait_ms, FETCH_WAIT_MS_MAX) / 1000):
-                    await partition.grown(fetch.offset)
-            except TimeoutError:
-                pass
-        await self._drained()
-        batches = await self.broker.store.read(log, fetch.offset, min(fetch.bytes_max, FETCH_BYTES_MAX))
+        topic = self.broker.public_topic(fetch.topic_id)
+        if fetch.partition >= len(topic.partitions):
+            raise UnknownTopic(f"{topic.topic.name} has no partition {fetch.partition}")
+        partition = topic.partitions[fetch.partition]
+        log, bytes_max = partition.log, min(fetch.bytes_max, FETCH_BYTES_MAX)
+        async with self._fetching:
+            await self._drained()
+            batches = await self.broker.store.read(log, fetch.offset, bytes_max)
+            if batches or not fetch.wait_ms:
+                self._send_batches(number, fetch, log, batches)
+                return
+        try:
+            async with asyncio.timeout(min(fetch.wait_ms, FETCH_WAIT_MS_MAX) / 1000):
+                await partition.grown(max(fetch.offset, partition.served))
+        except TimeoutError:
+            pass
+        async with self._fetching:
+            await self._drained()
+            self._send_batches(number, fetch, log, await self.broker.store.read(log, fetch.offset, bytes_max))
+
+    def _send_batches(self, number: int, fetch: binary.Fetch, log: Log, batches: list[Batch]) -> None:
         parts = [batch.data for batch in batches if not fetch.end or batch.base_offset < fetch.end]
         self.out_messages += sum(batch.count for batch in batches[: len(parts)])
         length = sum(map(len, parts))
@@ -552,7 +566,7 @@ class BinarySession(asyncio.BufferedProtocol):
             case Verb.COMMIT:
                 group.commit(place, offsets[-1], settle.generation, self._when_saved(number, ()))
             case Verb.NACK:
-                delay_us = min(settle.delay_us, DELAY_US_MAX)
+                delay_us = min(settle.delay_us, headers.DELAY_US_MAX)
                 self._each(number, offsets, lambda offset, saved: group.nack(place, offset, delay_us, member, saved))
             case Verb.EXTEND:
                 refused = [offset for offset in offsets if not group.extend(place, offset, member)]
@@ -600,15 +614,15 @@ class BinarySession(asyncio.BufferedProtocol):
     # Answers.
 
     def answer(self, number: int, value: dict[str, Any]) -> None:
-        self._answer(binary.json_frame(Type.RESULT, number, value))
+        self.answer_frame(binary.json_frame(Type.RESULT, number, value))
 
     def answer_error(self, number: int, error: PenstockError) -> None:
         if self.is_hello:
-            self._answer(binary.json_frame(Type.ERROR, number, _told(error)))
+            self.answer_frame(binary.json_frame(Type.ERROR, number, _told(error)))
         else:
             self._disconnect(error)
 
-    def _answer(self, data: bytes) -> None:
+    def answer_frame(self, data: bytes) -> None:
         """A client that asks and does not read the answers is not asked for more."""
         self.write(data)
         if self.is_open or self._transport is None:
@@ -657,11 +671,17 @@ def _refusal(subject: bytes) -> PenstockError | None:
     return BadSubject(f"nothing can be published to {subject.decode(errors='replace')!r}")
 
 
-def _check_names(subjects: Iterable[bytes], replies: Iterable[bytes], topic: bytes) -> None:
-    """What a producer's batch says of its messages must be true of the topic, and fit into the lines of text."""
-    for subject in set(subjects):
-        if not is_subject(subject) or not owns(topic, subject):
-            raise BadSubject(f"{subject.decode(errors='replace')!r} is not a subject of the topic {topic.decode()}")
-    for reply in set(replies):
-        if not is_text(reply):
-            raise BadSubject(f"{reply!r} cannot be a reply subject")
+def _check_lines(batch: Batch, topic: bytes | None = None) -> None:
+    """What a client's batch says of its messages must fit into the lines of text, and be true of the topic if it is for
+    one."""
+    if not any(map(batch.has, ("subject", "reply", "headers"))):
+        return
+    columns = batch.columns()
+    for subject in columns.distinct("subject") if topic is not None else ():
+        if not is_subject(subject) or not owns(topic or b"", subject):
+            raise BadSubject(f"{subject.decode(errors='replace')!r} is not a subject of this topic")
+    for reply in columns.distinct("reply"):
+        if not is_subject(reply):
+            raise BadSubject(f"{reply.decode(errors='replace')!r} cannot be a reply subject")
+    if not all(map(headers.is_block, columns.distinct("headers"))):
+        raise BadHeader("headers are lines, each with its end: Name: value")

@@ -176,7 +176,7 @@ async def _commit(broker: Broker, request: Request) -> Json:
     """For who keeps positions elsewhere, and wants them to be seen here."""
     group = broker.group(request.name("group"))
     partition = _partition(broker, request, "topic")
-    offset = min(request.number("offset"), partition.end)
+    offset = request.number("offset")
     settled, done = outcome()
     place = (partition.topic_id, partition.number)
     group.commit(place, offset, group.generation, lambda error: done(offset, error))

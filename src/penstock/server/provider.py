@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Coroutine
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.broker.group import Group
@@ -30,6 +30,7 @@ from penstock.wire.binary import Frame, Type
 if TYPE_CHECKING:
     from penstock.server.binary import BinarySession
 
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 DEFAULT_TOPIC: Final = "default-topic"
 DEFAULT_GROUP: Final = "default"
 # A frame is filled up to here.
@@ -141,9 +142,8 @@ class Provider:
         group = next((group for group in groups if group.pattern == topic.encode()), None)
         if group is None:
             raise UnknownGroup(f"this connection is not subscribed to {topic}")
-        served = self._session.broker.topic(group.pattern)
-        if len(served.partitions) != 1:
-            raise BadRequest(f"{topic} has {len(served.partitions)} partitions: an offset alone says nothing")
+        if len(group.positions) != 1:
+            raise BadRequest(f"{topic} is {len(group.positions)} partitions: an offset alone says nothing")
 
         def saved(error: PenstockError | None) -> None:
             if error is None:
@@ -151,10 +151,10 @@ class Provider:
             else:
                 self._session.answer_error(number, error)
 
-        group.commit((served.topic.id, 0), min(offset, served.partitions[0].served), group.generation, saved)
+        group.commit(next(iter(group.positions)), offset, group.generation, saved)
 
     def _acknowledge(self, number: int) -> None:
-        self._session.write(binary.frame(Type.ACK, number))
+        self._session.answer_frame(binary.frame(Type.ACK, number))
 
 
 def _group_name(topic: str, group: str) -> bytes:
@@ -174,10 +174,17 @@ def _record(run: Run, index: int) -> dict[str, Any]:
         "msgKey": None if key is None else key.decode(errors="replace"),
         "eventType": "DELETE" if index in run.tombstones else "MESSAGE",
         "data": value.decode(errors="replace"),
-        "createdAt": datetime.fromtimestamp(time_us / 1e6, UTC).isoformat().replace("+00:00", "Z"),
+        "createdAt": _iso(time_us),
     }
     try:
         value.decode()
     except UnicodeDecodeError:
         record["dataBase64"] = base64.b64encode(value).decode()
     return record
+
+
+def _iso(time_us: int) -> str | None:
+    try:
+        return (_EPOCH + timedelta(microseconds=time_us)).isoformat().replace("+00:00", "Z")
+    except OverflowError:
+        return None  # a producer may say what it likes

@@ -336,8 +336,8 @@ class Log:
         return self._look(lambda segments: self._offset_at(segments, append_time))
 
     def offset_after(self, offset: int, size: int) -> int:
-        """An offset at which a batch begins, some `size` bytes behind the one at `offset`: as near as the indexes know,
-        and never nearer than that; the end of what is committed if there is less."""
+        """An offset at which a batch begins, at least `size` bytes behind the one that holds `offset`, and as near to
+        that as the indexes know; the end of what is committed if there is none."""
         return self._look(lambda segments: self._offset_after(segments, offset, size))
 
     def _look(self, into: Callable[[Sequence[Segment]], T]) -> T:
@@ -385,7 +385,7 @@ class Log:
         place = bisect_right(segments, offset, key=_base) - 1
         if place < 0 or offset > self.end:
             raise OffsetOutOfRange(offset, segments[0].base, self.end)
-        position = segments[place].index.floor(offset)[0] + size
+        position = segments[place].position_of(offset) + size
         for segment in segments[place:]:
             found = segment.index.ceiling(position)
             if found is not None:

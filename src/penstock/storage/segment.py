@@ -274,6 +274,13 @@ class Segment:
                 damaged_at = None
         return damaged_at
 
+    def position_of(self, offset: int) -> int:
+        """Where the batch is that holds `offset`, or the next one if none does."""
+        for found in self.scan(self.index.floor(offset)[0]):
+            if isinstance(found, Found) and found.batch.end > offset:
+                return found.position
+        return self.size
+
     def scan(self, position: int = 0, *, check: bool = False) -> Iterator[Found | Damage]:
         """All that the segment holds from `position` on: batches, and damage where there should be one.
 
