@@ -1,1 +1,40 @@
-"""Penstock: a durable message broker; one log, many doors."""
+"""Penstock: a durable message broker; one log, many doors.
+
+What is exported here is imported when it is first used: a worker that only publishes never loads the server.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from penstock.app import App, Retry
+    from penstock.client.aio import AsyncClient
+    from penstock.client.message import Message
+    from penstock.client.sync import Client
+    from penstock.client.values import Outgoing, Receipt
+    from penstock.embedded import Broker
+
+__all__ = ["App", "AsyncClient", "Broker", "Client", "Message", "Outgoing", "Receipt", "Retry"]
+
+_HOMES: Final = {
+    "App": "penstock.app",
+    "AsyncClient": "penstock.client.aio",
+    "Broker": "penstock.embedded",
+    "Client": "penstock.client.sync",
+    "Message": "penstock.client.message",
+    "Outgoing": "penstock.client.values",
+    "Receipt": "penstock.client.values",
+    "Retry": "penstock.app",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,26 +1,62 @@
 """The `penstock` command. Each module here is a command or a group of them.
 
 What a command needs is imported when it runs, so that `--help` and completion do not wait for it.
+
+Exit codes: 0 it is done, 1 it failed, 2 it was asked the wrong way, 130 it was interrupted. Commands that only an
+interruption ends (`subscribe`, `top`, `fetch --follow`) are done when it comes.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli import log
 from penstock.errors import PenstockError
 
+_SERVER: Final = "A server, and its data"
+_CLIENT: Final = "Talk to a server"
+# Modules with commands of their own, by name: where they are listed, and what for.
+_MODULES: Final = {
+    "log": (_SERVER, "Look into the logs of a data directory; nothing is changed."),
+    "topic": (_CLIENT, "Make, list, change and delete topics."),
+    "publish": (_CLIENT, "Publish messages: from arguments, lines of stdin, or a file."),
+    "subscribe": (_CLIENT, "Print messages as they come, alone or as a member of a group."),
+    "group": (_CLIENT, "Make, list, reset and delete groups; see how far they are behind."),
+    "fetch": (_CLIENT, "Read what is stored: as lines, JSON, CSV or Parquet."),
+    "dlq": (_CLIENT, "List dead letters, look at them, and send them again."),
+    "top": (_CLIENT, "Watch the rates of topics and the lag of groups."),
+    "bench": (_CLIENT, "Measure a broker: throughput and latency."),
+}
+
+
+class _Commands(TyperGroup):
+    """Modules are loaded when one of their commands is to run: to build all commands takes half as long again as the
+    rest of `--help`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, (panel, text) in _MODULES.items():
+            self.add_command(TyperCommand(name=name, help=text, rich_help_panel=panel))
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        name, command, rest = super().resolve_command(context, arguments)
+        if name in _MODULES:
+            command = typer.main.get_command(import_module(f"penstock.cli.{name}").app)
+            command.help = command.help or _MODULES[name][1]
+        return name, command, rest
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="A durable message broker.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(log.app, name="log")
 
 
 def main() -> None:
@@ -28,11 +64,17 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app(prog_name="penstock")
-    except (PenstockError, OSError) as error:
+    except PenstockError as error:
+        _fail(str(error))
+    except OSError as error:
         from penstock.storage.inspect import explain
 
-        print(f"error: {explain(error)}", file=sys.stderr)
-        sys.exit(1)
+        _fail(explain(error))
+
+
+def _fail(reason: str) -> None:
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(1)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,32 +101,7 @@ def options(
     pass
 
 
-@app.command("demo")
-def run_demo(
-    messages: Annotated[int, typer.Option(min=1, help="How many messages to append and read back.")] = 200_000,
-) -> None:
-    """See the log at work: append, read, kill -9, recover, verify. In a temporary directory."""
-    from penstock.cli import demo
-
-    if not demo.run(messages):
-        raise typer.Exit(1)
-
-
-@app.command("config")
-def run_config(
-    path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
-    """Show every setting, its value, and where that came from. Exit code 1 if anything is wrong."""
-    from penstock.cli import config
-
-    if not config.run(path, as_json=json):
-        raise typer.Exit(1)
-
-
-@app.command("serve")
+@app.command("serve", rich_help_panel=_SERVER)
 def run_serve(
     host: Annotated[str | None, typer.Option(help="Address of all doors.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Text door; 0: any free port.  [default: 4222]")] = None,
@@ -106,4 +123,46 @@ def run_serve(
         "storage.data_dir": data,
     }
     if not serve.run(path, flags):
+        raise typer.Exit(1)
+
+
+@app.command("config", rich_help_panel=_SERVER)
+def run_config(
+    path: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show every setting, its value, and where that came from. Exit code 1 if anything is wrong."""
+    from penstock.cli import config
+
+    if not config.run(path, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command("demo", rich_help_panel=_SERVER)
+def run_demo(
+    messages: Annotated[int, typer.Option(min=1, help="How many messages to append and read back.")] = 200_000,
+) -> None:
+    """See the log at work: append, read, kill -9, recover, verify. In a temporary directory."""
+    from penstock.cli import demo
+
+    if not demo.run(messages):
+        raise typer.Exit(1)
+
+
+@app.command("worker", rich_help_panel=_CLIENT)
+def run_worker(
+    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where its consumers are: shop.billing:app.")],
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT[,…]", envvar="PENSTOCK_SERVERS", help="Another broker than the one that it names."
+        ),
+    ] = None,
+) -> None:
+    """Run the consumers of an app, until SIGTERM or Ctrl-C."""
+    from penstock.cli import worker
+
+    if not worker.run(target, servers):
         raise typer.Exit(1)

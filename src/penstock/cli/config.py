@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli import output
 from penstock.errors import BadConfig
 from penstock.server.config import Loaded, load
 
@@ -26,9 +24,9 @@ def run(path: Path | None, *, as_json: bool) -> bool:
             print(f"error: {problem}", file=sys.stderr)
         return False
     if as_json:
-        print(json.dumps(_document(loaded), indent=2), flush=True)
+        output.print_json(_document(loaded))
     else:
-        _console().print(_table(loaded))
+        output.console().print(_table(loaded))
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return True
@@ -38,14 +36,8 @@ def _document(loaded: Loaded) -> dict[str, Any]:
     return {key: {"value": value, "from": loaded.origins[key]} for key, value in loaded.shown().items()}
 
 
-def _console() -> Console:
-    # A pipe has no width: rich would take 80 columns for it and break values.
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=200 if piped else None)
-
-
 def _table(loaded: Loaded) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = output.plain_table()
     for name in ("key", "value", "from"):
         table.add_column(name, overflow="fold")
     for key, value in loaded.shown().items():

@@ -25,10 +25,10 @@ from typing import Final
 
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
+from rich.progress import BarColumn, MofNCompleteColumn
 
 from penstock.batch import Batch, encode
-from penstock.cli import verify
+from penstock.cli import output, verify
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
 from penstock.storage import inspect
@@ -70,8 +70,7 @@ def _append(store: Store, log: Log, messages: int, console: Console) -> None:
         f"\n[bold]1. Append[/] {messages:,} messages of {VALUE_BYTES} bytes, in batches of {BATCH_MESSAGES}.\n"
         "   A batch is acknowledged when it is on the disk (fsync)."
     )
-    columns = ("  ", BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with output.progress("  ", BarColumn(), MofNCompleteColumn()) as progress:
         bar = progress.add_task("", total=messages)
         started = time.perf_counter()
         _drive(store, log, _batches(messages), lambda batch: progress.advance(bar, batch.count))

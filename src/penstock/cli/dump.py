@@ -1,31 +1,24 @@
 """`penstock log dump`: the messages of a log, or its batches, one in each line; damage where it stands.
 
-For people a line is a row of `name=value`. Text that could be misread, or could do things to a terminal, is
-shown as Python would write it: 'two\\nlines', b'\\xff\\x00'.
+For people a line is a row of `name=value`.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
 from penstock.batch import HEADER_BYTES, NO_SEGMENT, Batch, parse, size_at
+from penstock.cli.text import Document, iso, put, shown
 from penstock.errors import CorruptBatch, LogDamaged, PenstockError, UnknownTopic
 from penstock.storage.inspect import InspectedLog, Inspection, inspect, walk
 from penstock.storage.recovery import TornTail
 from penstock.storage.segment import Found, Segment
 from penstock.storage.state import STATE_TOPIC
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-
-Document = dict[str, Any]
 
 
 class Message(NamedTuple):
@@ -174,48 +167,32 @@ def _messages(batch: Batch) -> Iterator[Message]:
 
 
 def _message_line(message: Message) -> str:
-    parts = [str(message.offset), _iso(message.timestamp) or f"{message.timestamp}µs"]
+    parts = [str(message.offset), iso(message.timestamp) or f"{message.timestamp}µs"]
     for name in ("key", "subject", "reply", "headers"):
         data = getattr(message, name)
         if data is not None:
-            parts.append(f"{name}={_shown(data, alone=False)}")
+            parts.append(f"{name}={shown(data, alone=False)}")
     if message.tombstone:
         parts.append("tombstone")
     if message.value or not message.tombstone:
-        parts.append(f"value={_shown(message.value, alone=True)}")
+        parts.append(f"value={shown(message.value, alone=True)}")
     return "  ".join(parts)
 
 
 def _message_document(message: Message) -> Document:
     document: Document = {
         "offset": message.offset,
-        "timestamp": _iso(message.timestamp),
+        "timestamp": iso(message.timestamp),
         "timestamp_us": message.timestamp,
     }
     for name in ("key", "subject", "reply", "headers"):
         data = getattr(message, name)
         if data is not None:
-            _put(document, name, data)
+            put(document, name, data)
     if message.tombstone:
         document["tombstone"] = True
-    _put(document, "value", message.value)
+    put(document, "value", message.value)
     return document
-
-
-def _put(document: Document, name: str, data: bytes) -> None:
-    try:
-        document[name] = data.decode()
-    except UnicodeDecodeError:
-        document[f"{name}_base64"] = base64.b64encode(data).decode()
-
-
-def _shown(data: bytes, *, alone: bool) -> str:
-    """`alone`: nothing follows it in the line, so it may have spaces."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return repr(data)
-    return text if text.isprintable() and (alone or (text and " " not in text)) else repr(text)
 
 
 def _batch_document(segment: Segment, position: int, batch: Batch, crc: str) -> Document:
@@ -227,7 +204,7 @@ def _batch_document(segment: Segment, position: int, batch: Batch, crc: str) -> 
         "span": batch.span,
         "count": batch.count,
         "bytes": len(batch.data),
-        "append_time": _iso(batch.append_time),
+        "append_time": iso(batch.append_time),
         "durable_bytes": batch.durable_bytes,
         "crc": crc,
     }
@@ -259,13 +236,4 @@ def _unsound_batch(segment: Segment, position: int) -> Batch | None:
         size = size_at(segment.content(position, HEADER_BYTES))
         return parse(segment.content(position, size)) if size else None
     except CorruptBatch:
-        return None
-
-
-@lru_cache(maxsize=1024)
-def _iso(time_us: int) -> str | None:
-    """None if it is not of the years 1 to 9999."""
-    try:
-        return (_EPOCH + timedelta(microseconds=time_us)).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    except OverflowError:
         return None

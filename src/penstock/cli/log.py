@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Look into the logs of a data directory; nothing is changed.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A data directory, or the directory of one log.")]
 

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli import output
 from penstock.storage.inspect import Health, Inspection, Verdict, inspect, verify
 from penstock.storage.state import STATE_TOPIC
 
 
 def run(directory: Path, *, as_json: bool) -> bool:
     """Whether all is sound."""
-    bar = Progress(
-        TextColumn("reading"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
+    bar = output.progress(TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     task = bar.add_task("", total=None)
     with inspect(directory) as inspection, bar:
         bar.reset(task, total=sum(log.size for log in inspection.logs))
         verdicts = [verify(log, lambda size: bar.advance(task, size)) for log in inspection.logs]
     if as_json:
-        print(json.dumps(_document(inspection, verdicts), indent=2), flush=True)
+        output.print_json(_document(inspection, verdicts))
     else:
         show(inspection, verdicts)
     return is_sound(inspection, verdicts)
@@ -49,7 +37,7 @@ def is_sound(inspection: Inspection, verdicts: Sequence[Verdict]) -> bool:
 
 def show(inspection: Inspection, verdicts: Sequence[Verdict], console: Console | None = None) -> None:
     """A table of the logs, then a line on each thing that is wrong, and what to do about it."""
-    console = console or _console()
+    console = console or output.console()
     console.print(_table(verdicts))
     for number, line in enumerate(_findings(inspection, verdicts)):
         if not number:
@@ -74,14 +62,8 @@ def _log_name(verdict: Verdict) -> str:
     return f"{_topic_name(verdict)} partition {log.partition}"
 
 
-def _console() -> Console:
-    # A pipe has no width: rich would take 80 columns for it and break names.
-    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=200 if piped else None)
-
-
 def _table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table = output.plain_table()
     table.add_column("topic", overflow="fold")
     for name in ("id", "part", "segs", "batches", "messages", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -99,7 +81,7 @@ def _row(verdict: Verdict) -> list[str]:
         _topic_name(verdict),
         *("?" if number is None else str(number) for number in (log.topic_id, log.partition)),
     ]
-    size = decimal(log.size).replace("bytes", "B")
+    size = output.size(log.size)
     if report is None:
         return [*place, str(len(log.segments)), "?", "?", size, f"{log.start} to ?", _state(verdict)]
     counts = [f"{number:,}" for number in (report.segments, report.batches, report.messages)]

@@ -205,9 +205,11 @@ def json_frame(kind: Type, number: int, value: Any) -> bytes:
 
 def read_json(payload: Buffer) -> dict[str, Any]:
     try:
-        value = json.loads(str(payload, "utf-8") or "{}", parse_constant=_refuse_constant)
-        # An escape can still bring half of a surrogate pair, which is no text.
-        json.dumps(value, ensure_ascii=False).encode()
+        text = str(payload, "utf-8")
+        value = json.loads(text or "{}", parse_constant=_refuse_constant)
+        if "\\u" in text:
+            # An escape can still bring half of a surrogate pair, which is no text.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"what must be JSON is not: {error}") from None
     if not isinstance(value, dict):

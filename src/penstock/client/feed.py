@@ -1,0 +1,334 @@
+"""A subscription without I/O: what has come and is not read, what is said of it, and where to go on after a reconnect.
+
+The broker may send as many messages as it has credit for. Of `buffer` messages each is at any time either credit that
+the broker has, or unread here, or taken by the application and not yet given back as credit: that happens when half of
+them are. So a reader that stops is sent no more than `buffer`.
+
+Any thread may take messages and settle them; the rest belongs to the thread of the connection. Taking needs no lock,
+because a deque gives each message to one who asks, and how many were taken is what is neither credit nor unread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple
+
+from penstock.batch import parse
+from penstock.client.ledger import Ledger
+from penstock.client.message import Delivery, Message
+from penstock.errors import BadFrame, Closed, CorruptBatch, NotOutstanding, PenstockError, UnsupportedBatch
+from penstock.wire.binary import SETTLE_MAX, Messages, Settle, Verb, read_messages
+
+SHARED: Final = "shared"
+PARTITIONED: Final = "partitioned"
+
+Start = str | dict[str, Any]
+
+
+class Settlement(NamedTuple):
+    """What is said of messages: the same of all."""
+
+    verb: int
+    delay_us: int
+    generation: int
+    topic_id: int
+    partition: int
+
+
+# As a plain tuple, because one is made for every acknowledgement.
+_About = tuple[int, int, int, int, int]
+_COMMIT: Final = int(Verb.COMMIT)
+
+
+class Feed:
+    def __init__(
+        self,
+        pattern: str,
+        group: str | None,
+        mode: str,
+        start: Start,
+        buffer: int,
+        *,
+        lock: AbstractContextManager[Any],
+        wake: Callable[[], None],
+        arrived: Callable[[], None],
+    ) -> None:
+        """`wake` is called when there is something for the broker: see `credit` and `settlements`; `arrived` when
+        there is something for a reader, or will be nothing more."""
+        if mode not in (SHARED, PARTITIONED):
+            raise ValueError(f"mode is {mode!r}, it must be {SHARED!r} or {PARTITIONED!r}")
+        if buffer < 1:
+            raise ValueError(f"buffer is {buffer}, it must be at least 1")
+        self.pattern = pattern
+        self.group = group
+        self.mode = mode
+        self.buffer = buffer
+        # Its number on the present connection, 0 if there is none or the broker has not agreed yet.
+        self.number = 0
+        # Why no more come, once that is so.
+        self.ended: PenstockError | None = None
+        self.is_closed = False
+        self.arrived = arrived
+        self._start = start
+        self._lock = lock
+        self._wake = wake
+        self._unread: deque[Message] = deque()
+        self._credit = 0
+        # With no more than this here and on the way, it is time to give back.
+        self._low = buffer // 2
+        # Of each topic and partition, which offset comes next: for a plain subscription.
+        self._positions: dict[tuple[int, int], int] | None = None
+        # What was said of messages, and all of it that is not stored yet.
+        self._said: dict[_About, list[int]] = {}
+        self._said_since = 0
+        self._unsettled = Ledger()
+        # Since `check_settled` was last asked: how many came too late, and the last error.
+        self._late = 0
+        self._failed: PenstockError | None = None
+
+    def opening(self, number: int) -> dict[str, Any]:
+        """What OPEN says on a new connection."""
+        if self.group is not None:
+            # The broker gives them to this member or another one again.
+            self._unread.clear()
+        self._credit = self.buffer - len(self._unread)
+        start = self._start
+        if self._positions is not None:
+            start = {"positions": [[*place, offset] for place, offset in self._positions.items()]}
+        return {
+            "subscription": number,
+            "pattern": self.pattern,
+            "group": self.group,
+            "mode": self.mode,
+            "start": start,
+            "credit": self._credit,
+        }
+
+    def opened(self, number: int, positions: list[list[int]]) -> None:
+        self.number = number
+        if self.group is None:
+            # Messages may have come already: they count.
+            begun = {(topic_id, partition): offset for topic_id, partition, offset in positions}
+            self._positions = begun | (self._positions or {})
+        with self._lock:
+            if self._said:
+                self._wake()
+
+    def lost(self) -> None:
+        """The connection is gone."""
+        self.number = 0
+        if self.group is not None:
+            self._unread.clear()
+
+    def received(self, payload: bytes | bytearray) -> None:
+        """MESSAGES. Raises BadFrame if it is none, or more than there is credit for."""
+        messages = read_messages(payload)
+        try:
+            delivery = self._open(messages)
+        except (CorruptBatch, UnsupportedBatch) as error:
+            self.end(error)
+            return
+        if len(delivery.values) > self._credit:
+            raise BadFrame(f"more messages of {self.pattern} than were asked for")
+        if self.is_over:
+            return
+        self._credit -= len(delivery.values)
+        self._unread += delivery.messages()
+        # What is not stored (inboxes) has no topic, and cannot be gone back to.
+        if self.group is None and messages.topic_id:
+            if self._positions is None:
+                self._positions = {}
+            self._positions[messages.topic_id, messages.partition] = delivery.offsets[-1] + 1
+        self.arrived()
+
+    def end(self, error: PenstockError) -> None:
+        """No more come. What is here can still be read."""
+        with self._lock:
+            if self.ended is None:
+                self.ended = error
+                self._drop_said()
+        self.arrived()
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_closed = True
+            self._unread.clear()
+            self._drop_said()
+        self.arrived()
+
+    def disown(self, lock: AbstractContextManager[Any], error: PenstockError) -> None:
+        """It is another process that reads this: whoever held the lock is not here, and nobody is to be woken."""
+        self._lock = lock
+        self._wake = _nobody
+        self._unread = deque()
+        self._said = {}
+        self.ended = error
+        self.number = 0
+
+    def take(self) -> Message | None:
+        """The next message; None if there is none here. Raises what ended it, when all is read."""
+        try:
+            message = self._unread.popleft()
+        except IndexError:
+            self._check_more()
+            return None
+        if len(self._unread) + self._credit <= self._low:
+            self._wake()
+        return message
+
+    def take_many(self, count_max: int | None) -> list[Message]:
+        messages: list[Message] = []
+        unread = self._unread
+        try:
+            for _ in range(len(unread) if count_max is None else min(count_max, len(unread))):
+                messages.append(unread.popleft())
+        except IndexError:
+            # Another reader was faster.
+            pass
+        if not messages:
+            self._check_more()
+        elif len(unread) + self._credit <= self._low:
+            self._wake()
+        return messages
+
+    def unread(self) -> list[Message]:
+        """What is here and not taken yet; it stays."""
+        return list(self._unread)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a reader need not wait: there is something, or there will be nothing."""
+        return bool(self._unread) or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there will be nothing more."""
+        return self.is_closed or self.ended is not None
+
+    def credit(self) -> int:
+        """How many more the broker may send from now on, if it is worth telling."""
+        kept = len(self._unread) + self._credit
+        if not self.number or kept > self._low:
+            return 0
+        self._credit += self.buffer - kept
+        return self.buffer - kept
+
+    def settle(self, delivery: Delivery, offset: int, verb: int, delay_us: int = 0) -> None:
+        """Something is said of a message; it is gathered until `settlements`."""
+        if self.group is None:
+            raise TypeError("only messages of a group are acknowledged: subscribe with group=")
+        if self.mode == PARTITIONED:
+            verb, offset = _commit(verb, offset)
+        about = (verb, delay_us, delivery.generation, delivery.topic_id, delivery.partition)
+        with self._lock:
+            offsets = self._said.get(about)
+            if offsets is None:
+                offsets = self._begin(about)
+            offsets.append(offset)
+
+    def settlements(self) -> Iterator[tuple[int, Settlement, list[int]]]:
+        """What was said, each part with the moment since when it waits. `settled` or `unsaid` must follow each."""
+        with self._lock:
+            if not self.number or not self._said:
+                return
+            said, since, self._said = self._said, self._said_since, {}
+            parts = [
+                (self._unsettled.enter(since), Settlement(*about), offsets[at : at + SETTLE_MAX])
+                # Who asks for more time does so before it is done: the other way round it would come too late.
+                for about, offsets in sorted(said.items(), key=lambda each: each[0][0] != Verb.EXTEND)
+                for at in range(0, len(offsets), SETTLE_MAX)
+            ]
+            self._unsettled.leave(since)
+        for moment, about, offsets in parts:
+            # Of commits the furthest says it all.
+            yield moment, about, [max(offsets)] if about.verb == _COMMIT else offsets
+
+    def frame(self, about: Settlement, offsets: list[int]) -> Settle:
+        verb, delay_us, generation, topic_id, partition = about
+        return Settle(self.number, verb, generation, delay_us, topic_id, partition, offsets)
+
+    def settled(self, since: int, refused: int, error: PenstockError | None = None) -> None:
+        """The broker has answered: so many came too late, or none was taken at all."""
+        with self._lock:
+            self._unsettled.leave(since)
+            self._late += refused
+            self._failed = error or self._failed
+
+    def unsaid(self, since: int, about: Settlement, offsets: list[int]) -> None:
+        """The answer will not come: it is said again on the next connection."""
+        with self._lock:
+            if self.is_over:
+                self._unsettled.leave(since)
+                return
+            if self._said:
+                self._unsettled.leave(max(since, self._said_since))
+                since = min(since, self._said_since)
+            self._said_since = since
+            self._said.setdefault((*about,), []).extend(offsets)
+
+    def mark(self) -> int:
+        """The moment up to which `is_settled` is asked."""
+        with self._lock:
+            return self._unsettled.mark()
+
+    def is_settled(self, mark: int) -> bool:
+        with self._lock:
+            return self._unsettled.is_done(mark)
+
+    def check_settled(self) -> None:
+        """Raise what went wrong since the last time."""
+        with self._lock:
+            late, failed = self._late, self._failed
+            self._late, self._failed = 0, None
+        if failed is not None:
+            raise failed
+        if late:
+            raise NotOutstanding(
+                f"{late} messages were acknowledged too late: they went to another member, or are dead letters"
+            )
+
+    def _open(self, messages: Messages) -> Delivery:
+        return Delivery(
+            parse(messages.batch),
+            messages.topic.decode(),
+            messages.topic_id,
+            messages.partition,
+            generation=messages.generation,
+            attempts=messages.attempts,
+            feed=self,
+        )
+
+    def _check_more(self) -> None:
+        if self.ended is not None and not self.is_closed:
+            raise self.ended
+
+    def _begin(self, about: _About) -> list[int]:
+        """Where offsets of which this is said are gathered."""
+        if self.is_over:
+            raise self.ended or Closed("the subscription is closed: what is not acknowledged is delivered again")
+        if not self._said:
+            self._said_since = self._unsettled.enter()
+            self._wake()
+        return self._said.setdefault(about, [])
+
+    def _drop_said(self) -> None:
+        """Nobody will hear it."""
+        if self._said:
+            self._unsettled.leave(self._said_since)
+            self._said = {}
+
+
+def _commit(verb: int, offset: int) -> tuple[int, int]:
+    """What an acknowledgement is in a partitioned group."""
+    if verb != Verb.ACK:
+        raise TypeError(
+            f"{Verb(verb).name.lower()} is for shared groups: in a partitioned one ack() commits all up to a message,"
+            " and who has a message tries it again by himself"
+        )
+    return _COMMIT, offset + 1
+
+
+def _nobody() -> None:
+    pass

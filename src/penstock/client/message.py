@@ -1,0 +1,189 @@
+"""A message as an application sees it.
+
+What came in one frame is one `Delivery`: its batch is opened once, and each of its columns when somebody asks for it. A
+`Message` is a place in it, so that making one costs some 100 ns however many columns there are.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock import headers
+from penstock.batch import Batch
+from penstock.client.values import read_headers
+from penstock.wire.binary import Verb
+
+if TYPE_CHECKING:
+    from penstock.client.feed import Feed
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+# As numbers, which are quicker to look up than members of an enum.
+_ACK, _NACK, _EXTEND, _REJECT = map(int, (Verb.ACK, Verb.NACK, Verb.EXTEND, Verb.REJECT))
+_NOTHING: Final[Mapping[int, int]] = {}
+
+
+class Delivery:
+    """The messages of one batch, as they came."""
+
+    __slots__ = (
+        "_columns",
+        "_opened",
+        "attempts",
+        "feed",
+        "generation",
+        "offsets",
+        "partition",
+        "topic",
+        "topic_id",
+        "values",
+    )
+
+    def __init__(
+        self,
+        batch: Batch,
+        topic: str,
+        topic_id: int,
+        partition: int,
+        *,
+        generation: int = 0,
+        attempts: Mapping[int, int] = _NOTHING,
+        feed: Feed | None = None,
+    ) -> None:
+        """Raises CorruptBatch if it is not what its producer made. `attempts`: by index, where it is not 1. `feed`: who
+        takes what an application says of the messages."""
+        columns = batch.columns()
+        self.topic = topic
+        self.topic_id = topic_id
+        self.partition = partition
+        self.generation = generation
+        self.attempts = attempts
+        self.feed = feed
+        self.values = columns.values()
+        self.offsets = columns.offsets()
+        self._columns = columns
+        self._opened: dict[str, Sequence[Any] | None] = {}
+
+    def messages(self, begin: int = 0, end: int | None = None) -> list[Message]:
+        """Those from offset `begin` to `end`, which is not among them."""
+        first = bisect_left(self.offsets, begin)
+        last = len(self.values) if end is None else bisect_left(self.offsets, end)
+        return [Message(self, index) for index in range(first, last)]
+
+    def column(self, name: str) -> Sequence[Any] | None:
+        """As `penstock.batch.Columns` has it."""
+        opened = self._opened
+        if name not in opened:
+            opened[name] = getattr(self._columns, name)()
+        return opened[name]
+
+    def item(self, name: str, index: int) -> Any:
+        column = self.column(name)
+        return None if column is None else column[index]
+
+
+class Message:
+    """A message that was stored. One of a group is acknowledged with `ack`; nothing here waits, or is awaited."""
+
+    __slots__ = ("_delivery", "_index")
+
+    def __init__(self, delivery: Delivery, index: int) -> None:
+        self._delivery = delivery
+        self._index = index
+
+    def __repr__(self) -> str:
+        return f"<Message {self.subject} {self.partition}/{self.offset}, {len(self.value)} bytes>"
+
+    @property
+    def topic(self) -> str:
+        return self._delivery.topic
+
+    @property
+    def partition(self) -> int:
+        return self._delivery.partition
+
+    @property
+    def offset(self) -> int:
+        return self._delivery.offsets[self._index]
+
+    @property
+    def subject(self) -> str:
+        subject: bytes | None = self._delivery.item("subjects", self._index)
+        return self._delivery.topic if subject is None else subject.decode()
+
+    @property
+    def value(self) -> bytes:
+        return self._delivery.values[self._index]
+
+    @property
+    def key(self) -> bytes | None:
+        key: bytes | None = self._delivery.item("keys", self._index)
+        return key
+
+    @property
+    def headers(self) -> dict[str, str]:
+        block = self._delivery.item("headers", self._index)
+        return {} if block is None else read_headers(block)
+
+    @property
+    def message_id(self) -> str | None:
+        block = self._delivery.item("headers", self._index)
+        identity = None if block is None else headers.identity(block)
+        return None if identity is None else identity.decode(errors="replace")
+
+    @property
+    def timestamp_us(self) -> int:
+        """µs since 1970, as its producer said."""
+        moment: int = self._delivery.item("timestamps", self._index)
+        return moment
+
+    @property
+    def timestamp(self) -> datetime:
+        return _EPOCH + timedelta(microseconds=self.timestamp_us)
+
+    @property
+    def attempts(self) -> int:
+        """The how-manieth delivery of it this is: 1 is the first."""
+        return self._delivery.attempts.get(self._index, 1)
+
+    @property
+    def generation(self) -> int:
+        """By which sharing out of a partitioned group it came. All that came by an earlier one, and was not committed,
+        comes again, to whoever has its partition now."""
+        return self._delivery.generation
+
+    @property
+    def deleted(self) -> bool:
+        """Whether it deletes its key: a tombstone."""
+        return bool(self._delivery.item("tombstones", self._index))
+
+    def json(self) -> Any:
+        """The value, which must be JSON."""
+        return json.loads(self.value)
+
+    def ack(self) -> None:
+        """It is done. In a partitioned group so is all before it in its partition."""
+        self._settle(_ACK)
+
+    def nack(self, delay: float = 0) -> None:
+        """It failed: deliver it again, `delay` seconds from now."""
+        if delay < 0:
+            raise ValueError(f"a delay of {delay} s is below zero")
+        self._settle(_NACK, round(delay * 1_000_000))
+
+    def extend(self) -> None:
+        """It is being worked on: its deadline begins anew."""
+        self._settle(_EXTEND)
+
+    def reject(self) -> None:
+        """It cannot be handled: to the dead letters at once."""
+        self._settle(_REJECT)
+
+    def _settle(self, verb: int, delay_us: int = 0) -> None:
+        delivery = self._delivery
+        if delivery.feed is None:
+            raise TypeError("only messages of a group are acknowledged: subscribe with group=")
+        delivery.feed.settle(delivery, delivery.offsets[self._index], verb, delay_us)

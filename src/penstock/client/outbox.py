@@ -1,0 +1,73 @@
+"""Messages that are published one by one: those of one turn of the loop go in one frame."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from penstock.client.link import Link, resolve
+from penstock.client.outgoing import Prepared, check_size, encode_each
+from penstock.client.protocol import Answer, Request
+from penstock.client.values import Receipt
+from penstock.clock import Clock
+from penstock.errors import PenstockError, from_wire
+from penstock.run import MESSAGE_BYTES
+from penstock.wire.binary import Type, frame
+
+# A frame with more than this is not made larger.
+FRAME_BYTES: Final = 1 << 20
+
+Waiting = tuple[Prepared, asyncio.Future[Receipt]]
+
+
+class Outbox:
+    def __init__(self, link: Link, clock: Clock) -> None:
+        self._link = link
+        self._clock = clock
+        # Those that may be sent again after a lost connection go apart from those that may not.
+        self._waiting: dict[bool, list[Waiting]] = {True: [], False: []}
+        self._bytes = 0
+
+    async def publish(self, message: Prepared, timeout_s: float | None) -> Receipt:
+        future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        async with self._link.within(timeout_s, f"publish to {message.subject}"):
+            await self._link.connect(timeout_s)
+            await self._link.room()
+            check_size(len(message.value), self._link.hello.payload_bytes_max)
+            if not self._bytes:
+                asyncio.get_running_loop().call_soon(self._send)
+            self._bytes += MESSAGE_BYTES + len(message.value) + len(message.headers or b"")
+            self._waiting[message.has_identity].append((message, future))
+            if self._bytes >= FRAME_BYTES:
+                self._send()
+            return await future
+
+    def _send(self) -> None:
+        self._bytes = 0
+        for is_repeatable, waiting in self._waiting.items():
+            wanted = [each for each in waiting if not each[1].done()]
+            if wanted:
+                self._send_frame(wanted, is_repeatable=is_repeatable)
+            waiting.clear()
+
+    def _send_frame(self, waiting: list[Waiting], *, is_repeatable: bool) -> None:
+        def done(answer: Answer) -> None:
+            receipts = answer["receipts"] if isinstance(answer, dict) else [answer] * len(waiting)
+            for (_, future), receipt in zip(waiting, receipts, strict=True):
+                resolve(future, _read(receipt))
+
+        try:
+            batch = encode_each([message for message, _ in waiting], self._clock.now_us())
+            request = Request(lambda number: frame(Type.PUBLISH, number, batch.data), done, is_repeatable=is_repeatable)
+            self._link.send(request)
+        except PenstockError as error:
+            done(error)
+
+
+def _read(receipt: Any) -> Any:
+    match receipt:
+        case [topic, partition, offset, duplicate]:
+            return Receipt(topic, partition, offset, duplicate)
+        case {"code": code, "text": text}:
+            return from_wire(code, text)
+    return receipt

@@ -1,0 +1,115 @@
+"""Reading a partition's history: FETCH by FETCH, one of them always ahead of the application."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from penstock.batch import Batch
+from penstock.client.link import Link
+from penstock.client.message import Delivery
+from penstock.client.protocol import Batches
+from penstock.errors import CorruptBatch
+from penstock.wire.binary import Fetch, fetch_frame
+
+# What one FETCH brings: enough that asking costs little, and two of them fit into memory anywhere.
+FETCH_BYTES: Final = 4 << 20
+# How long the broker waits for more messages before it says that there are none.
+WAIT_S: Final = 10.0
+
+Part = Any
+# What the application gets of a batch: its part from one offset to another.
+Shape = Callable[[Batch, int, int | None], Part]
+
+
+class Place(NamedTuple):
+    topic: str
+    topic_id: int
+    partition: int
+
+
+async def read(
+    link: Link, place: Place, offset: int, end: int | None, count: int | None, shape: Shape, *, follow: bool
+) -> AsyncGenerator[Part, None]:
+    """Parts (they have a length) from an offset on. Without `follow` it ends at `end`, which must be committed."""
+    left = count
+    if left == 0 or (end is not None and offset >= end):
+        return
+    ahead = asyncio.ensure_future(_fetch(link, place, offset, end, follow=follow))
+    try:
+        while True:
+            batches = list(_walk((await ahead).data))
+            if not batches and not follow:
+                return
+            begin, offset = offset, batches[-1].end if batches else offset
+            is_last = end is not None and offset >= end
+            if not is_last:
+                ahead = asyncio.ensure_future(_fetch(link, place, offset, end, follow=follow))
+            for batch in batches:
+                part = shape(batch, begin, end)
+                if left is not None:
+                    part = part[:left]
+                    left -= len(part)
+                if len(part):
+                    yield part
+                if left == 0:
+                    return
+            if is_last:
+                return
+    finally:
+        ahead.cancel()
+        await asyncio.gather(ahead, return_exceptions=True)
+
+
+def messages_of(place: Place) -> Shape:
+    def shape(batch: Batch, begin: int, end: int | None) -> Part:
+        return Delivery(batch, place.topic, place.topic_id, place.partition).messages(begin, end)
+
+    return shape
+
+
+def record_batches_of(columns: Sequence[str] | None) -> Shape:
+    """Arrow record batches that share the bytes of what was fetched."""
+    try:
+        from penstock import arrow
+    except ImportError as error:
+        raise ImportError("arrow=True needs pyarrow: pip install 'penstock[arrow]'") from error
+    names = tuple(arrow.TYPES) if columns is None else tuple(columns)
+    if unknown := set(names) - set(arrow.TYPES):
+        raise ValueError(f"no such columns: {', '.join(sorted(unknown))}; there are {', '.join(arrow.TYPES)}")
+
+    def shape(batch: Batch, begin: int, end: int | None) -> Part:
+        found = arrow.decode(batch, names)
+        if batch.base_offset >= begin and (end is None or batch.end <= end):
+            return found
+        offsets = batch.columns().offsets()
+        wanted = [begin <= offset and (end is None or offset < end) for offset in offsets]
+        return found.slice(wanted.index(True), sum(wanted)) if True in wanted else found.slice(0, 0)
+
+    return shape
+
+
+def _fetch(link: Link, place: Place, offset: int, end: int | None, *, follow: bool) -> Awaitable[Batches]:
+    wait_s = WAIT_S if follow else 0
+    fetch = Fetch(place.topic_id, place.partition, round(wait_s * 1000), offset, end or 0, FETCH_BYTES)
+    return link.ask(
+        lambda number: fetch_frame(number, fetch),
+        f"fetch {place.topic}/{place.partition} at {offset}",
+        is_repeatable=True,
+        # Who follows waits for a broker that is away as well.
+        timeout_s=math.inf if follow else None,
+    )
+
+
+def _walk(view: memoryview) -> Iterator[Batch]:
+    position = 0
+    while position < len(view):
+        batch = Batch.at(view, position)
+        if batch is None:
+            raise CorruptBatch("the broker's answer ends within a batch")
+        position += batch.size
+        # What a log notes for itself has no messages.
+        if batch.count:
+            yield batch

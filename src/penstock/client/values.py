@@ -1,0 +1,188 @@
+"""What a client gives and takes, besides messages: plain values."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Where a message is stored; `duplicate`: it was there already, and this is where."""
+
+    topic: str
+    partition: int
+    offset: int
+    duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message for `publish_many`, with all that `publish` takes."""
+
+    subject: str
+    value: bytes | None = None
+    key: bytes | str | None = None
+    headers: Mapping[str, str] | None = None
+    message_id: str | None = None
+    delay: float | timedelta | datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionPosition:
+    """`start` to `committed` can be read; `end` is what was appended, and may still wait for the disk."""
+
+    partition: int
+    start: int
+    committed: int
+    end: int
+    bytes: int
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(found["partition"], found["start"], found["committed"], found["end"], found["bytes"])
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """`refused`: why it cannot be served, if it cannot."""
+
+    name: str
+    id: int
+    partitions: int
+    policy: dict[str, Any]
+    refused: str | None
+    positions: list[PartitionPosition]
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        positions = [PartitionPosition.from_json(each) for each in found["positions"]]
+        return cls(found["name"], found["id"], found["partitions"], found["policy"], found["refused"], positions)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    name: str
+    address: str
+    unacknowledged: int
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(found["name"], found["address"], found["unacknowledged"])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPosition:
+    """All below `committed` is done; `next` is delivered next; `pending` are delivered and not acknowledged."""
+
+    topic: str
+    topic_id: int
+    partition: int
+    committed: int
+    next: int
+    end: int
+    pending: int
+    lag: int
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(
+            found["topic"],
+            found["topic_id"],
+            found["partition"],
+            found["committed"],
+            found["next"],
+            found["end"],
+            found["pending"],
+            found["lag"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`lag`: messages that are not done. `lost`: those that retention dropped before they were."""
+
+    name: str
+    pattern: str
+    mode: str
+    generation: int
+    lag: int
+    pending: int
+    redelivered: int
+    dead_lettered: int
+    lost: int
+    members: list[GroupMember]
+    positions: list[GroupPosition]
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(
+            found["name"],
+            found["pattern"],
+            found["mode"],
+            found["generation"],
+            found["lag"],
+            found["pending"],
+            found["redelivered"],
+            found["dead_lettered"],
+            found["lost"],
+            [GroupMember.from_json(each) for each in found["members"]],
+            [GroupPosition.from_json(each) for each in found["positions"]],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """`partition` and `offset` are its own; `topic`, `origin_partition` and `origin_offset` where the message was."""
+
+    partition: int
+    offset: int
+    subject: str
+    topic: str
+    origin_partition: int
+    origin_offset: int
+    group: str
+    reason: str
+    attempts: int
+    value: bytes
+    headers: dict[str, str]
+    redriven: bool
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(
+            found["partition"],
+            found["offset"],
+            found["subject"],
+            found["topic"],
+            found["origin_partition"],
+            found["origin_offset"],
+            found["group"],
+            found["reason"],
+            found["attempts"],
+            base64.b64decode(found["value"]),
+            read_headers(found["headers"].encode()),
+            found["redriven"],
+        )
+
+
+def arguments(message: tuple[str, bytes] | Outgoing) -> tuple[str, bytes | None, dict[str, Any]]:
+    """What `publish` takes of it: subject, value, and the rest by name."""
+    if not isinstance(message, Outgoing):
+        subject, value = message
+        return subject, value, {}
+    rest = ("key", "headers", "message_id", "delay")
+    return message.subject, message.value, {name: getattr(message, name) for name in rest}
+
+
+def read_headers(block: bytes) -> dict[str, str]:
+    """Header lines as names and values; of a name that comes twice, the first."""
+    fields: dict[str, str] = {}
+    for line in block.decode(errors="replace").split("\n"):
+        name, colon, value = line.partition(":")
+        if colon and name[:1] not in " \t":
+            fields.setdefault(name.rstrip(" \t"), value.strip(" \t\r"))
+    return fields
