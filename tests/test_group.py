@@ -1108,3 +1108,71 @@ async def test_what_comes_back_while_the_disk_is_read_is_not_taken_for_gone() ->
         await serving
         await life.settle()
         assert sorted(attempts(ann)) == [(b"0", 2), (b"2", 2)]
+
+
+# Many at once
+
+
+@in_loop
+async def test_of_many_acknowledgements_those_that_cannot_be_are_told_and_the_others_count() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann = Recorder()
+        group, member = await life.join(b"g", b"orders", ann, buffer=6)
+        await life.stored(b"orders", *(b"%d" % number for number in range(10)))
+        place = ann.got[0].place
+        assert len(ann.take()) == 6
+        told: list[PenstockError | None] = []
+        assert list(group.ack_many(place, [0, 2, 4, 77], told.append)) == [77]
+        assert told == []
+        await life.settle()
+        assert told == [None]
+        # It has room again for as many as were done, and no more.
+        assert [message.offset for message in ann.take()] == [6, 7, 8]
+        assert member.out == 6
+        assert group.lag() == 7
+
+
+@in_loop
+async def test_acknowledgements_none_of_which_can_be_are_refused_and_nothing_is_saved() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann = Recorder()
+        group, _ = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a")
+        place = ann.got[0].place
+        told: list[PenstockError | None] = []
+        assert list(group.ack_many(place, [5, 6], told.append)) == [5, 6]
+        assert list(group.ack_many((99, 0), [0], told.append)) == [0]
+        await life.settle()
+        assert told == []
+        assert group.lag() == 1
+
+
+@in_loop
+async def test_acknowledgements_that_are_repeated_in_one_breath_are_told_once_and_count_once() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann = Recorder()
+        group, member = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a", b"b", b"c")
+        place = ann.got[0].place
+        told: list[PenstockError | None] = []
+        assert not group.ack_many(place, [0, 0, 1], told.append)
+        await life.settle()
+        assert not group.ack_many(place, [0, 1], told.append)
+        await life.settle()
+        assert told == [None, None]
+        assert (group.lag(), member.out) == (1, 1)
+
+
+@in_loop
+async def test_many_acknowledgements_that_the_disk_refuses_are_told_so() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        ann = Recorder()
+        group, _ = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a", b"b", b"c")
+        disk.fail("write", errno.ENOSPC, path_suffix="topics/0/0/" + "0" * 20 + ".log")
+        told: list[PenstockError | None] = []
+        group.ack_many(ann.got[0].place, [0, 1], told.append)
+        await life.settle()
+        [error] = told
+        assert isinstance(error, AppendFailed)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import struct
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -1758,3 +1759,93 @@ def test_a_scan_of_a_segment_that_grows_meanwhile_ends_where_it_began_to_look() 
         found += [item] if (item := next(scan, None)) is not None else []
     assert not [item for item in found if isinstance(item, Damage)]
     assert [item.batch.count for item in found if isinstance(item, Found)] == [0, 1]
+
+
+# Where a batch of a producer is, and offsets by size
+
+
+def test_a_log_knows_which_batches_it_holds() -> None:
+    log = open_small(FaultyFiles())
+    first, second = (encode([b"a"], timestamp=0, producer=7, sequence=number) for number in range(2))
+    assert not log.holds(first)
+    assert not log.holds(second)
+    append_flushed(log, b"a", producer=7, sequence=0)
+    assert log.holds(first)
+    assert not log.holds(second)
+    append(log, b"b", producer=7, sequence=1)
+    assert log.holds(second)
+    assert not log.holds(encode([b"a"], timestamp=0, producer=8, sequence=0))
+    assert not log.holds(encode([b"a"], timestamp=0, producer=7, sequence=5))
+    append_flushed(log, b"c")
+    assert not log.holds(encode([b"c"], timestamp=0))
+
+
+def places(log: Log) -> list[tuple[int, int]]:
+    """Offset, and bytes from the beginning of the log, of each batch: found by walking over all of them."""
+    found = []
+    before = 0
+    for segment in log.segments:
+        for each in segment.scan():
+            assert isinstance(each, Found)
+            if each.batch.count:
+                found.append((each.batch.base_offset, before + each.position))
+        before += segment.size
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_offset_so_many_bytes_further_is_that_of_a_batch_and_never_nearer(seed: int) -> None:
+    random = Random(seed)
+    policy = Policy(segment_bytes=random.choice([4096, 20_000, 1 << 20]))
+    log = open_log(DIRECTORY, files=FaultyFiles(), policy=policy)
+    for _ in range(150):
+        append_flushed(log, *(random.randbytes(random.choice([1, 50, 700, 3000])) for _ in range(random.randint(1, 3))))
+    walked = places(log)
+    begins = [offset for offset, _ in walked]
+    for _ in range(400):
+        offset = random.randrange(log.end)
+        size = random.choice([1, 500, 4096, 10_000, 100_000, 1 << 30])
+        found = log.offset_after(offset, size)
+        here = max(at for begin, at in walked if begin <= offset)
+        assert found in begins or found == log.committed
+        assert found > offset
+        if found < log.committed:
+            there = dict(walked)[found]
+            assert there >= here + size, f"{there - here} bytes behind {offset}, not {size}"
+            # As near as the indexes know: an entry every 4 KiB, each at the beginning of a batch.
+            largest = max(after - before for (_, before), (_, after) in pairwise(walked))
+            assert there <= here + size + 2 * 4096 + 2 * largest
+
+
+def test_an_offset_further_than_there_is_anything_is_the_end_of_what_is_committed() -> None:
+    log = open_small(FaultyFiles())
+    assert log.offset_after(0, 1) == 0
+    fill(log, 3)
+    append(log, LARGE)
+    assert log.offset_after(0, 1 << 40) == 3
+    assert log.offset_after(3, 1) == 3
+    assert log.offset_after(2, 1) == 3
+    for offset in (5, 1 << 60):
+        with pytest.raises(OffsetOutOfRange):
+            log.offset_after(offset, 1)
+
+
+def test_an_offset_that_retention_dropped_is_refused_when_it_is_asked_how_far_it_is() -> None:
+    log = open_small(FaultyFiles(), policy=Policy(segment_bytes=4096, retain_bytes=8192))
+    fill(log, 6)
+    assert log.retain()
+    with pytest.raises(OffsetOutOfRange):
+        log.offset_after(0, 1)
+    assert log.offset_after(log.start, 1) == log.start + 1
+
+
+def test_who_walks_by_size_comes_to_the_end_and_misses_nothing() -> None:
+    log = open_small(FaultyFiles())
+    for number in range(300):
+        append_flushed(log, b"%d" % number)
+    offset, steps = 0, [0]
+    while offset < log.committed:
+        offset = log.offset_after(offset, 1000)
+        steps.append(offset)
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 300
