@@ -1,8 +1,9 @@
-"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --fuzz 200000`.
+"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
-appends, then `--serves` times kill -9 of a server under load, then `--fuzz` rounds of any bytes for the text door's
-parser. A failure names the seed that shows it again.
+appends, then `--fuzz` rounds of any bytes for the text door's parser, then `--serves` times kill -9 of a server under
+load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections. A failure
+names the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from rich.progress import Progress, track
 
+from tests.client_kill import ClientFigures, ClientJudge
 from tests.fuzz import fuzz
 from tests.kill import KillJudge
 from tests.serve_kill import Figures, ServeJudge
@@ -25,6 +27,8 @@ from tests.simulation import simulate
 CHUNK = 50
 # After so many kills of a server what it stored is judged; it goes on with the same directory.
 SETTLE_EVERY = 20
+# So many blows make a life of clients; the next ones are of the next seed.
+BLOWS = 50
 
 
 def cut(first: int, last: int) -> tuple[int, int, int]:
@@ -61,6 +65,19 @@ def soak_serves(seed: int, count: int) -> Figures:
     return judge.figures
 
 
+def soak_clients(seed: int, count: int) -> ClientFigures:
+    lives = []
+    for number in track(range(count), "kill -9 under clients"):
+        if number % BLOWS == 0:
+            judge = ClientJudge(Path(tempfile.mkdtemp(prefix="penstock-soak-")), seed + number // BLOWS)
+        judge.strike()
+        if number % BLOWS == BLOWS - 1 or number == count - 1:
+            judge.finish()
+            shutil.rmtree(judge.directory)
+            lives.append(judge.figures)
+    return ClientFigures(*map(sum, zip(*lives, strict=True)))
+
+
 def soak_fuzz(seed: int, rounds: int) -> int:
     with Progress(*Progress.get_default_columns(), transient=True) as progress:
         task = progress.add_task("any bytes", total=rounds)
@@ -73,6 +90,7 @@ def main() -> int:
     parser.add_argument("--cuts", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--serves", type=int, default=100)
+    parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--fuzz", type=int, default=200_000)
     options = parser.parse_args()
     if options.cuts:
@@ -85,6 +103,8 @@ def main() -> int:
         print(f"{options.fuzz} rounds, {soak_fuzz(options.seed, options.fuzz)} bytes parsed: only protocol errors")
     if options.serves:
         print(f"{soak_serves(options.seed, options.serves)}: none lost, none twice")
+    if options.clients:
+        print(f"{soak_clients(options.seed, options.clients)}: none lost, none twice")
     return 0
 
 

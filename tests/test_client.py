@@ -595,6 +595,27 @@ class TestGroups:
         assert [letter.value for letter in client.dead_letters(topic)] == [b"1"]
         assert (client.lag(topic), client.group(topic).redelivered) == (0, 1)
 
+    def test_what_nobody_looked_at_does_not_count_as_delivered(self, client: Client, topic: str) -> None:
+        client.publish_many((topic, b"%d" % number) for number in range(3))
+        for _ in range(5):
+            with client.subscribe(topic, group=topic, start="earliest") as member:
+                wait_until(lambda member=member: len(member.unread()) == 3)  # type: ignore[misc]
+        with client.subscribe(topic, group=topic) as member:
+            messages = take(member, 3)
+            assert [message.attempts for message in messages] == [1, 1, 1]
+            messages[0].release()
+            assert (member.get(PATIENCE_S).offset, messages[0].attempts) == (messages[0].offset, 1)
+
+    def test_who_takes_the_last_one_it_wants_is_not_sent_another(self, client: Client, topic: str) -> None:
+        client.publish_many((topic, b"%d" % number) for number in range(3))
+        for number in range(2):
+            with client.subscribe(topic, group=topic, start="earliest", buffer=1) as member:
+                message = member.get(PATIENCE_S)
+                assert (message.value, message.attempts) == (b"%d" % number, 1)
+                message.ack()
+                member.flush()
+                assert client.group(topic).pending == 0
+
     def test_one_that_comes_too_late_is_told(self, client: Client, topic: str) -> None:
         client.create_topic(topic, ack_deadline_ms=50, deliveries_max=1)
         client.publish(topic, b"x")

@@ -1,62 +1,54 @@
-"""What the documents tell people to type works, and what they point at is there."""
+"""What the documents tell people to type works, what they say of the code is so, and what they point at is there."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from penstock.batch import encode
-from penstock.storage.store import Store
+from penstock.errors import BadRequest, PenstockError
+from penstock.server.calls import call
+from penstock.server.config import SETTINGS, load
+from penstock.wire.binary import Type, Verb
+from tests.docs import DOCS, DOCUMENTS, PAGES, README, ROOT, blocks, parts, table, told
+from tests.reader import Reader
 from tests.server import Raw, Serve
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+# ---- what is typed
 
 
-def commands() -> list[str]:
-    lines = [line for block in blocks("console") for line in block.splitlines()]
-    return [line.removeprefix("$ ").partition("  #")[0].strip() for line in lines if line.startswith("$ ")]
+@each_page
+def test_a_page_goes_as_it_is_shown(page: Path, tmp_path: Path) -> None:
+    with Reader(tmp_path) as reader:
+        reader.follow(page.read_text(), page.name)
 
 
-def run(directory: Path, *arguments: str) -> str:
-    environment = os.environ | {"TMPDIR": str(directory)}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@each_page
+def test_a_page_has_no_block_that_is_not_looked_at(page: Path) -> None:
+    found = blocks(page.read_text())
 
-
-# What each Python snippet prints, in their order.
-PRINTED = [
-    "orders.eu first\norders.us second\n",
-    "42\n",
-    "0 b'a' b'first'\n1 None b'second'\n",
-]
-
-
-@pytest.mark.parametrize(("code", "printed"), list(zip(blocks("python"), PRINTED, strict=True)))
-def test_every_snippet_runs(code: str, printed: str, tmp_path: Path) -> None:
-    with Serve(tmp_path / "server") as server:
-        assert run(tmp_path, "-c", code.replace("127.0.0.1:4222", f"127.0.0.1:{server.port}")) == printed
+    # `py` is a signature, which the code tells.
+    assert {block.language for block in found} <= {"python", "console", "toml", "text", "py"}
+    assert page.read_text().count("```") == 2 * len(found)
 
 
 def test_the_session_by_hand_goes_as_it_is_shown(tmp_path: Path) -> None:
-    [shown] = [block.splitlines() for block in blocks("text") if block.startswith("SUB")]
+    found = blocks((DOCS / "protocols.md").read_text())
+    [shown] = [block.text.splitlines() for block in found if block.text.startswith("SUB")]
     # What is typed, and how many lines come back.
-    typed = {"SUB orders.> 1 workers": 1, "PUB orders.eu 5\r\nhello": 3, "ACK 562949953421312": 1, "REPLAY FIRST 10": 3}
+    typed = {
+        "SUB invoices.> 1 workers": 1,
+        "PUB invoices.eu 5\r\nhello": 3,
+        "ACK 562949953421312": 1,
+        "REPLAY FIRST 10": 3,
+    }
     with Serve(tmp_path) as server, Raw(server.ports["quiet"]) as peer:
         session = []
         for command, lines in typed.items():
@@ -64,29 +56,82 @@ def test_the_session_by_hand_goes_as_it_is_shown(tmp_path: Path) -> None:
     assert session == shown
 
 
-def test_the_settings_that_are_shown_are_settings(tmp_path: Path) -> None:
-    [settings] = blocks("toml")
-    (tmp_path / "penstock.toml").write_text(settings)
-    shown = json.loads(run(tmp_path, "-m", "penstock", "config", "--config", "penstock.toml", "--json"))
-    assert shown["topics.clicks.partitions"]["value"] == 4
+# ---- what is said of the code
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if command.startswith("penstock serve")])
-def test_every_server_that_is_started_gets_ready(command: str, tmp_path: Path) -> None:
-    flags = shlex.split(command)[2:]
-    with Serve(tmp_path, flags=flags) as server:
-        assert "ready" in server.ready
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_what_the_code_tells_is_as_it_tells_it(document: Path) -> None:
+    for name, text in parts(document.read_text()):
+        assert text == told(name), "run `python -m tests.docs --write`"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [command for command in commands() if command.startswith("penstock ") and not command.startswith("penstock serve")],
-)
-def test_every_command_runs(command: str, tmp_path: Path) -> None:
-    with Store(tmp_path / "data") as store:
-        log = store.log(store.create_topic("orders").id)
-        log.append(encode([b"%d" % number for number in range(200)], timestamp=0))
-    assert run(tmp_path, "-m", *shlex.split(command))
+def test_every_setting_can_be_set_as_its_page_says() -> None:
+    page = (DOCS / "configuration.md").read_text()
+    sections = dict.fromkeys(name.partition(".")[0] for name in SETTINGS)
+    rows = [row for section in sections for row in table(page, f"### {section}")]
+    variables = {name: variable for name, *_, variable in rows}
+    # What it says is the default; where that is none, something that is allowed.
+    given = {variable: "1" if default == "none" else default for _, default, *_, variable in rows}
+
+    loaded = load(path=None, environ=given, flags={})
+
+    assert list(variables) == list(SETTINGS)
+    assert loaded.origins == {name: f"environment {variables[name]}" for name in SETTINGS}
+    unlike = {name for name, value in loaded.shown().items() if value != SETTINGS[name].default}
+    assert unlike == {name for name, default, *_ in rows if default == "none"}
+
+
+def test_the_names_of_other_brokers_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    for alias, meant in table((DOCS / "configuration.md").read_text(), "## Names that other brokers use"):
+        setting = re.findall(r"[a-z_]+\.[a-z_]+", meant)[0]
+        is_switch = alias.endswith((".enabled", "_on_write"))
+        path.write_text(json.dumps({alias: is_switch or SETTINGS[setting].default or 1000}))
+
+        loaded = load(path=path, environ={}, flags={})
+
+        assert loaded.origins[setting] == f"file {path}", alias
+
+
+def test_the_variables_of_other_brokers_are_known() -> None:
+    for alias, setting in table((DOCS / "configuration.md").read_text(), "### In the environment"):
+        loaded = load(path=None, environ={alias: str(SETTINGS[setting].default)}, flags={})
+
+        assert loaded.origins[setting] == f"environment {alias}"
+
+
+def test_every_error_is_told_with_its_code() -> None:
+    page = (DOCS / "errors.md").read_text()
+    for branch in PenstockError.__subclasses__():
+        leaves = branch.__subclasses__() or [branch]
+
+        listed = {name: code for name, code, *_ in table(page, f"## {branch.__name__}")}
+
+        assert listed == {leaf.__name__: leaf.code for leaf in leaves}
+
+
+def test_every_frame_is_told_with_its_code() -> None:
+    page = (DOCS / "protocols.md").read_text()
+
+    assert {name: int(code, 16) for code, name, *_ in table(page, "## Frames")} == {
+        kind.name: kind.value for kind in Type
+    }
+    [verbs] = re.findall(r"\*\*Verbs\*\* of `SETTLE`: (.*?)\(", page)
+    assert [(int(number), name.upper()) for number, name in re.findall(r"(\d) (\w+)", verbs)] == [
+        (verb.value, verb.name) for verb in Verb
+    ]
+
+
+def test_every_call_is_told() -> None:
+    # Who asks for something else is told what there is.
+    with pytest.raises(BadRequest) as refused:
+        asyncio.run(call(cast(Any, None), {"call": "?"}))
+
+    _, _, known = str(refused.value).partition("there are ")
+    assert [row[0] for row in table((DOCS / "protocols.md").read_text(), "### Calls")] == known.split(", ")
+
+
+# ---- what is pointed at
 
 
 def test_every_make_target_is_there() -> None:
@@ -98,12 +143,18 @@ def test_every_make_target_is_there() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_every_file_that_is_named_is_there(document: Path) -> None:
-    for name in re.findall(r"`((?:src|tests|bench)/[\w./]+)`", document.read_text()):
+    for name in re.findall(r"`((?:src|tests|bench|docs)/[\w./-]+)`", document.read_text()):
         assert (ROOT / name).exists(), name
-    for name in re.findall(r"\]\(([\w./]+)\)", document.read_text()):
-        assert (ROOT / name).exists(), name
+    for name in re.findall(r"\]\(([\w./-]+)\)", document.read_text()):
+        assert (document.parent / name).exists(), name
+
+
+@pytest.mark.parametrize("start", [README, DOCS / "index.md"], ids=lambda path: path.stem)
+def test_every_page_is_linked(start: Path) -> None:
+    linked = {(start.parent / name).resolve() for name in re.findall(r"\]\(([\w./-]+)\)", start.read_text())}
+    assert {page.resolve() for page in PAGES} - linked <= {start.resolve(), (DOCS / "index.md").resolve()}
 
 
 def test_the_architecture_knows_every_module() -> None:

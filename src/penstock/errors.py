@@ -28,7 +28,7 @@
     │   ├── ConnectionLost     the answer did not come: it may or may not have been done
     │   ├── TimedOut           it took too long
     │   ├── DeliveryFailed     messages of a producer are not stored: it tells which
-    │   └── NotOutstanding     acknowledged too late: the message went to another, or is a dead letter
+    │   └── NotOutstanding     too late for a message: done already, back with the group, or a dead letter
     └── DiskError              the data directory is in the way: look at it
         ├── DirectoryInUse     another process has it open
         ├── BadDirectory       files that do not belong there, or do not fit together

@@ -83,7 +83,7 @@ class Position:
 
     def is_done(self, offset: int) -> bool:
         """Whether it was acknowledged, as far as is known."""
-        return offset < self.inflight.next and not self.inflight.attempts(offset) and offset not in self.graves
+        return offset < self.inflight.next and not self.inflight.is_pending(offset) and offset not in self.graves
 
     def bury(self, offsets: Sequence[int]) -> None:
         """Their dead letters are stored."""
@@ -265,6 +265,16 @@ class Group:
             return False
         self._gets_back(owner)
         self._save(position, saved)
+        self.wake()
+        return True
+
+    def untake(self, place: tuple[int, int], offset: int, member: Member) -> bool:
+        """`member` has it and did not look at it: it goes to another, and this delivery does not count."""
+        position = self._holding(place, offset, member)
+        if position is None or not position.inflight.untake(offset, self._host.clock.monotonic_us()):
+            return False
+        self._gets_back(member.number)
+        self._save(position, None)
         self.wake()
         return True
 

@@ -79,6 +79,10 @@ class Inflight:
         lot = self._lots.get(offset)
         return None if lot is None else lot.member
 
+    def is_pending(self, offset: int) -> bool:
+        """Whether it is OUT, BACK or DEAD."""
+        return offset in self._lots or offset in self._dead
+
     def attempts(self, offset: int) -> int:
         """How often it was delivered; 0 if it is not pending."""
         lot = self._lots.get(offset)
@@ -195,6 +199,15 @@ class Inflight:
         if lot is None:
             return False
         self._begin((offset,), lot.attempts, None, back_us)
+        self._leave(lot)
+        return True
+
+    def untake(self, offset: int, now_us: int) -> bool:
+        """It goes BACK, due at once, as if this delivery had not been. False if it is not OUT."""
+        lot = self._lots.get(offset)
+        if lot is None or lot.member is None:
+            return False
+        self._begin((offset,), lot.attempts - 1, None, now_us)
         self._leave(lot)
         return True
 

@@ -21,7 +21,7 @@ from penstock.errors import PenstockError
 _SERVER: Final = "A server, and its data"
 _CLIENT: Final = "Talk to a server"
 # Modules with commands of their own, by name: where they are listed, and what for.
-_MODULES: Final = {
+MODULES: Final = {
     "log": (_SERVER, "Look into the logs of a data directory; nothing is changed."),
     "topic": (_CLIENT, "Make, list, change and delete topics."),
     "publish": (_CLIENT, "Publish messages: from arguments, lines of stdin, or a file."),
@@ -40,14 +40,14 @@ class _Commands(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        for name, (panel, text) in _MODULES.items():
+        for name, (panel, text) in MODULES.items():
             self.add_command(TyperCommand(name=name, help=text, rich_help_panel=panel))
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         name, command, rest = super().resolve_command(context, arguments)
-        if name in _MODULES:
+        if name in MODULES:
             command = typer.main.get_command(import_module(f"penstock.cli.{name}").app)
-            command.help = command.help or _MODULES[name][1]
+            command.help = command.help or MODULES[name][1]
         return name, command, rest
 
 

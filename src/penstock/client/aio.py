@@ -477,6 +477,7 @@ class AsyncSubscription:
         """No more messages: iteration ends. What is not acknowledged goes to other members of the group."""
         if self._feed.is_closed:
             return
+        self._feed.give_back()
         self._carry()
         self._detach()
         connection = self._link.connection

@@ -76,6 +76,8 @@ class Feed:
         self._wake = wake
         self._unread: deque[Message] = deque()
         self._credit = 0
+        # Whether somebody wants more than is here.
+        self._is_asked = False
         # With no more than this here and on the way, it is time to give back.
         self._low = buffer // 2
         # Of each topic and partition, which offset comes next: for a plain subscription.
@@ -151,6 +153,11 @@ class Feed:
                 self._drop_said()
         self.arrived()
 
+    def give_back(self) -> None:
+        """Nobody has looked at what is unread: it is not to count as delivered."""
+        while self.group is not None and self.mode != PARTITIONED and self._unread:
+            self._unread.popleft().release()
+
     def close(self) -> None:
         with self._lock:
             self.is_closed = True
@@ -168,19 +175,21 @@ class Feed:
         self.number = 0
 
     def take(self) -> Message | None:
-        """The next message; None if there is none here. Raises what ended it, when all is read."""
+        """The next message; None if there is none here. Raises what ended it, when all is read.
+
+        More is asked for only by who comes back: whoever takes the last one it wants is not sent others.
+        """
+        self._ask()
         try:
-            message = self._unread.popleft()
+            return self._unread.popleft()
         except IndexError:
             self._check_more()
             return None
-        if len(self._unread) + self._credit <= self._low:
-            self._wake()
-        return message
 
     def take_many(self, count_max: int | None) -> list[Message]:
         messages: list[Message] = []
         unread = self._unread
+        self._ask()
         try:
             for _ in range(len(unread) if count_max is None else min(count_max, len(unread))):
                 messages.append(unread.popleft())
@@ -189,9 +198,12 @@ class Feed:
             pass
         if not messages:
             self._check_more()
-        elif len(unread) + self._credit <= self._low:
-            self._wake()
         return messages
+
+    def _ask(self) -> None:
+        if len(self._unread) + self._credit <= self._low:
+            self._is_asked = True
+            self._wake()
 
     def unread(self) -> list[Message]:
         """What is here and not taken yet; it stays."""
@@ -210,8 +222,9 @@ class Feed:
     def credit(self) -> int:
         """How many more the broker may send from now on, if it is worth telling."""
         kept = len(self._unread) + self._credit
-        if not self.number or kept > self._low:
+        if not self.number or not self._is_asked or kept > self._low:
             return 0
+        self._is_asked = False
         self._credit += self.buffer - kept
         return self.buffer - kept
 
@@ -285,9 +298,8 @@ class Feed:
         if failed is not None:
             raise failed
         if late:
-            raise NotOutstanding(
-                f"{late} messages were acknowledged too late: they went to another member, or are dead letters"
-            )
+            count = "1 message" if late == 1 else f"{late} messages"
+            raise NotOutstanding(f"too late for {count}: done already, back with the group, or a dead letter")
 
     def _open(self, messages: Messages) -> Delivery:
         return Delivery(

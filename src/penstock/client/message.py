@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # As numbers, which are quicker to look up than members of an enum.
-_ACK, _NACK, _EXTEND, _REJECT = map(int, (Verb.ACK, Verb.NACK, Verb.EXTEND, Verb.REJECT))
+_ACK, _NACK, _EXTEND, _REJECT, _RELEASE = map(int, (Verb.ACK, Verb.NACK, Verb.EXTEND, Verb.REJECT, Verb.RELEASE))
 _NOTHING: Final[Mapping[int, int]] = {}
 
 
@@ -181,6 +181,10 @@ class Message:
     def reject(self) -> None:
         """It cannot be handled: to the dead letters at once."""
         self._settle(_REJECT)
+
+    def release(self) -> None:
+        """It was not looked at: it goes to another member, and does not count as delivered."""
+        self._settle(_RELEASE)
 
     def _settle(self, verb: int, delay_us: int = 0) -> None:
         delivery = self._delivery

@@ -571,6 +571,9 @@ class BinarySession(asyncio.BufferedProtocol):
             case Verb.EXTEND:
                 refused = [offset for offset in offsets if not group.extend(place, offset, member)]
                 self.answer(number, {"refused": refused})
+            case Verb.RELEASE:
+                refused = [offset for offset in offsets if not group.untake(place, offset, member)]
+                self.answer(number, {"refused": refused})
             case Verb.REJECT:
                 self._each(number, offsets, lambda offset, saved: group.kill(place, offset, member, saved))
 

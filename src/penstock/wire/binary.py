@@ -89,6 +89,8 @@ class Verb(IntEnum):
     EXTEND = 2
     REJECT = 3
     COMMIT = 4
+    # It was never looked at, so it does not count as delivered.
+    RELEASE = 5
 
 
 class Frame(NamedTuple):
@@ -297,7 +299,7 @@ def settle_frame(number: int, settle: Settle) -> bytes:
 def read_settle(payload: Buffer) -> Settle:
     _check(len(payload) >= _SETTLE.size)
     subscription, verb, generation, delay_us, topic_id, partition, count = _SETTLE.unpack_from(payload)
-    _check(0 < count <= SETTLE_MAX and len(payload) == _SETTLE.size + 8 * count and verb <= Verb.COMMIT)
+    _check(0 < count <= SETTLE_MAX and len(payload) == _SETTLE.size + 8 * count and verb <= Verb.RELEASE)
     offsets = struct.unpack_from(f"!{count}Q", payload, _SETTLE.size)
     return Settle(subscription, verb, generation, delay_us, topic_id, partition, offsets)
 

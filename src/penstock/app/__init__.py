@@ -1,0 +1,7 @@
+"""Consumers as functions: decorated, run, retried and stopped in good order."""
+
+from penstock.app.app import App
+from penstock.app.consumer import BatchHandler, Consumer, ErrorHandler, MessageHandler
+from penstock.app.retry import Retry
+
+__all__ = ["App", "BatchHandler", "Consumer", "ErrorHandler", "MessageHandler", "Retry"]
