@@ -313,6 +313,88 @@ async def test_what_is_given_back_comes_again_after_its_delay() -> None:
 
 
 @in_loop
+async def test_nobody_speaks_for_a_message_that_another_has() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann, bob = Recorder(), Recorder()
+        group, hers = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a")
+        [message] = ann.got
+        life.broker.leave(group, hers)
+        group, his = await life.join(b"g", b"orders", bob)
+        await life.settle()
+        assert attempts(bob) == [(b"a", 2)]
+        assert not group.nack(message.place, message.offset, 0, hers)
+        assert not group.extend(message.place, message.offset, hers)
+        assert not group.untake(message.place, message.offset, hers)
+        assert not group.kill(message.place, message.offset, hers)
+        assert group.extend(message.place, message.offset, his)
+
+
+@in_loop
+async def test_what_nobody_looked_at_was_not_delivered() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann = Recorder()
+        group, member = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a", b"b")
+        first, second = ann.take()
+        assert group.untake(first.place, first.offset, member)
+        assert not group.untake(first.place, first.offset, member), "it is not out any more"
+        await life.settle()
+        assert attempts(ann) == [(b"a", 1)]
+        await life.ack(group, second, *ann.take())
+        assert group.lag() == 0
+
+
+@in_loop
+async def test_a_message_that_was_given_back_unseen_is_not_done() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann = Recorder()
+        group, member = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a")
+        [message] = ann.take()
+        ann.is_open = False
+        assert group.untake(message.place, message.offset, member)
+        await life.settle()
+        disk = await by_power_cut(life)
+    async with Life(disk) as life:
+        ann.is_open = True
+        await life.join(b"g", b"orders", ann)
+        await life.settle()
+        assert attempts(ann) == [(b"a", 1)]
+
+
+@in_loop
+async def test_a_dead_letter_cannot_be_acknowledged_then_or_after_a_restart() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann = Recorder()
+        group, _ = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a")
+        [message] = ann.take()
+        assert group.kill(message.place, message.offset)
+        await life.settle()
+        assert len(await life.letters()) == 1
+        assert not group.ack(message.place, message.offset, ignore)
+        disk = await by_stop(life)
+    async with Life(disk) as life:
+        assert not life.broker.groups[b"g"].ack(message.place, message.offset, ignore)
+
+
+@in_loop
+async def test_that_a_message_is_refused_is_told_when_it_is_stored() -> None:
+    async with Life(FaultyFiles()) as life:
+        ann = Recorder()
+        group, member = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a", b"b")
+        first, second = ann.take()
+        told: list[PenstockError | None] = []
+        assert group.kill(first.place, first.offset, member, told.append)
+        assert group.nack(second.place, second.offset, 0, member, told.append)
+        assert not told
+        await life.settle()
+        assert told == [None, None]
+
+
+@in_loop
 async def test_who_asks_for_more_time_gets_it() -> None:
     async with Life(FaultyFiles()) as life:
         ann = Recorder()
