@@ -1,0 +1,176 @@
+"""`penstock fetch`: what is stored, from one place to another, in a form that others read."""
+
+from __future__ import annotations
+
+import csv
+import json as json_text
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TextIO
+
+import typer
+
+from penstock.cli import messages as printed
+from penstock.cli import output
+from penstock.cli.options import PLACE, Address, JsonLines, Place, TopicName, options, read_place
+from penstock.cli.text import counted
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.client.message import Message
+    from penstock.client.sync import Client
+    from penstock.client.values import PartitionPosition
+
+app = typer.Typer(add_completion=False)
+
+Form = Literal["lines", "json", "csv", "parquet"]
+
+_CSV_NAMES: Final = ("partition", "offset", "timestamp", "subject", "key", "key_base64", "headers", "tombstone")
+_CSV_VALUES: Final = ("value", "value_base64")
+_ASK_S: Final = 0.2
+
+
+class Span(NamedTuple):
+    """A part of a partition."""
+
+    partition: int
+    first: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return max(0, self.end - self.first)
+
+
+@app.command()
+@options
+def fetch(
+    topic: TopicName,
+    *,
+    partition: Annotated[int | None, typer.Option(min=0, help="Only this one.")] = None,
+    start: Annotated[
+        Any, typer.Option("--from", parser=read_place, metavar=PLACE, help="Where to begin, in each partition.")
+    ] = "earliest",
+    end: Annotated[
+        Any, typer.Option("--to", parser=read_place, metavar=PLACE, help="Where to end; what is there is left out.")
+    ] = "latest",
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes.")] = False,
+    form: Annotated[Form, typer.Option("--format", help="Lines are for people, the others have all of it.")] = "lines",
+    path: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it to a file.")] = None,
+    json: JsonLines = False,
+    at: Address,
+) -> None:
+    """Read what a topic holds, one partition after the other. Ctrl-C ends --follow, with exit code 0."""
+    if json and form not in ("lines", "json"):
+        raise typer.BadParameter(f"it is the same as --format json, not {form}", param_hint="'--json'")
+    if json:
+        form = "json"
+    if form == "parquet" and (path is None or follow):
+        raise typer.BadParameter("Parquet goes to a file, with an end: give --output, and no --follow")
+    if follow and end != "latest":
+        raise typer.BadParameter("with --follow there is no end", param_hint="'--to'")
+    with at.client() as client:
+        spans = [_span(client, topic, position, start, end) for position in _choose(client, topic, partition)]
+        messages = _followed(client, topic, partition, spans) if follow else _stored(client, topic, spans)
+        with closing(messages):
+            chosen = islice(messages, count)
+            if path is None:
+                _write_text(chosen, form, sys.stdout, follow=follow)
+                return
+            total = None if follow else min(sum(span.length for span in spans), count or sys.maxsize)
+            started = time.perf_counter()
+            with output.moving("fetching", total) as advance:
+                if form == "parquet":
+                    from penstock.cli import parquet
+
+                    written = parquet.write(client, topic, spans, count, path, advance)
+                else:
+                    with path.open("w", encoding="utf-8", newline="") as file:
+                        written = _write_text(chosen, form, file, follow=follow, advance=advance)
+    print(f"wrote {counted(written, 'message')} to {path}: {output.rate(written, time.perf_counter() - started)}")
+
+
+def _choose(client: Client, topic: str, partition: int | None) -> list[PartitionPosition]:
+    positions = client.topic(topic).positions
+    chosen = [position for position in positions if partition in (None, position.partition)]
+    if not chosen:
+        raise PenstockError(f"{topic} has no partition {partition}: it has 0 to {len(positions) - 1}")
+    return chosen
+
+
+def _span(client: Client, topic: str, position: PartitionPosition, start: Place, end: Place) -> Span:
+    def offset_of(place: Place) -> int:
+        if isinstance(place, datetime):
+            return client.offset_at(topic, position.partition, place)
+        if isinstance(place, int):
+            return place
+        return position.start if place == "earliest" else position.committed
+
+    return Span(position.partition, offset_of(start), min(offset_of(end), position.committed))
+
+
+def _stored(client: Client, topic: str, spans: Sequence[Span]) -> Generator[Message, None, None]:
+    for span in spans:
+        if span.length:
+            yield from client.fetch(topic, span.partition, span.first, end=span.end)
+
+
+def _followed(
+    client: Client, topic: str, partition: int | None, spans: Sequence[Span]
+) -> Generator[Message, None, None]:
+    """With what comes, and in partitions that come. It asks for it now and then: in a wait that may have no end Python
+    can overlook Ctrl-C."""
+    reached = {span.partition: span.first for span in spans}
+    while True:
+        positions = _choose(client, topic, partition)
+        behind = [each for each in positions if reached.setdefault(each.partition, each.start) < each.committed]
+        for each in behind:
+            yield from client.fetch(topic, each.partition, reached[each.partition], end=each.committed)
+            reached[each.partition] = each.committed
+        if not behind:
+            time.sleep(_ASK_S)
+
+
+def _write_text(
+    messages: Iterable[Message],
+    form: Form,
+    stream: TextIO,
+    *,
+    follow: bool,
+    advance: Callable[[int], None] = lambda count: None,
+) -> int:
+    """How many."""
+    write = _writer(form, stream)
+    written = 0
+    try:
+        for message in messages:
+            write(message)
+            written += 1
+            advance(1)
+            if follow:
+                stream.flush()
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+    stream.flush()
+    return written
+
+
+def _writer(form: Form, stream: TextIO) -> Callable[[Message], object]:
+    if form == "csv":
+        table = csv.DictWriter(stream, (*_CSV_NAMES, *_CSV_VALUES), extrasaction="ignore", lineterminator="\n")
+        table.writeheader()
+        return lambda message: table.writerow(_csv_row(message))
+    line = printed.json_line if form == "json" else printed.line
+    return lambda message: stream.write(f"{line(message)}\n")
+
+
+def _csv_row(message: Message) -> dict[str, Any]:
+    row = printed.document(message)
+    return row | ({"headers": json_text.dumps(row["headers"])} if "headers" in row else {})

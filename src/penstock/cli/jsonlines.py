@@ -1,0 +1,112 @@
+"""A line of JSON as a message to publish."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any, Final
+
+import typer
+
+from penstock.cli.options import read_delay, seconds_of
+from penstock.client.values import Outgoing
+from penstock.errors import BadRequest
+
+_VALUES: Final = ("value", "value_base64", "json", "tombstone")
+_KEYS: Final = ("key", "key_base64")
+_OTHERS: Final = ("subject", "headers", "message_id", "delay")
+# What `fetch` tells of a message that is stored: what it publishes will be stored elsewhere.
+_STORED: Final = ("topic", "partition", "offset", "timestamp", "timestamp_us", "attempts")
+_KNOWN: Final = frozenset((*_VALUES, *_KEYS, *_OTHERS, *_STORED))
+
+
+def read_message(line: bytes, common: Outgoing) -> Outgoing:
+    """With what it does not say taken from `common`. BadRequest says what is wrong."""
+    try:
+        return _message(_read_object(line), common)
+    except (ValueError, typer.BadParameter) as error:
+        raise BadRequest(str(error)) from None
+
+
+def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
+    key = _key(fields, common.key)
+    return Outgoing(
+        _text(fields, "subject", common.subject),
+        _value(fields, has_key=key is not None),
+        key=key,
+        headers=_headers(fields, common.headers),
+        message_id=_text(fields, "message_id", common.message_id),
+        delay=_delay(fields, common.delay),
+    )
+
+
+def _read_object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"this is not JSON: {error} (for lines that are values use --lines)") from None
+    if not isinstance(fields, dict):
+        raise ValueError("this is not a JSON object")
+    unknown = fields.keys() - _KNOWN
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(unknown))} is not known: write {', '.join((*_OTHERS, *_KEYS, *_VALUES))}")
+    return fields
+
+
+def _value(fields: dict[str, Any], *, has_key: bool) -> bytes | None:
+    given = [name for name in _VALUES if name in fields]
+    if len(given) != 1:
+        raise ValueError(f"it must have one of {', '.join(_VALUES)}")
+    match given[0]:
+        case "json":
+            return json.dumps(fields["json"], separators=(",", ":")).encode()
+        case "tombstone":
+            if fields["tombstone"] is not True:
+                raise ValueError("tombstone must be true, if it is there")
+            if not has_key:
+                raise ValueError("a tombstone needs a key")
+            return None
+        case name:
+            return _bytes(fields, name)
+
+
+def _key(fields: dict[str, Any], common: bytes | str | None) -> bytes | str | None:
+    given = [name for name in _KEYS if name in fields]
+    return _bytes(fields, given[0]) if given else common
+
+
+def _headers(fields: dict[str, Any], common: Any) -> Any:
+    headers = fields.get("headers", {})
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+        raise ValueError("headers must be an object of strings")
+    return {**(common or {}), **headers} or None
+
+
+def _delay(fields: dict[str, Any], common: Any) -> Any:
+    match fields.get("delay"):
+        case None:
+            return common
+        case str(text):
+            return read_delay(text)
+        case int() | float() as seconds if not isinstance(seconds, bool):
+            return seconds_of(seconds)
+    raise ValueError("delay must be seconds, or a string like 5s or a time")
+
+
+def _bytes(fields: dict[str, Any], name: str) -> bytes:
+    text = fields[name]
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be a string")
+    if not name.endswith("_base64"):
+        return text.encode(errors="surrogatepass")
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ValueError(f"{name} must be base64") from None
+
+
+def _text(fields: dict[str, Any], name: str, common: Any) -> Any:
+    text = fields.get(name, common)
+    if name in fields and not isinstance(text, str):
+        raise ValueError(f"{name} must be a string")
+    return text

@@ -1,0 +1,195 @@
+"""The options that commands share, each written once.
+
+A command may take a dataclass as one parameter; `options` makes each of its fields an option of the command.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+
+import typer
+
+from penstock.errors import NoBroker, PenstockError, Unauthorized
+from penstock.headers import DELAY_US_MAX
+
+if TYPE_CHECKING:
+    from penstock.client.sync import Client
+    from penstock.server.config import Setting
+
+# Who presses Tab waits no longer for names.
+COMPLETION_S: Final = 0.5
+
+_PANEL: Final = "Broker"
+
+
+def options(command: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(command, eval_str=True)
+    gathered: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if is_dataclass(parameter.annotation):
+            gathered[name] = parameter.annotation
+            parameters += _parameters(parameter.annotation)
+        else:
+            # As those of the fields are, for then they may stand in any order.
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in gathered.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _parameters(kind: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
+        for each in fields(kind)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the broker is, and who asks it. A server knows user, password and token by the same variables."""
+
+    servers: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT[,…]",
+            envvar="PENSTOCK_SERVERS",
+            help="Where it is; several are tried in turn.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "127.0.0.1:4222"
+    user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", rich_help_panel=_PANEL)] = None
+    password: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", rich_help_panel=_PANEL)] = None
+    token: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Instead of these two.", rich_help_panel=_PANEL)
+    ] = None
+
+    @contextmanager
+    def client(self, *, timeout: float = 30.0) -> Iterator[Client]:
+        from penstock.client.sync import Client
+
+        who = {"user": self.user, "password": self.password, "token": self.token}
+        try:
+            made = Client(self.servers.split(","), name="penstock", timeout=timeout, **who)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="'--servers'") from None
+        try:
+            with made as client:
+                yield client
+        except NoBroker:
+            raise NoBroker(
+                f"no broker at {self.servers}: start one with `penstock serve`, or name another with --servers"
+            ) from None
+        except Unauthorized as error:
+            raise Unauthorized(f"{error}: give --user and --password, or --token") from None
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, one document in each line.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first.")]
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask whoever sits at the terminal; a program has decided already."""
+    if not yes and sys.stdin.isatty():
+        typer.confirm(question, abort=True, err=True)
+
+
+def convert(setting: Setting, text: str, option: str) -> Any:
+    """What is given on the command line is read as in a file of settings."""
+    try:
+        return setting.convert(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: it must be {setting.allowed}", param_hint=f"'{option}'") from None
+
+
+_OFFSET_MAX: Final = (1 << 63) - 1
+_TIME: Final = "2030-01-31T12:00:00Z"
+# Where in a log.
+Place = str | int | datetime
+PLACE: Final = "earliest|latest|OFFSET|TIME"
+
+
+def read_place(text: str) -> Place:
+    if text in ("earliest", "latest"):
+        return text
+    try:
+        return _read_offset(text) if text.isdecimal() else _read_time(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: it must be earliest, latest, an offset or a time like {_TIME}") from None
+
+
+def read_delay(text: str) -> float | datetime:
+    """How long a message is kept back: seconds, unless there is a unit; or until when."""
+    for read in (_read_seconds, _read_duration, _read_time):
+        try:
+            return read(text)
+        except ValueError:
+            pass
+    raise typer.BadParameter(f"{text!r}: it must be like 500ms, 5s, 2h, or a time like {_TIME}")
+
+
+def seconds_of(number: float) -> float:
+    """Of a delay, which has a bound."""
+    if not 0 <= number <= DELAY_US_MAX / 1e6:
+        raise ValueError(f"a delay of {number} seconds is below zero, or more than a year")
+    return number
+
+
+def _read_seconds(text: str) -> float:
+    return seconds_of(float(text))
+
+
+def _read_duration(text: str) -> float:
+    from penstock.server.config import Setting
+
+    return seconds_of(Setting(kind="ms").convert(text) / 1000)
+
+
+def _read_offset(text: str) -> int:
+    offset = int(text)
+    if offset > _OFFSET_MAX:
+        raise ValueError(text)
+    return offset
+
+
+def _read_time(text: str) -> datetime:
+    """Without a zone it is UTC."""
+    moment = datetime.fromisoformat(text)
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def complete_topic(context: typer.Context, incomplete: str) -> list[str]:
+    return _complete(context, incomplete, lambda client: [topic.name for topic in client.topics()])
+
+
+def complete_group(context: typer.Context, incomplete: str) -> list[str]:
+    return _complete(context, incomplete, lambda client: [group.name for group in client.groups()])
+
+
+def _complete(context: typer.Context, incomplete: str, names: Callable[[Client], list[str]]) -> list[str]:
+    """Without a broker there is nothing to propose, and nothing to say."""
+    given = {field.name: context.params.get(field.name, field.default) for field in fields(Address)}
+    try:
+        with Address(**given).client(timeout=COMPLETION_S) as client:
+            return [name for name in names(client) if name.startswith(incomplete)]
+    except (PenstockError, OSError, typer.BadParameter):
+        return []
+
+
+TopicName = Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=complete_topic, help="Its name.")]
+GroupName = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=complete_group, help="Its name.")]

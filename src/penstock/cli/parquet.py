@@ -1,0 +1,77 @@
+"""Messages as a Parquet file, by way of Arrow: no message becomes an object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.errors import PenstockError
+
+try:
+    import pyarrow
+    import pyarrow.compute
+    from pyarrow import parquet
+except ImportError:
+    raise PenstockError("Parquet needs pyarrow: pip install 'penstock[arrow]'") from None
+
+from penstock import arrow
+
+if TYPE_CHECKING:
+    from penstock.cli.fetch import Span
+    from penstock.client.sync import Client
+
+# The columns of a log, with the partition, and subjects as text.
+SCHEMA: Final = pyarrow.schema({"partition": pyarrow.int32()} | arrow.TYPES | {"subject": pyarrow.string()})
+# A row group has so many rows or bytes: readers take or leave a whole one, so it is neither tiny nor all of it.
+GROUP_ROWS: Final = 128 << 10
+GROUP_BYTES: Final = 64 << 20
+
+
+def write(
+    client: Client, topic: str, spans: Sequence[Span], count: int | None, path: Path, advance: Callable[[int], None]
+) -> int:
+    """How many."""
+    written = 0
+    with parquet.ParquetWriter(path, SCHEMA) as writer:
+        groups = _Groups(writer)
+        for span in spans:
+            left = None if count is None else count - written
+            if span.length and left != 0:
+                for batch in client.fetch(topic, span.partition, span.first, end=span.end, count=left, arrow=True):
+                    groups.add(_rows(batch, topic, span.partition))
+                    written += batch.num_rows
+                    advance(batch.num_rows)
+        groups.close()
+    return written
+
+
+class _Groups:
+    """Gathers batches, which may have one row, to row groups."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._batches: list[Any] = []
+        self._rows = self._bytes = 0
+
+    def add(self, batch: Any) -> None:
+        self._batches.append(batch)
+        self._rows += batch.num_rows
+        self._bytes += batch.nbytes
+        if self._rows >= GROUP_ROWS or self._bytes >= GROUP_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is gathered."""
+        if self._batches:
+            self._writer.write_table(pyarrow.Table.from_batches(self._batches, SCHEMA), row_group_size=GROUP_ROWS)
+        self._batches = []
+        self._rows = self._bytes = 0
+
+
+def _rows(batch: Any, topic: str, partition: int) -> Any:
+    """A message without a subject has the topic's name as one."""
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    columns["partition"] = pyarrow.repeat(pyarrow.scalar(partition, pyarrow.int32()), batch.num_rows)
+    columns["subject"] = pyarrow.compute.fill_null(columns["subject"].cast(pyarrow.string()), topic)
+    return pyarrow.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)

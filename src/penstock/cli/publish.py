@@ -1,0 +1,154 @@
+"""`penstock publish`: some messages, each with its receipt; or many, of lines or of JSON, through a producer."""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+
+from penstock.cli.jsonlines import read_message
+from penstock.cli.options import Address, Json, complete_topic, options, read_delay
+from penstock.cli.text import counted
+from penstock.client.values import Outgoing, Receipt, arguments
+from penstock.errors import PeerError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.client.sync import Client
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@options
+def publish(
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SUBJECT]", autocompletion=complete_topic, help="Not needed where each line of --file has one."
+        ),
+    ] = None,
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="[VALUE]...", help="A message each. None, or -: lines of stdin.")
+    ] = None,
+    *,
+    path: Annotated[
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="JSON lines, as `penstock fetch --json` prints them; -: stdin."),
+    ] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="The lines of --file are values, no JSON.")] = False,
+    key: Annotated[str | None, typer.Option(help="Decides the partition, and what compaction keeps.")] = None,
+    header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")] = None,
+    message_id: Annotated[str | None, typer.Option(help="Of messages with one id the first is stored.")] = None,
+    delay: Annotated[
+        Any, typer.Option(parser=read_delay, metavar="5s|TIME", help="Stored now, published then.")
+    ] = None,
+    json: Json = False,
+    at: Address,
+) -> None:
+    """Publish messages. It returns when they are as durable as their topic promises.
+
+    Each value that is an argument has a receipt; with --json they are JSON lines.
+
+    A line of --file has value, value_base64, json or tombstone, and may have
+    subject, key, headers, message_id and delay.
+    """
+    if values == ["-"]:
+        values = None
+    if subject is None and path is None:
+        raise typer.BadParameter("name a subject, or a --file of messages that have one", param_hint="'SUBJECT'")
+    if path is not None and values:
+        raise typer.BadParameter("give values or a --file, not both", param_hint="'VALUE'")
+    if lines and (path is None or subject is None):
+        raise typer.BadParameter("it is for a --file, and needs a SUBJECT", param_hint="'--lines'")
+    if message_id is not None and len(values or ()) != 1:
+        raise typer.BadParameter("it is for one message, given as a VALUE", param_hint="'--message-id'")
+
+    common = Outgoing(subject or "", None, key, _read_headers(header or ()) or None, message_id, delay)
+    with at.client() as client:
+        if values:
+            for value in values:
+                _, payload, given = arguments(_with_value(common, os.fsencode(value)))
+                receipt = client.publish(common.subject, payload, **given)
+                print(json_text.dumps(asdict(receipt)) if json else _as_line(receipt), flush=True)
+        else:
+            _publish_many(client, common, path, is_json=path is not None and not lines, as_json=json)
+
+
+def _read_headers(given: Sequence[str]) -> dict[str, str]:
+    headers = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise typer.BadParameter(f"{text!r}: write it as NAME=VALUE", param_hint="'--header'")
+        headers[name] = value
+    return headers
+
+
+def _with_value(common: Outgoing, value: bytes) -> Outgoing:
+    return Outgoing(common.subject, value, common.key, common.headers, common.message_id, common.delay)
+
+
+def _as_line(receipt: Receipt) -> str:
+    if receipt.duplicate:
+        return f"a repetition: it is in {receipt.topic} at {receipt.partition}:{receipt.offset}"
+    if receipt.offset < 0:
+        return f"stored, and published to {receipt.topic} when it is due"
+    if receipt.topic.startswith("_"):
+        return "published to who listens, and not stored"
+    return f"stored in {receipt.topic} at {receipt.partition}:{receipt.offset}"
+
+
+def _publish_many(client: Client, common: Outgoing, path: Path | None, *, is_json: bool, as_json: bool) -> None:
+    """Up to a line that is wrong, or Ctrl-C: what came before is stored, and counted."""
+    from penstock.cli import output
+
+    read = partial(read_message, common=common) if is_json else partial(_with_value, common)
+    number, problem, is_interrupted = 0, None, False
+    started = time.perf_counter()
+    with _opened(path) as stream, _watched(stream) as advance, client.producer() as producer:
+        try:
+            for line in stream:
+                number += 1
+                subject, value, given = arguments(read(line.removesuffix(b"\n")))
+                producer.publish(subject, value, **given)
+                advance(len(line))
+        except PeerError as error:
+            problem = f"{stream.name} line {number}: {error}"
+        except KeyboardInterrupt:
+            is_interrupted = True
+    count, seconds = producer.stored, time.perf_counter() - started
+    if as_json:
+        output.print_json({"published": count, "seconds": seconds})
+    else:
+        print(f"published {counted(count, 'message')}: {output.rate(count, seconds)}", flush=True)
+    if problem:
+        raise PenstockError(problem)
+    if is_interrupted:
+        raise typer.Exit(130)
+
+
+def _opened(path: Path | None) -> AbstractContextManager[BinaryIO]:
+    return nullcontext(sys.stdin.buffer) if path in (None, Path("-")) else path.open("rb")
+
+
+def _watched(stream: BinaryIO) -> AbstractContextManager[Callable[[int], None]]:
+    """A bar, by what moves it on; for who types, what to do."""
+    from penstock.cli import output
+
+    if stream.isatty():
+        print("A line is a message. Ctrl-D ends it.", file=sys.stderr)
+        return nullcontext(lambda count: None)
+    status = os.fstat(stream.fileno())
+    # Nobody knows how much comes through a pipe.
+    size = status.st_size if stat.S_ISREG(status.st_mode) else None
+    return output.moving("publishing", size, in_bytes=True)

@@ -1,0 +1,175 @@
+"""`penstock topic`: what topics there are, what they hold, and what they ask of their logs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from penstock.cli.options import Address, Json, TopicName, Yes, confirm, convert, options
+from penstock.cli.text import counted, safe
+
+if TYPE_CHECKING:
+    from penstock.client.values import Topic
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicOptions:
+    """What is given of a topic. Numbers, durations and sizes are read as in a file of settings; `none` is no limit."""
+
+    partitions: Annotated[str | None, typer.Option(metavar="1", help="Logs that share its messages.")] = None
+    durability: Annotated[
+        Literal["fsync", "flush"] | None, typer.Option(help="Acknowledge when the disk has it, or the system.")
+    ] = None
+    retain: Annotated[str | None, typer.Option(metavar="7d|none", help="Drop segments that are older.")] = None
+    retain_bytes: Annotated[
+        str | None, typer.Option(metavar="5GB|none", help="Drop segments when a partition is larger.")
+    ] = None
+    cleanup: Annotated[
+        Literal["delete", "compact"] | None, typer.Option(help="Drop old segments, or keep the latest of each key.")
+    ] = None
+    tombstone: Annotated[
+        str | None, typer.Option(metavar="24h", help="Under compact: how long a deleted key is told of.")
+    ] = None
+    segment_bytes: Annotated[str | None, typer.Option(metavar="64MiB", help="A segment is sealed at this size.")] = None
+    dedup: Annotated[
+        Literal["id", "payload", "off"] | None, typer.Option(help="What makes two messages the same one.")
+    ] = None
+    dedup_window: Annotated[str | None, typer.Option(metavar="5m|none", help="How long that is remembered.")] = None
+    ack_deadline: Annotated[
+        str | None, typer.Option(metavar="5s", help="Deliver again what is not acknowledged by then.")
+    ] = None
+    deliveries_max: Annotated[
+        str | None, typer.Option(metavar="4", help="Deliveries of a message, with the first.")
+    ] = None
+    dead_letters: Annotated[bool | None, typer.Option(help="Keep what was delivered so often in vain.")] = None
+
+    def given(self) -> dict[str, Any]:
+        """As `create_topic` and `alter_topic` take it."""
+        from penstock.server.config import SETTINGS
+
+        given: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                name = field.name if f"topic.{field.name}" in SETTINGS else f"{field.name}_ms"
+                given[name] = convert(SETTINGS[f"topic.{name}"], value, f"--{field.name.replace('_', '-')}")
+        return given
+
+
+@app.command("create")
+@options
+def create(
+    name: Annotated[str, typer.Argument(metavar="TOPIC", help="Subjects at and below this name are stored there.")],
+    *,
+    settings: TopicOptions,
+    json: Json = False,
+    at: Address,
+) -> None:
+    """Make a topic. What is not given is as the server's settings say."""
+    given = settings.given()
+    with at.client() as client:
+        _tell("made", client.create_topic(name, **given), as_json=json)
+
+
+@app.command("list")
+@options
+def list_topics(*, json: Json = False, at: Address) -> None:
+    """Show all topics."""
+    with at.client() as client:
+        topics = sorted(client.topics(), key=lambda topic: topic.name)
+    from penstock.cli import output
+
+    if json:
+        output.print_json([asdict(topic) for topic in topics])
+        return
+    rows = [
+        (
+            topic.name,
+            topic.partitions,
+            _messages(topic),
+            output.size(sum(position.bytes for position in topic.positions)),
+            topic.policy["durability"],
+            topic.policy["cleanup"],
+            topic.refused or "ok",
+        )
+        for topic in topics
+    ]
+    names = ("topic", "partitions", "messages", "bytes", "durability", "cleanup", "state")
+    output.console().print(output.table(names, rows, numbers=("partitions", "messages", "bytes")))
+
+
+@app.command("describe")
+@options
+def describe(name: TopicName, *, json: Json = False, at: Address) -> None:
+    """Show what a topic holds, partition by partition, and its policy."""
+    with at.client() as client:
+        topic = client.topic(name)
+    from penstock.cli import output
+
+    if json:
+        output.print_json(asdict(topic))
+        return
+    console = output.console()
+    console.print(f"{_headline(topic)}\n", markup=False)
+    rows = [
+        (each.partition, str(each.start), str(each.committed), str(each.end), output.size(each.bytes))
+        for each in topic.positions
+    ]
+    numbers = ("partition", "start", "committed", "end", "bytes")
+    console.print(output.table(numbers, rows, numbers=numbers))
+    console.print()
+    settings = [(key, _as_text(key, value)) for key, value in topic.policy.items()]
+    console.print(output.table(("policy", "value"), settings))
+
+
+@app.command("alter")
+@options
+def alter(name: TopicName, *, settings: TopicOptions, json: Json = False, at: Address) -> None:
+    """Change the policy of a topic, or give it more partitions. What is not given stays."""
+    given = settings.given()
+    if not given:
+        raise typer.BadParameter("say what to change; --help lists it")
+    with at.client() as client:
+        _tell("changed", client.alter_topic(name, **given), as_json=json)
+
+
+@app.command("delete")
+@options
+def delete(name: TopicName, *, yes: Yes = False, json: Json = False, at: Address) -> None:
+    """Delete a topic and all that it holds."""
+    with at.client() as client:
+        topic = client.topic(name)
+        confirm(f"Delete {name} and {counted(_messages(topic), 'message')}?", yes=yes)
+        client.delete_topic(name)
+    _tell("deleted", topic, as_json=json)
+
+
+def _tell(deed: str, topic: Topic, *, as_json: bool) -> None:
+    if as_json:
+        from penstock.cli import output
+
+        output.print_json(asdict(topic))
+    else:
+        print(f"{deed} {_headline(topic)}")
+
+
+def _headline(topic: Topic) -> str:
+    size = f"{counted(topic.partitions, 'partition')}, {counted(_messages(topic), 'message')}"
+    return safe(f"{topic.name}: id {topic.id}, {size}" + (f", refused: {topic.refused}" if topic.refused else ""))
+
+
+def _messages(topic: Topic) -> int:
+    return sum(position.committed - position.start for position in topic.positions)
+
+
+def _as_text(key: str, value: Any) -> str:
+    """As it would be written in a file of settings."""
+    from penstock.cli import output
+
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return output.duration(value) if key.endswith("_ms") else str(value)
