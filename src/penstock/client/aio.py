@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Final, Literal, Self, overload
 
-from penstock.batch import BATCH_BYTES_MAX, Compression
+from penstock.batch import BATCH_BYTES_MAX, OFFSET_MAX, Compression
 from penstock.client.bell import Bell, Within
 from penstock.client.feed import SHARED, Feed, Settlement, Start
 from penstock.client.link import Link, Servers, resolve
@@ -245,7 +245,7 @@ class AsyncClient:
 
         With `arrow` it yields `pyarrow.RecordBatch`es, of all columns or of those that are named.
         """
-        parts = self._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
+        parts = await self._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
         async with aclosing(parts):
             async for part in parts:
                 if arrow:
@@ -374,16 +374,13 @@ class AsyncClient:
                 begin = position.start
             case "latest":
                 begin = position.committed
-            case int():
+            case int() if 0 <= offset <= OFFSET_MAX:
                 begin = offset
             case _:
                 raise ValueError(f"offset is {offset!r}: an offset, a time, 'earliest' or 'latest'")
         if not follow:
             end = position.committed if end is None else min(end, position.committed)
-        parts = read(self._link, place, begin, end, count, shape, follow=follow)
-        async with aclosing(parts):
-            async for part in parts:
-                yield part
+        return read(self._link, place, begin, end, count, shape, follow=follow)
 
 
 class AsyncSubscription:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsons
+import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -130,7 +131,10 @@ def _delay(delay: float | timedelta | datetime, now_us: int) -> tuple[str, str]:
         if due_us > now_us + DELAY_US_MAX:
             raise BadHeader("a message can be delayed for a year at the most")
         return "Deliver-At", f"{due_us // 1_000_000}.{due_us % 1_000_000:06}"
-    delay_us = delay // timedelta(microseconds=1) if isinstance(delay, timedelta) else round(delay * 1_000_000)
+    if isinstance(delay, timedelta):
+        delay_us = delay // timedelta(microseconds=1)
+    else:
+        delay_us = round(delay * 1_000_000) if math.isfinite(delay) else -1
     if not 0 <= delay_us <= DELAY_US_MAX:
         raise BadHeader(f"a delay of {delay} is below zero, or more than a year")
     return "Delay", f"{delay_us // 1_000_000}.{delay_us % 1_000_000:06}s"

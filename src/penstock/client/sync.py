@@ -48,6 +48,9 @@ from penstock.errors import Closed, PenstockError, TimedOut
 
 T = TypeVar("T")
 
+# A thread that waits looks up so often: a signal that comes just when it begins to wait does not wake it.
+_WAIT_S: Final = 0.5
+
 # How long what is still in producers may take when the interpreter ends.
 EXIT_S: Final = 5.0
 
@@ -252,9 +255,8 @@ class Client:
 
         With `arrow` it yields `pyarrow.RecordBatch`es, of all columns or of those that are named.
         """
-        steps = _Steps(
-            self._async._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
-        )
+        parts = self._async._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
+        steps = _Steps(self._run(parts))
         try:
             while (part := self._run(steps.next())) is not None:
                 if arrow:
@@ -450,8 +452,12 @@ class Subscription:
     def _wait(self, until: float | None) -> bool:
         """Whether something came in time, or nothing more will."""
         with self._arrival:
-            left = None if until is None else max(0, until - time.monotonic())
-            return self._arrival.wait_for(lambda: self._feed.is_ready, left)
+            while not self._feed.is_ready:
+                left = _WAIT_S if until is None else min(until - time.monotonic(), _WAIT_S)
+                if left <= 0:
+                    return False
+                self._arrival.wait(left)
+            return True
 
     def _arrived(self) -> None:
         self._async._bell.ring()

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
+# Of dead letters, in one answer.
 LETTERS_MAX: Final = 10_000
+LETTERS_BYTES_MAX: Final = 16 << 20
 
 
 class Request:
@@ -190,11 +192,13 @@ async def _commit(broker: Broker, request: Request) -> Json:
 async def _dead_letters(broker: Broker, request: Request) -> Json:
     limit = min(request.number("limit", default=100), LETTERS_MAX)
     found: list[Json] = []
+    size = 0
     if (letters := await broker.dead_letters()) is not None:
         async for letter in letters.list(request.name("pattern"), redriven=request.flag("redriven")):
-            if len(found) >= limit:
+            if len(found) >= limit or size >= LETTERS_BYTES_MAX:
                 break
             found.append(_describe_letter(letter))
+            size += len(letter.value)
     return {"letters": found}
 
 
