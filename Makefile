@@ -1,11 +1,12 @@
 # `make` lists what there is to run. The only needs are make and Python 3.11 or newer with its venv module.
 
-PYTHON ?= python3
-SEED   ?= 1
-CUTS   ?= 10000
-KILLS  ?= 200
-SERVES ?= 100
-FUZZ   ?= 200000
+PYTHON  ?= python3
+SEED    ?= 1
+CUTS    ?= 10000
+KILLS   ?= 200
+SERVES  ?= 100
+FUZZ    ?= 200000
+CLIENTS ?= 50
 
 BIN   := .venv/bin
 READY := .venv/.ready
@@ -37,8 +38,8 @@ format: $(READY) ## put the code into its one form
 bench: $(READY) ## measure against the machine's own limits, nats-server and Redis
 	@$(BIN)/python -m bench
 
-soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000
-	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ)
+soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50
+	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS)
 
 # Written last and only when all went well, so an interrupted set-up starts again.
 $(READY): requirements.lock pyproject.toml

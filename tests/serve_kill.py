@@ -591,7 +591,7 @@ class ServeJudge:
             server = self._start_and_settle()
             ended = server.stop()
             assert ended.code == 0, ended.stderr
-            _check_stderr(ended.stderr)
+            check_stderr(ended.stderr)
             self._judge()
 
     def _kill_one(self) -> None:
@@ -617,7 +617,7 @@ class ServeJudge:
         self._kills += 1
         if journal.failures:
             raise journal.failures[0]
-        _check_stderr(life.server.stderr)
+        check_stderr(life.server.stderr)
 
     def _add_late(self, life: Life) -> None:
         """Two members make a group at once. The first answer, then a publish, is all that the kill may wait for."""
@@ -698,12 +698,12 @@ class ServeJudge:
     # The judge.
 
     def _judge(self) -> None:
-        _verify(self.directory / "data")
+        verify(self.directory / "data")
         with Store(self.directory / "data") as store:
             assert not store.refused, store.refused
             stored = list(_read(store))
             topic_ids = {topic.name: topic.id for topic in store.topics}
-            positions = _read_positions(store)
+            positions = read_positions(store)
         messages = [each for each in stored if each.topic in TOPICS]
         letters = [each for each in stored if each.topic == DEAD_LETTERS]
         self._judge_publishes(messages)
@@ -812,7 +812,7 @@ def _runs(store: Store, topic_id: int, partition: int, name: bytes) -> Iterator[
         offset = batches[-1].end
 
 
-def _read_positions(store: Store) -> dict[str, list[dict[str, Any]]]:
+def read_positions(store: Store) -> dict[str, list[dict[str, Any]]]:
     """What was ever written of each position, in its order, as far as compaction has left it."""
     log = store.log(STATE_TOPIC)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -826,12 +826,12 @@ def _read_positions(store: Store) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _verify(data: Path) -> None:
+def verify(data: Path) -> None:
     command = [sys.executable, "-m", "penstock", "log", "verify", str(data)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _check_stderr(stderr: str) -> None:
+def check_stderr(stderr: str) -> None:
     wrong = [line for line in stderr.splitlines() if "Traceback" in line or "ERROR" in line.upper()]
     assert not wrong, stderr

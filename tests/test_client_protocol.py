@@ -290,6 +290,21 @@ class TestFeed:
         wire.connection.credit(feed)
         assert wire.sent() == []
 
+    def test_what_is_read_while_it_is_opened_again_is_asked_for_then(self) -> None:
+        woken: list[None] = []
+        wire, feed = Wire(), make_feed(buffer=2, wake=lambda: woken.append(None))
+        wire.receive(delivered(wire.open(feed), b"0", b"1"))
+        feed.lost()
+
+        opening = feed.opening(9)
+        while feed.take() is not None:
+            pass
+        assert (opening["credit"], feed.credit()) == (0, 0)
+        woken.clear()
+        feed.opened(9, [])
+
+        assert (len(woken), feed.credit()) == (1, 2)
+
     def test_more_than_there_is_credit_for_is_refused(self) -> None:
         wire, feed = Wire(), make_feed(buffer=2)
         number = wire.open(feed)

@@ -32,6 +32,8 @@ PLACE: Final = Partition()
 class Connection:
     is_open: bool = True
     echo: bool = True
+    name: str = ""
+    address: str = ""
     published: Collection[int] = ()
     sent: list[tuple[bytes, list[bytes], Mapping[int, int] | None]] = field(default_factory=list)
 
@@ -43,7 +45,7 @@ class Connection:
         assert place is PLACE
         return offset in self.published
 
-    def fail(self, error: PenstockError) -> None:
+    def fail(self, member: Member, error: PenstockError) -> None:
         raise error
 
 

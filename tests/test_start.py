@@ -7,11 +7,14 @@ from typing import Final
 
 import pytest
 
+from penstock.broker.flow import Flow
 from penstock.broker.group import Mode
 from penstock.broker.member import Member
+from penstock.broker.partition import Partition
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start, offset_of
 from penstock.broker.subscription import Subscription
 from penstock.errors import BadSubject, GroupConflict, UnknownGroup, UnknownTopic
+from penstock.run import Run
 from penstock.storage.policy import Durability, Policy
 from penstock.testing import FaultyFiles
 from tests.brokers import SECOND, Life, Recorder, in_loop, run_of
@@ -381,3 +384,28 @@ async def test_a_topic_that_cannot_be_made_so_ends_nobody() -> None:
             with pytest.raises(ValueError, match="partitions"):
                 await life.do(life.broker.create_topic(b"orders", partitions=partitions))
         await life.stored(b"orders", b"a")
+
+
+@in_loop
+async def test_room_that_comes_while_one_partition_is_read_is_for_the_others_too() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        for number in range(8):
+            await life.stored(b"orders.%d" % number, b"%d" % number)
+        ann = Recorder()
+        member = Member(b"1", ann, Flow(rate=0, burst=1, buffer=100))
+        member.credit = 1
+        read = Partition.read
+
+        async def read_while_credit_comes(partition: Partition, offset: int) -> tuple[Run, int] | None:
+            if partition.number == 1:
+                member.credit = 100
+                for subscription in life.broker.interest.match(b"orders.1"):
+                    subscription.wake()
+            return await read(partition, offset)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Partition, "read", read_while_credit_comes)
+            await life.do(life.broker.subscribe_from(b"orders.>", member, Start.EARLIEST))
+            await life.settle()
+        assert sorted(ann.values) == [b"%d" % number for number in range(8)]

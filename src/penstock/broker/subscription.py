@@ -37,7 +37,7 @@ class Loop(Protocol):
 
 
 class Subscription:
-    __slots__ = ("_loop", "_reading", "_turn", "_backlogs", "behind", "members", "pattern")
+    __slots__ = ("_loop", "_reading", "_turn", "_woken", "_backlogs", "behind", "members", "pattern")
 
     def __init__(self, pattern: bytes, loop: Loop) -> None:
         self.pattern = pattern
@@ -48,6 +48,8 @@ class Subscription:
         # Of a member that does not want to wait: what it skips where it is behind.
         self._backlogs: dict[Partition, Backlog] = {}
         self._reading = False
+        # While it reads, somebody got room: what was passed over for want of it is looked at again.
+        self._woken = False
         self._turn = 0
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> None:
@@ -72,7 +74,9 @@ class Subscription:
 
     def wake(self) -> None:
         """A member may have room again."""
-        if self.behind and not self._reading and any(member.sink.is_open for member in self.members):
+        if self._reading:
+            self._woken = True
+        elif self.behind and any(member.sink.is_open for member in self.members):
             self._reading = True
             self._loop.spawn(self._read_on())
 
@@ -94,9 +98,12 @@ class Subscription:
 
     async def _read_on(self) -> None:
         try:
-            for partition in list(self.behind):
-                while partition in self.behind and await self._read_next(partition):
-                    pass
+            self._woken = True
+            while self._woken:
+                self._woken = False
+                for partition in list(self.behind):
+                    while partition in self.behind and await self._read_next(partition):
+                        pass
         except PenstockError as error:
             for member in list(self.members):
                 member.sink.fail(member, error)

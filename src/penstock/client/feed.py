@@ -115,7 +115,7 @@ class Feed:
             begun = {(topic_id, partition): offset for topic_id, partition, offset in positions}
             self._positions = begun | (self._positions or {})
         with self._lock:
-            if self._said:
+            if self._said or self._is_asked:
                 self._wake()
 
     def lost(self) -> None:

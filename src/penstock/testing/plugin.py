@@ -1,7 +1,7 @@
 """A pytest plugin, found by itself once Penstock is installed: a broker for each test that asks for one.
 
-    def test_orders_are_billed(penstock_broker):
-        penstock_broker.publish("orders", b"first")
+def test_orders_are_billed(penstock_broker):
+    penstock_broker.publish("orders", b"first")
 """
 
 from __future__ import annotations
