@@ -14,6 +14,7 @@ from typing import Final
 import nats
 import redis
 import uvloop
+from nats.aio.msg import Msg
 
 from bench import peers
 from bench.load import Publisher, block_messages, make_payload
@@ -127,7 +128,7 @@ def measure_consumer(bench: Bench) -> Iterator[Line]:
             yield Line(
                 section="consumer",
                 what=what,
-                against="nats-py, core, one at a time",
+                against="nats-py, core, by callback",
                 unit="msg/s",
                 penstock=messages / our_seconds,
                 limit=messages / their_seconds,
@@ -185,20 +186,23 @@ def _nats_consumer(server: Peer, blocks: int) -> Iterator[Callable[[], float]]:
         Publisher(server.port, "taken", _SIZE) as publisher,
     ):
         client = runner.run(nats.connect(f"nats://127.0.0.1:{server.port}"))
-        subscription = runner.run(client.subscribe("taken", pending_msgs_limit=0, pending_bytes_limit=0))
+        taken, is_done = 0, asyncio.Event()
+
+        # Of its three ways this is the fastest: an iterator takes three times as long.
+        async def take(message: Msg) -> None:
+            nonlocal taken
+            assert len(message.data) == _SIZE
+            taken += 1
+            if taken % messages == 0:
+                is_done.set()
+
+        runner.run(client.subscribe("taken", cb=take, pending_msgs_limit=0, pending_bytes_limit=0))
         runner.run(client.flush())
 
-        async def consume() -> None:
-            left = messages
-            async for message in subscription.messages:
-                assert len(message.data) == _SIZE
-                left -= 1
-                if not left:
-                    return
-
         def run() -> float:
+            is_done.clear()
             publisher.run(blocks)
-            return _timed(runner, consume)
+            return _timed(runner, is_done.wait)
 
         yield run
         runner.run(client.close())
@@ -214,15 +218,9 @@ def measure_fetch(bench: Bench) -> Iterator[Line]:
                 producer.publish("fetched", payload)
         stored = sum(position.bytes for position in client.topic("fetched").positions)
 
-        def fetch() -> float:
-            begun = time.perf_counter()
-            rows = sum(batch.num_rows for batch in client.fetch("fetched", arrow=True))
-            assert rows == messages
-            return time.perf_counter() - begun
-
-        with _loopback(stored) as receive:
+        with _fetcher(server, messages) as fetch, _loopback(stored) as receive:
             what = "fetch, 100 B, Arrow"
-            our_seconds, their_seconds = bench.processor(what, fetch, receive, bench.choose(10, 1))
+            our_seconds, their_seconds = bench.processor(what, fetch, receive, bench.choose(20, 1))
     yield Line(
         section="fetch",
         what=what,
@@ -233,6 +231,21 @@ def measure_fetch(bench: Bench) -> Iterator[Line]:
         ratio_of="speed",
         target=0.5,
     )
+
+
+@contextmanager
+def _fetcher(server: Peer, messages: int) -> Iterator[Callable[[], float]]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        client = AsyncClient(_address(server))
+
+        async def fetch() -> None:
+            rows = 0
+            async for batch in client.fetch("fetched", arrow=True):
+                rows += batch.num_rows
+            assert rows == messages
+
+        yield lambda: _timed(runner, fetch)
+        runner.run(client.close())
 
 
 @contextmanager

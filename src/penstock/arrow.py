@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import pyarrow
@@ -75,8 +75,14 @@ def _other(columns: Columns, body: pyarrow.Buffer, name: str) -> pyarrow.Array:
         case "tombstone":
             column = body.slice(columns.tombstones_at, (count + 7) // 8)
         case _:
-            return pyarrow.nulls(count, TYPES[name])
+            return _nulls(name, count)
     return pyarrow.Array.from_buffers(TYPES[name], count, [None, column])
+
+
+@lru_cache(64)
+def _nulls(name: str, count: int) -> pyarrow.Array:
+    """Batches of a producer are alike, and arrays never change: those of absent columns are made once."""
+    return pyarrow.nulls(count, TYPES[name])
 
 
 @cache

@@ -247,12 +247,13 @@ class AsyncClient:
         """
         parts = await self._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
         async with aclosing(parts):
-            async for part in parts:
-                if arrow:
-                    yield part
-                else:
-                    for message in part:
-                        yield message
+            async for several in parts:
+                for part in several:
+                    if arrow:
+                        yield part
+                    else:
+                        for message in part:
+                            yield message
 
     async def topics(self) -> list[Topic]:
         """All topics, with their positions."""
@@ -359,8 +360,8 @@ class AsyncClient:
         follow: bool,
         arrow: bool,
         columns: Sequence[str] | None,
-    ) -> AsyncGenerator[Part, None]:
-        """Lists of messages, or record batches."""
+    ) -> AsyncGenerator[list[Part], None]:
+        """Lists of messages, or record batches; those of one FETCH at a time."""
         found = await self.topic(topic)
         if not 0 <= partition < len(found.positions):
             raise BadRequest(f"{topic} has {len(found.positions)} partitions: there is no partition {partition}")

@@ -4,8 +4,8 @@ The broker may send as many messages as it has credit for. Of `buffer` messages 
 the broker has, or unread here, or taken by the application and not yet given back as credit: that happens when half of
 them are. So a reader that stops is sent no more than `buffer`.
 
-Any thread may take messages and settle them; the rest belongs to the thread of the connection. Taking needs no lock,
-because a deque gives each message to one who asks, and how many were taken is what is neither credit nor unread.
+Any thread may take messages and settle them; the rest belongs to the thread of the connection. How many were taken is
+what is neither credit nor unread.
 """
 
 from __future__ import annotations
@@ -25,6 +25,70 @@ SHARED: Final = "shared"
 PARTITIONED: Final = "partitioned"
 
 Start = str | dict[str, Any]
+
+# Messages that are made at once: so few that they are used before the garbage collector looks at them.
+_MADE_MAX: Final = 256
+
+
+class Unread:
+    """What has come and was not taken, in its order.
+
+    Only some of it are messages yet: of a hundred thousand objects that wait, the garbage collector looks at all again
+    and again, for 1 µs each.
+    """
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        self._lock = lock
+        self._messages: deque[Message] = deque()
+        # What messages are made of when those are taken: a delivery, and how far it is used.
+        self._deliveries: deque[Delivery] = deque()
+        self._used = 0
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._messages) + self._waiting
+
+    def __iter__(self) -> Iterator[Message]:
+        """All of them, which stay."""
+        with self._lock:
+            messages, deliveries, used = list(self._messages), list(self._deliveries), self._used
+        yield from messages
+        for number, delivery in enumerate(deliveries):
+            yield from delivery.at(0 if number else used)
+
+    def add(self, delivery: Delivery) -> None:
+        with self._lock:
+            self._deliveries.append(delivery)
+            self._waiting += len(delivery.values)
+
+    def take(self) -> Message | None:
+        """A deque gives each message to one who asks: only who finds it empty needs the lock."""
+        while True:
+            try:
+                return self._messages.popleft()
+            except IndexError:
+                if not self._make():
+                    return None
+
+    def clear(self) -> None:
+        """By who holds the lock."""
+        self._messages.clear()
+        self._deliveries.clear()
+        self._used = self._waiting = 0
+
+    def _make(self) -> bool:
+        """Whether there are messages."""
+        with self._lock:
+            if self._deliveries and not self._messages:
+                delivery = self._deliveries[0]
+                made = delivery.at(self._used, _MADE_MAX)
+                self._messages.extend(made)
+                self._waiting -= len(made)
+                self._used += len(made)
+                if self._used == len(delivery.values):
+                    self._deliveries.popleft()
+                    self._used = 0
+            return bool(self._messages)
 
 
 class Settlement(NamedTuple):
@@ -74,7 +138,7 @@ class Feed:
         self._start = start
         self._lock = lock
         self._wake = wake
-        self._unread: deque[Message] = deque()
+        self._unread = Unread(lock)
         self._credit = 0
         # Whether somebody wants more than is here.
         self._is_asked = False
@@ -94,7 +158,8 @@ class Feed:
         """What OPEN says on a new connection."""
         if self.group is not None:
             # The broker gives them to this member or another one again.
-            self._unread.clear()
+            with self._lock:
+                self._unread.clear()
         self._credit = self.buffer - len(self._unread)
         start = self._start
         if self._positions is not None:
@@ -122,7 +187,8 @@ class Feed:
         """The connection is gone."""
         self.number = 0
         if self.group is not None:
-            self._unread.clear()
+            with self._lock:
+                self._unread.clear()
 
     def received(self, payload: bytes | bytearray) -> None:
         """MESSAGES. Raises BadFrame if it is none, or more than there is credit for."""
@@ -137,7 +203,7 @@ class Feed:
         if self.is_over:
             return
         self._credit -= len(delivery.values)
-        self._unread += delivery.messages()
+        self._unread.add(delivery)
         # What is not stored (inboxes) has no topic, and cannot be gone back to.
         if self.group is None and messages.topic_id:
             if self._positions is None:
@@ -155,8 +221,8 @@ class Feed:
 
     def give_back(self) -> None:
         """Nobody has looked at what is unread: it is not to count as delivered."""
-        while self.group is not None and self.mode != PARTITIONED and self._unread:
-            self._unread.popleft().release()
+        while self.group is not None and self.mode != PARTITIONED and (message := self._unread.take()):
+            message.release()
 
     def close(self) -> None:
         with self._lock:
@@ -169,7 +235,7 @@ class Feed:
         """It is another process that reads this: whoever held the lock is not here, and nobody is to be woken."""
         self._lock = lock
         self._wake = _nobody
-        self._unread = deque()
+        self._unread = Unread(lock)
         self._said = {}
         self.ended = error
         self.number = 0
@@ -180,22 +246,20 @@ class Feed:
         More is asked for only by who comes back: whoever takes the last one it wants is not sent others.
         """
         self._ask()
-        try:
-            return self._unread.popleft()
-        except IndexError:
+        message = self._unread.take()
+        if message is None:
             self._check_more()
-            return None
+        return message
 
     def take_many(self, count_max: int | None) -> list[Message]:
+        """So many as there are, and some hundreds at the most if it does not matter how many."""
         messages: list[Message] = []
-        unread = self._unread
         self._ask()
-        try:
-            for _ in range(len(unread) if count_max is None else min(count_max, len(unread))):
-                messages.append(unread.popleft())
-        except IndexError:
-            # Another reader was faster.
-            pass
+        while len(messages) < (_MADE_MAX if count_max is None else count_max):
+            message = self._unread.take()
+            if message is None:
+                break
+            messages.append(message)
         if not messages:
             self._check_more()
         return messages

@@ -71,6 +71,11 @@ class Delivery:
         """Those from offset `begin` to `end`, which is not among them."""
         first = bisect_left(self.offsets, begin)
         last = len(self.values) if end is None else bisect_left(self.offsets, end)
+        return self.at(first, last - first)
+
+    def at(self, first: int, count: int | None = None) -> list[Message]:
+        """So many as there are from a place on, or all."""
+        last = len(self.values) if count is None else min(first + count, len(self.values))
         return [Message(self, index) for index in range(first, last)]
 
     def column(self, name: str) -> Sequence[Any] | None:

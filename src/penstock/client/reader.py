@@ -32,8 +32,9 @@ class Place(NamedTuple):
 
 async def read(
     link: Link, place: Place, offset: int, end: int | None, count: int | None, shape: Shape, *, follow: bool
-) -> AsyncGenerator[Part, None]:
-    """Parts (they have a length) from an offset on. Without `follow` it ends at `end`, which must be committed."""
+) -> AsyncGenerator[list[Part], None]:
+    """Parts (they have a length) from an offset on, those of one FETCH at a time. Without `follow` it ends at `end`,
+    which must be committed."""
     left = count
     if left == 0 or (end is not None and offset >= end):
         return
@@ -47,16 +48,19 @@ async def read(
             is_last = end is not None and offset >= end
             if not is_last:
                 ahead = asyncio.ensure_future(_fetch(link, place, offset, end, follow=follow))
+            parts = []
             for batch in batches:
                 part = shape(batch, begin, end)
                 if left is not None:
                     part = part[:left]
                     left -= len(part)
                 if len(part):
-                    yield part
+                    parts.append(part)
                 if left == 0:
-                    return
-            if is_last:
+                    break
+            if parts:
+                yield parts
+            if is_last or left == 0:
                 return
     finally:
         ahead.cancel()

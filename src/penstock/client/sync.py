@@ -258,11 +258,12 @@ class Client:
         parts = self._async._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
         steps = _Steps(self._run(parts))
         try:
-            while (part := self._run(steps.next())) is not None:
-                if arrow:
-                    yield part
-                else:
-                    yield from part
+            while (parts := self._run(steps.next())) is not None:
+                for part in parts:
+                    if arrow:
+                        yield part
+                    else:
+                        yield from part
         finally:
             # With the client its reading has ended.
             with suppress(Closed):
