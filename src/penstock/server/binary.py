@@ -487,13 +487,15 @@ class BinarySession(asyncio.BufferedProtocol):
         log, bytes_max = partition.log, min(fetch.bytes_max, FETCH_BYTES_MAX)
         async with self._fetching:
             await self._drained()
+            # What comes while it is read has come behind this.
+            served = partition.served
             batches = await self.broker.store.read(log, fetch.offset, bytes_max)
             if batches or not fetch.wait_ms:
                 self._send_batches(number, fetch, log, batches)
                 return
         try:
             async with asyncio.timeout(min(fetch.wait_ms, FETCH_WAIT_MS_MAX) / 1000):
-                await partition.grown(max(fetch.offset, partition.served))
+                await partition.grown(max(fetch.offset, served))
         except TimeoutError:
             pass
         async with self._fetching:
