@@ -27,7 +27,7 @@ PARTITIONED: Final = "partitioned"
 Start = str | dict[str, Any]
 
 # Messages that are made at once: so few that they are used before the garbage collector looks at them.
-_MADE_MAX: Final = 256
+_MADE_MAX: Final = 500
 
 
 class Unread:
@@ -70,6 +70,19 @@ class Unread:
                 if not self._make():
                     return None
 
+    def take_many(self, count_max: int) -> list[Message]:
+        """So many as there are of those that came together."""
+        taken: list[Message] = []
+        try:
+            while len(taken) < count_max:
+                taken.append(self._messages.popleft())
+        except IndexError:
+            pass
+        if not taken:
+            with self._lock:
+                taken = self._open(count_max)
+        return taken
+
     def clear(self) -> None:
         """By who holds the lock."""
         self._messages.clear()
@@ -79,16 +92,22 @@ class Unread:
     def _make(self) -> bool:
         """Whether there are messages."""
         with self._lock:
-            if self._deliveries and not self._messages:
-                delivery = self._deliveries[0]
-                made = delivery.at(self._used, _MADE_MAX)
-                self._messages.extend(made)
-                self._waiting -= len(made)
-                self._used += len(made)
-                if self._used == len(delivery.values):
-                    self._deliveries.popleft()
-                    self._used = 0
+            if not self._messages:
+                self._messages.extend(self._open(_MADE_MAX))
             return bool(self._messages)
+
+    def _open(self, count_max: int) -> list[Message]:
+        """The next messages, made by who holds the lock."""
+        if not self._deliveries:
+            return []
+        delivery = self._deliveries[0]
+        made = delivery.at(self._used, count_max)
+        self._waiting -= len(made)
+        self._used += len(made)
+        if self._used == len(delivery.values):
+            self._deliveries.popleft()
+            self._used = 0
+        return made
 
 
 class Settlement(NamedTuple):
@@ -253,13 +272,11 @@ class Feed:
 
     def take_many(self, count_max: int | None) -> list[Message]:
         """So many as there are, and some hundreds at the most if it does not matter how many."""
-        messages: list[Message] = []
         self._ask()
-        while len(messages) < (_MADE_MAX if count_max is None else count_max):
-            message = self._unread.take()
-            if message is None:
-                break
-            messages.append(message)
+        limit = _MADE_MAX if count_max is None else count_max
+        messages = self._unread.take_many(limit)
+        while 0 < len(messages) < limit and (more := self._unread.take_many(limit - len(messages))):
+            messages += more
         if not messages:
             self._check_more()
         return messages
