@@ -1,9 +1,9 @@
 """The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
-appends, then `--fuzz` rounds of any bytes for the parsers of both doors, then `--serves` times kill -9 of a server under
-load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections. A failure
-names the seed that shows it again.
+appends, then `--fuzz` rounds of any bytes for the parsers of both doors, then `--serves` times kill -9 of a server
+under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections. A
+failure names the seed that shows it again.
 """
 
 from __future__ import annotations

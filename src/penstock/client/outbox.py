@@ -20,6 +20,10 @@ FRAME_BYTES: Final = 1 << 20
 Waiting = tuple[Prepared, asyncio.Future[Receipt]]
 
 
+class _Unsent(Exception):
+    """The connection was gone before a byte of it was sent."""
+
+
 class Outbox:
     def __init__(self, link: Link, clock: Clock) -> None:
         self._link = link
@@ -29,26 +33,37 @@ class Outbox:
         self._bytes = 0
 
     async def publish(self, message: Prepared, timeout_s: float | None) -> Receipt:
-        future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
         async with self._link.within(timeout_s, f"publish to {message.subject}"):
-            await self._link.connect(timeout_s)
-            await self._link.room()
-            check_size(len(message.value), self._link.hello.payload_bytes_max)
-            if not self._bytes:
-                asyncio.get_running_loop().call_soon(self._send)
-            self._bytes += MESSAGE_BYTES + len(message.value) + len(message.headers or b"")
-            self._waiting[message.has_identity].append((message, future))
-            if self._bytes >= FRAME_BYTES:
-                self._send()
-            return await future
+            while True:
+                await self._link.connect(timeout_s)
+                await self._link.room()
+                check_size(len(message.value), self._link.hello.payload_bytes_max)
+                try:
+                    return await self._put(message)
+                except _Unsent:
+                    pass
+
+    def _put(self, message: Prepared) -> asyncio.Future[Receipt]:
+        future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        if not self._bytes:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._bytes += MESSAGE_BYTES + len(message.value) + len(message.headers or b"")
+        self._waiting[message.has_identity].append((message, future))
+        if self._bytes >= FRAME_BYTES:
+            self._send()
+        return future
 
     def _send(self) -> None:
         self._bytes = 0
         for is_repeatable, waiting in self._waiting.items():
             wanted = [each for each in waiting if not each[1].done()]
-            if wanted:
-                self._send_frame(wanted, is_repeatable=is_repeatable)
             waiting.clear()
+            if self._link.connection is None:
+                # It was lost in this turn. What waited for the next one could be sent after its time is over.
+                for _, future in wanted:
+                    future.set_exception(_Unsent())
+            elif wanted:
+                self._send_frame(wanted, is_repeatable=is_repeatable)
 
     def _send_frame(self, waiting: list[Waiting], *, is_repeatable: bool) -> None:
         def done(answer: Answer) -> None:
