@@ -19,7 +19,7 @@ class Reader(Protocol):
 
 
 # What is kept opened of batches that were read last: readers with little room come back for the rest.
-OPENED_BYTES_MAX: Final = 16 << 20
+OPENED_BYTES_MAX: Final = 4 << 20
 
 
 class Opened:
