@@ -617,3 +617,10 @@ def test_very_many_empty_messages_cost_no_more_than_their_size_justifies() -> No
     data = forge(packed_body(packed), count=count, flags=Compression.LZ4, plain_length=4 * (count + 1))
     for reader in readers_of(data):
         assert peak_bytes(reader) <= bytes_allowed(data)
+
+
+@pytest.mark.parametrize("column", ["keys", "subjects", "replies", "headers"])
+def test_the_longest_item_of_any_column_is_known(column: str) -> None:
+    items = {column: [None, b"longest", b"x"]}
+    assert encode([b"", b"abc", b"ab"], timestamp=0).columns().largest() == 3
+    assert encode([b"", b"abc", b"ab"], timestamp=0, **items).columns().largest() == 7  # type: ignore[arg-type]

@@ -395,6 +395,16 @@ def test_what_a_header_asks_and_cannot_be_is_refused_for_its_own_message_only(cl
     assert stored_values(client, topic) == [b"b"]
 
 
+@pytest.mark.parametrize("columns", [{"keys": [bytes(MIB + 1)]}, {"headers": [b"A: " + b"b" * MIB + b"\r\n"]}])
+def test_no_part_of_a_message_is_larger_than_a_payload_may_be(
+    client: Frames, topic: str, columns: dict[str, list[bytes]]
+) -> None:
+    client.publish(topic, b"before")
+    refused = messages([topic], (b"a",), **columns)
+    assert client.error(Type.PUBLISH, refused.data)["code"] == "BATCH_TOO_LARGE"
+    assert stored_values(client, topic) == [b"before"]
+
+
 @pytest.mark.parametrize("compression", list(Compression))
 def test_a_message_that_is_too_large_is_refused_however_it_is_packed(
     client: Frames, topic: str, compression: Compression

@@ -47,6 +47,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from itertools import accumulate, islice
+from operator import sub
 from typing import Final, NamedTuple
 
 import lz4.block
@@ -484,6 +485,14 @@ class Columns:
 
     def headers(self) -> list[bytes | None] | None:
         return self._build_nullable("headers")
+
+    def largest(self) -> int:
+        """The bytes of the longest value, key, header block or other single item."""
+        found = 0
+        for name in self.binary:
+            offsets = self._offsets_of(name)
+            found = max(found, *map(sub, islice(offsets, 1, None), offsets))
+        return found
 
     def distinct(self, name: str) -> set[bytes]:
         """What is in a binary column, each once."""
