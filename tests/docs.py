@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from penstock.app import App, Consumer, Retry
 from penstock.cli import app
 from penstock.client.message import Message
-from penstock.client.sync import Client, Producer, Subscription
+from penstock.client.sync import Client, Producer, Stage, Subscription, Transaction
 from penstock.client.values import (
     DeadLetter,
     Group,
@@ -54,6 +54,8 @@ _CLASSES: Final[tuple[type, ...]] = (
     Client,
     Subscription,
     Producer,
+    Transaction,
+    Stage,
     Message,
     Receipt,
     Outgoing,
@@ -69,7 +71,7 @@ _CLASSES: Final[tuple[type, ...]] = (
     Consumer,
 )
 # Those that are not made by calling them.
-_MADE: Final = (Subscription, Producer, Message, Retry, Consumer)
+_MADE: Final = (Subscription, Producer, Transaction, Stage, Message, Retry, Consumer)
 # Public, for other modules.
 _NOT_FOR_USERS: Final = ("from_json", "dial", "delay_s")
 

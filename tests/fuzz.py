@@ -17,6 +17,7 @@ from penstock.wire.binary import (
     FrameReader,
     Messages,
     Settle,
+    Stage,
     Type,
     Verb,
     append_frame,
@@ -36,7 +37,9 @@ from penstock.wire.binary import (
     read_json,
     read_messages,
     read_settle,
+    read_stage,
     settle_frame,
+    stage_frame,
 )
 from penstock.wire.events import Event, Refused
 from penstock.wire.text import Parser
@@ -52,7 +55,7 @@ _PIECES: Final = [
 _BATCH: Final = encode([b"value"], subjects=[b"a.b"], timestamp=0).data
 _FRAMES: Final = [
     json_frame(Type.HELLO, 1, {"version": 1, "name": "fuzz"}), frame(Type.PUBLISH, 2, _BATCH),
-    append_frame(3, Append(1, 0, 1), _BATCH), fetch_frame(4, Fetch(1, 0, 500, 10, 0, 1 << 20)),
+    append_frame(3, Append(1, 0, 1), _BATCH), stage_frame(3, Stage(Append(1, 0, 1), b"name", 7), _BATCH), fetch_frame(4, Fetch(1, 0, 500, 10, 0, 1 << 20)),
     json_frame(Type.OPEN, 5, {"subscription": 1, "pattern": "a.>", "start": {"offset": 7}}), end_frame(6, 1),
     credit_frame(1, 100), settle_frame(7, Settle(1, Verb.ACK, 0, 0, 1, 0, [1])),
     settle_frame(8, Settle(1, Verb.NACK, 2, 1000, 1, 0, range(20))), json_frame(Type.CALL, 9, {"call": "topics"}),
@@ -66,6 +69,7 @@ _FRAMES: Final = [
 _READERS: Final[dict[int, Callable[[Buffer], object]]] = {
     Type.PUBLISH: accept,
     Type.APPEND: read_append,
+    Type.STAGE: read_stage,
     Type.FETCH: read_fetch,
     Type.END: read_end,
     Type.CREDIT: read_credit,

@@ -9,6 +9,7 @@ from typing import Any, Final, Self, cast
 
 from penstock.client.aio import AsyncClient, AsyncProducer, AsyncSubscription
 from penstock.client.sync import Client
+from penstock.client.transaction import AsyncStage, AsyncTransaction
 from tests.proxy import LoopThread
 
 SHELLS: Final = ("threads", "asyncio")
@@ -28,7 +29,7 @@ class Awaited:
 
         def call(*positional: Any, **named: Any) -> Any:
             result = self._thread.run(_call(found, positional, named))
-            if isinstance(result, AsyncSubscription | AsyncProducer) or inspect.isasyncgen(result):
+            if isinstance(result, AsyncSubscription | AsyncProducer | AsyncStage | AsyncTransaction) or inspect.isasyncgen(result):
                 return Awaited(result, self._thread)
             return result
 

@@ -26,6 +26,7 @@ from penstock.wire.binary import (
     FrameReader,
     Messages,
     Settle,
+    Stage,
     Type,
     Verb,
     append_frame,
@@ -45,7 +46,9 @@ from penstock.wire.binary import (
     read_json,
     read_messages,
     read_settle,
+    read_stage,
     settle_frame,
+    stage_frame,
 )
 from tests.batches import peak_bytes
 
@@ -132,6 +135,11 @@ DRAWN: Final[dict[Type, Drawn]] = {
         append_frame(2, Append(TOPIC_ID, PARTITION, 0x01020304), b"batch"),
         "12 0000000000000002 00000015",
         spelled("a1a2a3a4a5a6a7a8 b1b2b3b4 01020304", b"batch"),
+    ),
+    Type.STAGE: Drawn(
+        stage_frame(2, Stage(Append(TOPIC_ID, PARTITION, 0x01020304), b"name", OFFSET), b"batch"),
+        "1a 0000000000000002 00000023",
+        spelled("a1a2a3a4a5a6a7a8 b1b2b3b4 01020304 c1c2c3c4c5c6c7c8 0004", b"namebatch"),
     ),
     Type.FETCH: Drawn(
         fetch_frame(3, Fetch(TOPIC_ID, PARTITION, 0x01020304, OFFSET, LAST, 0x05060708)),
@@ -589,6 +597,14 @@ def test_an_append_comes_back(number: int, to: Append, batch: bytes) -> None:
     assert bytes(carried) == batch
 
 
+@given(U64, st.builds(Stage, st.builds(Append, U64, U32, U32), BYTES, U64), BYTES)
+def test_a_stage_comes_back(number: int, stage: Stage, batch: bytes) -> None:
+    found, carried = read_stage(payload_of(stage_frame(number, stage, batch), Type.STAGE, number))
+
+    assert found == stage
+    assert bytes(carried) == batch
+
+
 @given(U64, st.builds(Fetch, U64, U32, U32, U64, U64, U32))
 def test_a_fetch_comes_back(number: int, fetch: Fetch) -> None:
     assert read_fetch(payload_of(fetch_frame(number, fetch), Type.FETCH, number)) == fetch
@@ -671,6 +687,7 @@ def payload(kind: Type, read: Callable[[Buffer], object], followed_by: int | Non
 
 READERS: Final = {
     "append": payload(Type.APPEND, read_append, followed_by=len(b"batch")),
+    "stage": payload(Type.STAGE, read_stage, followed_by=len(b"batch")),
     "fetch": payload(Type.FETCH, read_fetch),
     "end": payload(Type.END, read_end),
     "credit": payload(Type.CREDIT, read_credit),

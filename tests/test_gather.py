@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 from penstock.batch import Batch, encode
-from penstock.errors import PenstockError
+from penstock.errors import AppendFailed, PenstockError
 from penstock.run import Run
 from penstock.storage.log import GATHER_BYTES, Log
 from penstock.storage.policy import Durability, Policy
@@ -161,3 +161,41 @@ def test_a_segment_is_not_larger_than_its_policy_says_by_more_than_a_run() -> No
     assert len(log.segments) > 5
     assert max(segment.size for segment in log.segments) <= 4096 + 1024
     assert len(messages(log)) == 100
+
+
+# A log that is held
+
+
+def test_what_is_appended_to_a_held_log_is_durable_and_not_read() -> None:
+    log = open_log(DIRECTORY, files=FaultyFiles())
+    seen = watch(log)
+    log.gather(run(b"a"))
+    log.hold()
+    told: list[PenstockError | None] = []
+    log.gather(run(b"b"), lambda _, error: told.append(error))
+    log.when_durable(lambda _, error: told.append(error))
+    log.flush()
+    assert (log.durable, log.committed, messages(log), seen) == (2, 1, {0: b"a"}, [(0, [b"a"])])
+    assert told == [None]
+    log.release()
+    assert (log.committed, messages(log), seen) == (2, {0: b"a", 1: b"b"}, [(0, [b"a"]), (1, [b"b"])])
+    assert told == [None, None]
+
+
+def test_a_log_that_is_held_stays_so_when_what_came_before_is_taken_back() -> None:
+    disk = FaultyFiles()
+    log = open_log(DIRECTORY, files=disk)
+    log.gather(run(b"a"))
+    log.hold()
+    told: list[PenstockError | None] = []
+    log.append(encode([b"b"], timestamp=0))
+    log.when_durable(lambda _, error: told.append(error))
+    disk.fail("write", errno.ENOSPC)
+    log.flush()
+    assert isinstance(told[0], AppendFailed)
+    log.gather(run(b"c"))
+    log.append(encode([b"d"], timestamp=0))
+    log.flush()
+    assert (log.committed, messages(log)) == (0, {})
+    log.release()
+    assert messages(log) == {0: b"c", 1: b"d"}

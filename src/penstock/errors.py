@@ -17,7 +17,8 @@
     │   ├── StaleLayout        the topic has more partitions than the producer knew
     │   ├── UnknownGroup       no group has that name
     │   ├── GroupConflict      the group exists, and is another one
-    │   └── StaleCommit        the group has been reset or shared out anew since
+    │   ├── StaleCommit        the group has been reset or shared out anew since
+    │   └── StageLost          what a transaction staged is not there any more
     ├── BrokerError            this process cannot do it now: try again
     │   ├── Overloaded         too many bytes wait for the disk
     │   ├── Closed             stopped, or stopping
@@ -129,6 +130,10 @@ class GroupConflict(PeerError):
 
 class StaleCommit(PeerError):
     code = "STALE_COMMIT"
+
+
+class StageLost(PeerError):
+    code = "STAGE_LOST"
 
 
 class BrokerError(PenstockError):

@@ -25,9 +25,11 @@ from penstock.broker.partition import LivePartition, Opened, Partition
 from penstock.broker.start import Begin, Start, offset_of
 from penstock.broker.subscription import Subscription
 from penstock.broker.topic import RESERVED, ServedTopic, Target, Topics
+from penstock.broker.transactions import STAGED_TOPIC, Transactions
 from penstock.clock import Clock
 from penstock.errors import (
     BadSubject,
+    Closed,
     GroupConflict,
     PenstockError,
     StaleLayout,
@@ -76,6 +78,7 @@ class Broker:
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
         self.delays: Delays | None = None
+        self._transactions: Transactions | None = None
         self._dead_letters: DeadLetters | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -97,15 +100,20 @@ class Broker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             tasks.create_task(self.store.run(), name="store")
-            delayed = self.topics.get(DELAYED_TOPIC) or await self._create(
-                DELAYED_TOPIC, 1, Policy(dedup=DedupMode.OFF)
-            )
+            staged = await self._own_topic(STAGED_TOPIC)
+            if staged.refusal is None:
+                self._transactions = Transactions(staged.partitions[0], self)
+                await self._transactions.start()
+            delayed = await self._own_topic(DELAYED_TOPIC)
             if delayed.refusal is None:
                 self.delays = Delays(delayed.partitions[0], self)
                 tasks.create_task(self.delays.run(), name="delays")
             for group in self.groups.values():
                 group.start()
             started.set()
+
+    async def _own_topic(self, name: bytes) -> ServedTopic:
+        return self.topics.get(name) or await self._create(name, 1, Policy(dedup=DedupMode.OFF))
 
     def save(self) -> None:
         """Before a stop: let the groups write where they are."""
@@ -266,10 +274,18 @@ class Broker:
         count = len(topic.partitions)
         partition = topic.partitions[number] if number < count else None
         if partition is None or (partitions != count and not partition.log.holds(batch)):
-            raise StaleLayout(f"the topic {topic.topic.name} has {count} partitions, not {partitions}: look again")
+            raise _stale(topic, partitions)
         end = partition.end
         partition.append_batch(batch, 0, 0, done)
         return partition.end == end
+
+    def stage(self, to: tuple[int, int, int], name: bytes, number: int, batch: Batch, done: Done) -> None:
+        """Keep a batch, as `append` takes it, until its transaction is committed."""
+        topic_id, partition, partitions = to
+        topic = self.public_topic(topic_id)
+        if partitions != len(topic.partitions):
+            raise _stale(topic, partitions)
+        self.transactions.stage(name, number, topic_id, partition, batch, done)
 
     def public_topic(self, topic_id: int) -> ServedTopic:
         """One that clients may read and write."""
@@ -279,6 +295,20 @@ class Broker:
         if topic.refusal is not None:
             raise topic.refusal
         return topic
+
+    @property
+    def transactions(self) -> Transactions:
+        """Raises if what is staged cannot be stored."""
+        if self._transactions is None:
+            topic = self.topics.get(STAGED_TOPIC)
+            raise (topic and topic.refusal) or Closed("the broker has not started")
+        return self._transactions
+
+    def note(self, partition: Partition, batch: Batch) -> None:
+        """Messages came into a partition, and not the way of those that are published."""
+        topic = self.topics.by_id(partition.topic_id)
+        if topic is not None:
+            self._intake.note(topic, partition, batch)
 
     def partition(self, topic_id: int, number: int) -> Partition | None:
         topic = self.topics.by_id(topic_id)
@@ -290,7 +320,8 @@ class Broker:
         count = sum(not topic.is_internal for topic in self.topics) + len(self._creating)
         if count >= self.settings.topics_max:
             raise TooManyTopics(f"there are {count} topics: create the one for {subject.decode()} by name")
-        return await self._create(subject.split(b".", 1)[0], None, None)
+        name = subject.split(b".", 1)[0]
+        return await (self.dead_letter_topic() if self.is_dead_letters(name) else self._create(name, None, None))
 
     # Out.
 
@@ -556,6 +587,11 @@ class Broker:
         for partition in self._unserved:
             if meets(subscription.pattern, partition.name):
                 partition.since[subscription] = partition.end
+
+
+def _stale(topic: ServedTopic, partitions: int) -> StaleLayout:
+    count = len(topic.partitions)
+    return StaleLayout(f"the topic {topic.topic.name} has {count} partitions, not {partitions}: look again")
 
 
 def _same_dedup(before: Policy, now: Policy) -> bool:

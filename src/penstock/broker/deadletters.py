@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import NamedTuple, Protocol
 
 from penstock import headers
@@ -69,16 +69,21 @@ class DeadLetters:
                 return letter
         return None
 
-    async def redrive(self, pattern: bytes = b">", count: int | None = None) -> int:
+    async def redrive(
+        self, pattern: bytes = b">", count: int | None = None, offsets: Iterable[int] | None = None
+    ) -> int:
         """Publish them to their subjects again, each once, though it may be interrupted and called again; how many.
 
-        Raises if some of them cannot be; then they are still to be redriven.
+        `offsets`: only those there. Raises if some of them cannot be; then they are still to be redriven.
         """
+        wanted = None if offsets is None else frozenset(offsets)
         chosen: dict[int, list[int]] = {}
         taken = 0
         async for letter in self.list(pattern):
             if count is not None and taken >= count:
                 break
+            if wanted is not None and letter.offset not in wanted:
+                continue
             chosen.setdefault(letter.partition, []).append(letter.offset)
             taken += 1
         for partition, mover in self._movers.items():

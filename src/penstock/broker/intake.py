@@ -171,6 +171,12 @@ class Intake:
         receipt.close()
         return receipt
 
+    def note(self, topic: ServedTopic, partition: Partition, batch: Batch) -> None:
+        """What came another way is known from now on, if it is sent again."""
+        if topic.dedup is not None and not topic.takes_opaque(batch):
+            for append_time, identity, place in self._identities(topic, partition, batch):
+                topic.dedup.add(identity, place, append_time)
+
     def _append(
         self, target: Target, run: Run, indices: Sequence[int], receipt: Receipt, done: Done | None = None
     ) -> int:

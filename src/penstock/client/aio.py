@@ -26,7 +26,8 @@ from penstock.client.partitioner import Layout
 from penstock.client.producer import Batcher, Sealed, ServedTopic
 from penstock.client.protocol import Answer, Request
 from penstock.client.reader import Part, Place, messages_of, read, record_batches_of
-from penstock.client.values import DeadLetter, Group, Outgoing, Receipt, Topic, arguments
+from penstock.client.transaction import AsyncStage, AsyncTransaction
+from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Topic, arguments
 from penstock.clock import SystemClock
 from penstock.errors import (
     BadRequest,
@@ -181,6 +182,37 @@ class AsyncClient:
         self._open[producer] = None
         return producer
 
+    def transaction(self, name: str | None = None, number: int = 0) -> AsyncTransaction:
+        """For messages to several topics that are stored together, or not at all: `async with` it, and publish.
+
+        With a name and a number, one that was committed before is not stored again; the numbers of a name ascend.
+        """
+        given = name or f"once-{_draw_id():x}"
+        stage = self.stage(given, number)
+        return AsyncTransaction(self, stage, self._link, self._clock, given, number, once=name is None)
+
+    def stage(self, name: str, number: int) -> AsyncStage:
+        """A part of a transaction that is committed elsewhere, by who has all of its parts."""
+        return AsyncStage(self, self._link, name, number)
+
+    async def commit_transaction(self, name: str, number: int, offsets: Sequence[int], *, once: bool = False) -> bool:
+        """Let readers have what was staged, all at once; False if the transaction had been committed before.
+
+        Raises StageLost if some of it is not there any more: then nothing is stored. `once`: nobody comes back to the
+        name.
+        """
+        found = await self._read("commit_transaction", name=name, number=number, offsets=list(offsets), once=once)
+        return bool(found["committed"])
+
+    async def abort_transaction(self, name: str, number: int) -> None:
+        """Forget what was staged."""
+        await self._read("abort_transaction", name=name, number=number)
+
+    async def resolve(self, subject: str) -> Owner:
+        """The topic that stores a subject, made if there is none: its name, its id, and how many partitions it has."""
+        layout = await self._layout(subject)
+        return Owner(layout.name.decode(), layout.id, layout.partitions)
+
     async def subscribe(
         self,
         pattern: str,
@@ -325,14 +357,20 @@ class AsyncClient:
         found = await self._read("dead_letters", pattern=pattern, limit=limit, redriven=redriven)
         return [DeadLetter.from_json(each) for each in found["letters"]]
 
-    async def redrive(self, pattern: str = ">", *, count: int | None = None) -> int:
-        """Send dead letters to their subjects again, each once; how many."""
-        found = await self._call("redrive", pattern=pattern, count=count)
+    async def redrive(
+        self, pattern: str = ">", *, count: int | None = None, offsets: Sequence[int] | None = None
+    ) -> int:
+        """Send dead letters to their subjects again, each once; how many. `offsets`: only those, in their topic."""
+        chosen = None if offsets is None else list(offsets)
+        found = await self._call("redrive", pattern=pattern, count=count, offsets=chosen)
         return int(found["redriven"])
 
     async def statistics(self) -> dict[str, Any]:
         """The broker's figures."""
         return await self._read("statistics")
+
+    async def _layout(self, subject: str) -> Layout:
+        return Layout.from_json(await self._read("resolve", subject=subject))
 
     async def _read(self, call: str, /, **fields: Any) -> dict[str, Any]:
         """A call that may be repeated."""
@@ -736,7 +774,7 @@ class AsyncProducer:
         """Find out which topic the subject belongs to."""
         async with self._link.within(self._timeout, f"find the topic of {subject}"):
             await self._link.connect()
-            layout = Layout.from_json(await self._client._read("resolve", subject=subject))
+            layout = await self._client._layout(subject)
         if not owns(layout.name, subject.encode()):
             raise UnknownTopic(f"the broker says that {subject} belongs to {layout.name.decode()}, which cannot be")
         self._batcher.value_bytes_max = self._link.hello.payload_bytes_max
@@ -789,11 +827,11 @@ class AsyncProducer:
     async def _relay(self, topic: ServedTopic) -> None:
         """Find out how many partitions a topic has by now, and distribute its messages anew."""
         try:
-            found = await self._client._read("resolve", subject=topic.layout.name.decode())
+            layout = await self._client._layout(topic.layout.name.decode())
         except PenstockError as error:
             self._batcher.abandon(topic, error)
         else:
-            self._batcher.relay(topic, Layout.from_json(found))
+            self._batcher.relay(topic, layout)
         self._bell.ring()
 
 

@@ -25,6 +25,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, overload
 
+from penstock.batch import Batch
 from penstock.client.aio import (
     BATCH_BYTES,
     BUFFER,
@@ -43,7 +44,8 @@ from penstock.client.feed import SHARED
 from penstock.client.link import Servers
 from penstock.client.message import Message
 from penstock.client.outgoing import ABSENT
-from penstock.client.values import DeadLetter, Group, Outgoing, Receipt, Topic, arguments
+from penstock.client.transaction import AsyncStage, AsyncTransaction
+from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Topic, arguments
 from penstock.errors import Closed, PenstockError, TimedOut
 
 T = TypeVar("T")
@@ -191,6 +193,33 @@ class Client:
         self._inherited.add(producer)
         return producer
 
+    def transaction(self, name: str | None = None, number: int = 0) -> Transaction:
+        """For messages to several topics that are stored together, or not at all: `with` it, and publish.
+
+        With a name and a number, one that was committed before is not stored again; the numbers of a name ascend.
+        """
+        return Transaction(self, self._async.transaction(name, number))
+
+    def stage(self, name: str, number: int) -> Stage:
+        """A part of a transaction that is committed elsewhere, by who has all of its parts."""
+        return Stage(self, self._async.stage(name, number))
+
+    def commit_transaction(self, name: str, number: int, offsets: Sequence[int], *, once: bool = False) -> bool:
+        """Let readers have what was staged, all at once; False if the transaction had been committed before.
+
+        Raises StageLost if some of it is not there any more: then nothing is stored. `once`: nobody comes back to the
+        name.
+        """
+        return self._run(self._async.commit_transaction(name, number, offsets, once=once))
+
+    def abort_transaction(self, name: str, number: int) -> None:
+        """Forget what was staged."""
+        return self._run(self._async.abort_transaction(name, number))
+
+    def resolve(self, subject: str) -> Owner:
+        """The topic that stores a subject, made if there is none: its name, its id, and how many partitions it has."""
+        return self._run(self._async.resolve(subject))
+
     def subscribe(
         self,
         pattern: str,
@@ -329,9 +358,9 @@ class Client:
         """Messages that a group could not handle, oldest first; with `redriven`, also those that were sent again."""
         return self._run(self._async.dead_letters(pattern, limit=limit, redriven=redriven))
 
-    def redrive(self, pattern: str = ">", *, count: int | None = None) -> int:
-        """Send dead letters to their subjects again, each once; how many."""
-        return self._run(self._async.redrive(pattern, count=count))
+    def redrive(self, pattern: str = ">", *, count: int | None = None, offsets: Sequence[int] | None = None) -> int:
+        """Send dead letters to their subjects again, each once; how many. `offsets`: only those, in their topic."""
+        return self._run(self._async.redrive(pattern, count=count, offsets=offsets))
 
     def statistics(self) -> dict[str, Any]:
         """The broker's figures."""
@@ -527,6 +556,76 @@ class Producer:
     def _forked(self) -> None:
         """What it held is the parent's to send; here it begins anew, under ids of its own."""
         self._async = self._client._async.producer(**self._settings)
+
+
+class Stage:
+    """A part of a transaction: batches that are stored, and which nobody reads before it is committed.
+
+    `close` gives what `commit_transaction` takes. Parts of other processes are given with it.
+    """
+
+    def __init__(self, client: Client, stage: AsyncStage) -> None:
+        """`Client.stage` makes them."""
+        self._client = client
+        self._async = stage
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the transaction had been committed before: then nothing needs to be staged."""
+        return self._async.is_done
+
+    def append(self, topic: str, partition: int, batch: Batch) -> None:
+        """Stage a batch for a partition. Raises what the broker said of earlier ones, if it refused them."""
+        return self._client._run(self._async.append(topic, partition, batch))
+
+    def close(self) -> list[int]:
+        """Wait until all of it is on the disk; where it is staged."""
+        return self._client._run(self._async.close())
+
+
+class Transaction:
+    """Messages that are stored together when the `with` block ends, or not at all if it raises."""
+
+    def __init__(self, client: Client, transaction: AsyncTransaction) -> None:
+        """`Client.transaction` makes them."""
+        self._client = client
+        self._async = transaction
+
+    @property
+    def is_duplicate(self) -> bool:
+        """Whether it had been committed before: then nothing is stored."""
+        return self._async.is_duplicate
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client._run(self._async.__aexit__(kind, error, trace))
+
+    def publish(
+        self,
+        subject: str,
+        value: bytes | None = None,
+        *,
+        json: Any = ABSENT,
+        key: bytes | str | None = None,
+        headers: Headers = None,
+        message_id: str | None = None,
+    ) -> None:
+        """Add a message. An id is stored with it and known afterwards; the transaction itself is stored once anyway."""
+        self._client._run(
+            self._async.publish(subject, value, json=json, key=key, headers=headers, message_id=message_id)
+        )
+
+    def commit(self) -> bool:
+        """Store all of it; False if the transaction had been committed before."""
+        return self._client._run(self._async.commit())
+
+    def abort(self) -> None:
+        """Store nothing of it."""
+        return self._client._run(self._async.abort())
 
 
 class _Host:

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,14 @@ class PartitionPosition:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         return cls(found["partition"], found["start"], found["committed"], found["end"], found["bytes"])
+
+
+class Owner(NamedTuple):
+    """The topic that stores a subject."""
+
+    topic: str
+    id: int
+    partitions: int
 
 
 @dataclass(frozen=True, slots=True)

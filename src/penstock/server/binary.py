@@ -290,6 +290,8 @@ class BinarySession(asyncio.BufferedProtocol):
                 return self._append(number, payload)
             case Type.PUBLISH:
                 return self._publish_batch(number, payload)
+            case Type.STAGE:
+                return self._stage(number, payload)
             case Type.FETCH:
                 fetch = self._begin(number, self._fetch(number, binary.read_fetch(payload)))
                 self._fetches.add(fetch)
@@ -410,6 +412,40 @@ class BinarySession(asyncio.BufferedProtocol):
         self._owed += 1
         try:
             was_there = self.broker.append(*to, batch, done)
+        except PenstockError as error:
+            done(0, error)
+
+    def _stage(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
+        stage, data = binary.read_stage(payload)
+        batch = accept(data)
+        self._check_sizes(batch)
+        topic = self.broker.public_topic(stage.to.topic_id)
+        _check_lines(batch, topic.name)
+        if batch.asks:
+            now_us = self.broker.clock.now_us()
+            if any(headers.read(block, now_us).due_us for block in batch.columns().distinct("headers")):
+                raise BadHeader("a delayed message cannot be part of a transaction")
+        if self.broker.store.is_crowded:
+            return self._stage_later(number, stage, batch)
+        self._stage_batch(number, stage, batch)
+        return None
+
+    async def _stage_later(self, number: int, stage: binary.Stage, batch: Batch) -> None:
+        await self.broker.store.room()
+        self._stage_batch(number, stage, batch)
+
+    def _stage_batch(self, number: int, stage: binary.Stage, batch: Batch) -> None:
+        def done(offset: int, error: PenstockError | None) -> None:
+            if error is None:
+                self.answer(number, {"offset": offset})
+            else:
+                self.answer_error(number, error)
+            self._settle_owed()
+
+        self.in_messages += batch.count
+        self._owed += 1
+        try:
+            self.broker.stage(*stage, batch, done)
         except PenstockError as error:
             done(0, error)
 

@@ -55,6 +55,15 @@ class Request:
     def number_or_none(self, name: str) -> int | None:
         return None if self._fields.get(name) is None else self.number(name)
 
+    def numbers(self, name: str) -> list[int]:
+        value = self._fields.get(name)
+        if not isinstance(value, list) or not all(type(each) is int and 0 <= each < 1 << 63 for each in value):
+            raise BadRequest(f"{name} must be a list of whole numbers from 0 on")
+        return value
+
+    def numbers_or_none(self, name: str) -> list[int] | None:
+        return None if self._fields.get(name) is None else self.numbers(name)
+
     def flag(self, name: str) -> bool:
         return self._fields.get(name) is True
 
@@ -186,6 +195,20 @@ async def _commit(broker: Broker, request: Request) -> Json:
     return {}
 
 
+# Transactions.
+
+
+async def _commit_transaction(broker: Broker, request: Request) -> Json:
+    name, number, offsets = request.name("name"), request.number("number"), request.numbers("offsets")
+    is_new = await broker.transactions.commit(name, number, offsets, once=request.flag("once"))
+    return {"committed": is_new}
+
+
+async def _abort_transaction(broker: Broker, request: Request) -> Json:
+    broker.transactions.abort(request.name("name"), request.number("number"))
+    return {}
+
+
 # Dead letters.
 
 
@@ -204,8 +227,9 @@ async def _dead_letters(broker: Broker, request: Request) -> Json:
 
 async def _redrive(broker: Broker, request: Request) -> Json:
     pattern, count = request.name("pattern"), request.number_or_none("count")
+    offsets = request.numbers_or_none("offsets")
     letters = await broker.dead_letters()
-    return {"redriven": 0 if letters is None else await letters.redrive(pattern, count)}
+    return {"redriven": 0 if letters is None else await letters.redrive(pattern, count, offsets)}
 
 
 _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
@@ -223,6 +247,8 @@ _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "reset_group": _reset_group,
     "delete_group": _delete_group,
     "commit": _commit,
+    "commit_transaction": _commit_transaction,
+    "abort_transaction": _abort_transaction,
     "dead_letters": _dead_letters,
     "redrive": _redrive,
 }

@@ -8,6 +8,9 @@ Offsets go
       │                    └ as durable as the policy promises: acknowledged, may be read
       └ older ones were dropped
 
+A log can be held: then what is appended from there on is made durable as ever, and `committed` stays where it is until
+the log is released. So several logs can let their readers see something at the same moment.
+
 One thread owns a log: it appends, and it alone moves these marks. What waits for the disk is handed to a worker
 and back, so neither ever waits for the other:
 
@@ -137,6 +140,11 @@ class Log:
         self._syncing: Sync | None = None
         # Who waits for `committed` to reach the end of a batch: that end, the offset to tell, and whom.
         self._waiting: deque[tuple[int, int, Done]] = deque()
+        # The same for `durable`; and where the log is held, if it is.
+        self._enduring: deque[tuple[int, int, Done]] = deque()
+        self._held_at: int | None = None
+        # Below this offset nobody needs anything any more: for a log of the broker's own.
+        self.unneeded = 0
         self._unsynced_messages = 0
         self._unsynced_since_us: int | None = None
         self._compacted_base = -1
@@ -171,7 +179,7 @@ class Log:
         again; its offset is that of the first time, and `done` may be called before this returns.
         """
         assert isinstance(batch.data, bytearray), "a batch is stamped in place: take it from `encode` or `accept`"
-        self._check_open()
+        self.check_open()
         seen = self._producers.find(batch, source, position)
         if seen is not None:
             # It waits behind all that was appended so far, the first one among them.
@@ -202,12 +210,12 @@ class Log:
 
         It shares a batch with the runs around it, which the worker encodes. `done` as in `append`.
         """
-        self._check_open()
+        self.check_open()
         size, count = batch_bytes(run), len(run)
         self._owner.appended(self, size)
         offset = self.end
         open_run = self._pending[-1] if self._pending else None
-        if isinstance(open_run, Run) and open_run.size + size <= GATHER_BYTES:
+        if isinstance(open_run, Run) and open_run.size + size <= GATHER_BYTES and offset != self._held_at:
             open_run.extend(run)
             open_run.size += size
         else:
@@ -225,7 +233,24 @@ class Log:
         """Call `done` once the message at `offset`, which was appended, is committed or taken back."""
         self._when_committed(self.end, offset, done)
 
-    def _check_open(self) -> None:
+    def hold(self) -> None:
+        """What is appended from now on is not committed before `release`."""
+        assert self._held_at is None, "who holds it releases it first"
+        self._held_at = self.end
+
+    def release(self) -> None:
+        self._held_at = None
+        self._commit()
+
+    def when_durable(self, done: Done) -> None:
+        """Call `done` once all that was appended so far is on the disk, or taken back."""
+        if self.end <= self.durable:
+            done(self.end, None)
+        else:
+            self._enduring.append((self.end, self.end, done))
+
+    def check_open(self) -> None:
+        """Raise if it takes no appends."""
         if self.state is not State.OPEN:
             raise self.failure or Closed(f"{self.directory}: the log is closed")
 
@@ -401,7 +426,8 @@ class Log:
         committed = self.committed
         # What nobody could read yet stays.
         complete = sum(following.base <= committed for following in segments[1:])
-        expired = min(retention.expired(segments, self.policy, self._clock.now_us()), complete)
+        unneeded = sum(following.base <= self.unneeded for following in segments[1:])
+        expired = min(max(retention.expired(segments, self.policy, self._clock.now_us()), unneeded), complete)
         for _ in range(expired):
             with self._segments_lock:
                 segment, self._segments = self._segments[0], self._segments[1:]
@@ -523,16 +549,16 @@ class Log:
     def _commit(self) -> None:
         if self.state is not State.OPEN:
             return
+        _tell(self._enduring, self.durable)
         committed = self.durable
         if self.policy.durability is Durability.FLUSH and self.written <= self._reserved:
             committed = self.written
+        if self._held_at is not None:
+            committed = min(committed, self._held_at)
         if committed <= self.committed:
             return
         self.committed = committed
-        waiting = self._waiting
-        while waiting and waiting[0][0] <= committed:
-            _, offset, done = waiting.popleft()
-            done(offset, None)
+        _tell(self._waiting, committed)
         if self.on_commit is not None:
             fresh = []
             while self._fresh and self._fresh[0].end <= committed:
@@ -548,9 +574,12 @@ class Log:
             self._fresh.pop()
         self._producers.forget(offset)
         self.end = offset
+        if self._held_at is not None:
+            self._held_at = min(self._held_at, offset)
         rejected = []
-        while self._waiting and self._waiting[-1][0] > offset:
-            rejected.append(self._waiting.pop())
+        for waiting in (self._enduring, self._waiting):
+            while waiting and waiting[-1][0] > offset:
+                rejected.append(waiting.pop())
         if self.on_reject is not None:
             self.on_reject(offset)
         for _, appended_at, done in reversed(rejected):
@@ -615,6 +644,13 @@ class Log:
         self._files.sync_directory(self.directory)
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(segment.index_path)
+
+
+def _tell(waiting: deque[tuple[int, int, Done]], mark: int) -> None:
+    """A mark has come so far."""
+    while waiting and waiting[0][0] <= mark:
+        _, offset, done = waiting.popleft()
+        done(offset, None)
 
 
 def _base(segment: Segment) -> int:

@@ -7,6 +7,8 @@ went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its req
     HELLO        JSON: version, name, user, password, token                              → RESULT
     PUBLISH      a batch in which every message says its subject                         → RESULT, a receipt for each
     APPEND       u64 topic · u32 partition · u32 partitions · a producer's batch         → RESULT: its offset
+    STAGE        u64 topic · u32 partition · u32 partitions · u64 number · u16 length · the name of a transaction
+                 · a batch for it                                                        → RESULT: where it is staged
     FETCH        u64 topic · u32 partition · u32 wait_ms · u64 offset · u64 end · u32 bytes_max     → BATCHES
     OPEN         JSON: a subscription, its pattern, group, mode, start, credit           → RESULT: its positions
     END          u64 subscription                                                        → RESULT
@@ -45,6 +47,7 @@ FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 20)
 SCRATCH_BYTES: Final = 256 << 10
 
 _APPEND: Final = struct.Struct("!QII")
+_STAGE: Final = struct.Struct("!QIIQH")
 _FETCH: Final = struct.Struct("!QIIQQI")
 _NUMBER: Final = struct.Struct("!Q")
 _CREDIT: Final = struct.Struct("!QI")
@@ -74,6 +77,7 @@ class Type(IntEnum):
     CREDIT = 0x17
     SETTLE = 0x18
     CALL = 0x19
+    STAGE = 0x1A
     RESULT = 0x20
     ERROR = 0x21
     BATCHES = 0x22
@@ -239,6 +243,27 @@ def append_frame(number: int, to: Append, batch: Buffer) -> bytes:
 def read_append(payload: Buffer) -> tuple[Append, memoryview]:
     _check(len(payload) >= _APPEND.size)
     return Append(*_APPEND.unpack_from(payload)), memoryview(payload)[_APPEND.size :]
+
+
+class Stage(NamedTuple):
+    """A batch for a place, once the transaction is committed."""
+
+    to: Append
+    name: bytes
+    number: int
+
+
+def stage_frame(number: int, stage: Stage, batch: Buffer) -> bytes:
+    head = _STAGE.pack(*stage.to, stage.number, len(stage.name))
+    return frame(Type.STAGE, number, head + stage.name, batch)
+
+
+def read_stage(payload: Buffer) -> tuple[Stage, memoryview]:
+    _check(len(payload) >= _STAGE.size)
+    *to, number, length = _STAGE.unpack_from(payload)
+    end = _STAGE.size + length
+    _check(len(payload) >= end)
+    return Stage(Append(*to), bytes(payload[_STAGE.size : end]), number), memoryview(payload)[end:]
 
 
 class Fetch(NamedTuple):

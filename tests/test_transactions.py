@@ -1,0 +1,414 @@
+"""Transactions in the broker: all of one can be read, or nothing, whatever happens to the disk and the power."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+
+from penstock.batch import Batch, accept, encode
+from penstock.broker import transactions
+from penstock.errors import AppendFailed, BadRequest, LogFailed, PenstockError, StageLost, UnknownTopic
+from penstock.storage.policy import Durability, Policy
+from penstock.storage.store import outcome
+from penstock.testing import FaultyFiles, ManualClock, PowerCut
+from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop
+
+JOB: Final = b"job"
+FSYNC, FLUSH = Policy(), Policy(durability=Durability.FLUSH)
+
+
+def batch_of(*values: bytes, headers: bytes | None = None) -> Batch:
+    lines = None if headers is None else [headers] * len(values)
+    return accept(encode(values, timestamp=1, headers=lines, asks=headers is not None).data)
+
+
+async def make_topics(life: Life, **policies: Policy) -> None:
+    for name, policy in policies.items():
+        await life.do(life.broker.create_topic(name.encode(), policy=policy))
+
+
+async def stage(
+    life: Life, topic: bytes, *values: bytes, name: bytes = JOB, number: int = 0, partition: int = 0
+) -> int:
+    return await stage_batch(life, topic, batch_of(*values), name=name, number=number, partition=partition)
+
+
+async def stage_batch(
+    life: Life, topic: bytes, batch: Batch, *, name: bytes = JOB, number: int = 0, partition: int = 0
+) -> int:
+    served = life.broker.topic(topic)
+    settled, done = outcome()
+    life.broker.stage((served.topic.id, partition, len(served.partitions)), name, number, batch, done)
+    return await life.do(_wait(settled))
+
+
+async def _wait(settled: asyncio.Future[int]) -> int:
+    return await settled
+
+
+async def commit(life: Life, offsets: Sequence[int], *, name: bytes = JOB, number: int = 0) -> bool:
+    return await life.do(life.broker.transactions.commit(name, number, offsets))
+
+
+# What readers see
+
+
+@in_loop
+async def test_what_is_staged_is_read_when_it_is_committed_and_not_before() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC, bills=FLUSH)
+        sink = Recorder()
+        life.subscribe(b">", sink)
+        offsets = [await stage(life, b"orders", b"1", b"2"), await stage(life, b"bills", b"x")]
+        await life.settle()
+        assert (life.in_log(b"orders"), life.in_log(b"bills"), sink.values) == ([], [], [])
+
+        assert await commit(life, offsets)
+
+        await life.settle()
+        assert (life.in_log(b"orders"), life.in_log(b"bills")) == ([b"1", b"2"], [b"x"])
+        assert sorted(sink.values) == [b"1", b"2", b"x"]
+
+
+@in_loop
+async def test_nobody_sees_a_part_of_it() -> None:
+    """Looked at in every turn of the loop, with others who publish to the same topics meanwhile."""
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC, bills=FLUSH, notes=FSYNC)
+        topics = (b"orders", b"bills", b"notes")
+        seen: set[tuple[bool, ...]] = set()
+        is_over = False
+
+        async def look() -> None:
+            while not is_over:
+                seen.add(tuple(b"in" in life.in_log(topic) for topic in topics))
+                await asyncio.sleep(0)
+
+        async def disturb() -> None:
+            number = 0
+            while not is_over:
+                number += 1
+                await life.publish(topics[number % 3], b"out")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(look())
+            tasks.create_task(disturb())
+            for number in range(5):
+                offsets = [await stage(life, topic, b"in", number=number) for topic in topics]
+                assert await commit(life, offsets, number=number)
+                if number == 0:
+                    assert seen <= {(False, False, False), (True, True, True)}
+            is_over = True
+        await life.settle()
+        assert [life.in_log(topic).count(b"in") for topic in topics] == [5, 5, 5]
+
+
+@in_loop
+async def test_in_a_partition_it_has_the_order_that_was_given() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        first, second = await stage(life, b"orders", b"1"), await stage(life, b"orders", b"2")
+
+        await commit(life, [second, first])
+
+        assert life.in_log(b"orders") == [b"2", b"1"]
+
+
+@in_loop
+async def test_what_was_staged_and_not_named_is_not_stored() -> None:
+    """A task that failed has staged as well."""
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        await stage(life, b"orders", b"failed")
+        offset = await stage(life, b"orders", b"again")
+
+        await commit(life, [offset])
+
+        await life.settle()
+        assert life.in_log(b"orders") == [b"again"]
+
+
+@in_loop
+async def test_messages_of_a_transaction_are_known_by_their_ids() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"before", headers=b"Msg-ID: 0\r\n")
+        offset = await stage_batch(life, b"orders", batch_of(b"1", headers=b"Msg-ID: 1\r\n"))
+        await commit(life, [offset])
+
+        receipt = await life.stored(b"orders", b"again", headers=b"Msg-ID: 1\r\n")
+
+        assert receipt.stored() == [(b"orders", 0, 1, True)]
+        assert life.in_log(b"orders") == [b"before", b"1"]
+
+
+# Once
+
+
+@in_loop
+async def test_a_number_that_was_committed_is_not_committed_again() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await make_topics(life, orders=FSYNC)
+        assert await commit(life, [await stage(life, b"orders", b"1", number=3)], number=3)
+        assert await stage(life, b"orders", b"again", number=3) == -1
+        assert not await commit(life, [], number=3)
+        assert not await commit(life, [], number=2)
+    async with Life(disk) as life:
+        assert await stage(life, b"orders", b"again", number=3) == -1
+        assert not await commit(life, [], number=3)
+        assert await commit(life, [await stage(life, b"orders", b"2", number=4)], number=4)
+        assert life.in_log(b"orders") == [b"1", b"2"]
+
+
+@in_loop
+async def test_two_who_commit_the_same_at_once_commit_it_once() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        offset = await stage(life, b"orders", b"1")
+        both = await asyncio.gather(*(life.broker.transactions.commit(JOB, 0, [offset]) for _ in range(2)))
+        assert both == [True, True]
+        await life.settle()
+        assert life.in_log(b"orders") == [b"1"]
+
+
+@pytest.mark.parametrize("policy", [FSYNC, FLUSH])
+@in_loop
+async def test_all_or_nothing_though_the_power_is_cut_anywhere(policy: Policy) -> None:
+    """And whoever was told that it is committed finds it; who was not commits it again."""
+    told: list[bool] = []
+
+    async def prepare(disk: FaultyFiles, clock: ManualClock) -> None:
+        told.append(False)
+        async with Life(disk, clock=clock) as life:
+            await make_topics(life, orders=policy, bills=FSYNC)
+            await life.stored(b"orders", b"before")
+
+    async def work(life: Life) -> None:
+        offsets = [await stage(life, b"orders", b"1", b"2"), await stage(life, b"bills", b"x")]
+        told[-1] = await commit(life, offsets)
+
+    seen = set()
+    async for disk, clock, cut in each_cut(prepare, work):
+        print(f"cut {cut}, which is the seed too")
+        async with Life(disk, clock=clock) as life:
+            orders = [value for value in life.in_log(b"orders") if value != b"before"]
+            bills = life.in_log(b"bills")
+            assert (orders, bills) in (([], []), ([b"1", b"2"], [b"x"]))
+            seen.add(bool(bills))
+            assert bills or not told[-1]
+            offsets = [await stage(life, b"orders", b"1", b"2"), await stage(life, b"bills", b"x")]
+            assert await commit(life, [offset for offset in offsets if offset >= 0]) == (not bills)
+            await life.settle()
+            assert [value for value in life.in_log(b"orders") if value != b"before"] == [b"1", b"2"]
+            assert life.in_log(b"bills") == [b"x"]
+            await life.kill()
+        async with Life(disk, clock=clock) as life:
+            assert life.in_log(b"orders")[-2:] == [b"1", b"2"]
+            assert life.in_log(b"bills") == [b"x"]
+    assert seen == {False, True}
+
+
+@in_loop
+async def test_it_is_done_once_though_the_power_is_cut_again_and_again() -> None:
+    for step in (1, 2, 3, 5):
+        clock, disk = ManualClock(), FaultyFiles(seed=step)
+        async with Life(disk, clock=clock) as life:
+            await make_topics(life, orders=FLUSH, bills=FSYNC)
+            offsets = [await stage(life, topic, topic) for topic in (b"orders", b"bills") for _ in range(3)]
+            await life.settle()
+            disk.fail("write", errno.ENOSPC, times=100, path_suffix=_path(life, b"bills"))
+            with pytest.raises(AppendFailed):
+                await commit(life, offsets)
+            disk.heal()
+            await life.kill()
+        lives = 0
+        while True:
+            lives += 1
+            disk.cut_after = disk.calls + step * lives
+            try:
+                async with Life(disk, clock=clock) as life:
+                    await life.settle()
+                break
+            except PowerCut:
+                disk = disk.power_cut()
+        print(f"seed and step {step}: {lives} lives")
+        assert lives > 2
+        disk.heal()
+        async with Life(disk, clock=clock) as life:
+            assert life.in_log(b"orders") == [b"orders"] * 3
+            assert life.in_log(b"bills") == [b"bills"] * 3
+
+
+# What goes wrong
+
+
+def _path(life: Life, topic: bytes) -> str:
+    return f"topics/{life.partition(topic).topic_id}/0/00000000000000000000.log"
+
+
+@in_loop
+async def test_while_one_log_is_full_the_others_wait_for_it() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await make_topics(life, orders=FSYNC, bills=FSYNC)
+        offsets = [await stage(life, b"orders", b"1"), await stage(life, b"bills", b"x")]
+        disk.fail("write", errno.ENOSPC, times=2, path_suffix=_path(life, b"bills"))
+
+        with pytest.raises(AppendFailed):
+            await commit(life, offsets)
+
+        await life.settle()
+        assert (life.in_log(b"orders"), life.in_log(b"bills")) == ([], [])
+        published = asyncio.ensure_future(life.publish(b"orders", b"behind"))
+        await life.advance(transactions.RETRY_US)
+        assert life.in_log(b"orders") == []
+        await life.advance(transactions.RETRY_US)
+        assert (life.in_log(b"orders"), life.in_log(b"bills")) == ([b"1", b"behind"], [b"x"])
+        assert (await published).error is None
+        assert not await commit(life, offsets)
+
+
+@in_loop
+async def test_what_a_broken_log_cannot_take_is_there_after_a_restart() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await make_topics(life, orders=FSYNC, bills=FSYNC)
+        offsets = [await stage(life, b"orders", b"1"), await stage(life, b"bills", b"x")]
+        disk.fail("sync", errno.EIO, path_suffix=_path(life, b"bills"))
+
+        with pytest.raises(LogFailed):
+            await commit(life, offsets)
+
+        assert life.in_log(b"orders") == []
+        with pytest.raises(LogFailed):
+            await commit(life, [await stage(life, b"bills", b"y", name=b"other")], name=b"other")
+        await life.kill()
+    async with Life(disk) as life:
+        assert (life.in_log(b"orders"), life.in_log(b"bills")) == ([b"1"], [b"x"])
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+@in_loop
+async def test_a_topic_that_is_deleted(is_decided: bool) -> None:
+    """Before it is decided nothing is done; after that, the rest is."""
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await make_topics(life, orders=FSYNC, bills=FSYNC)
+        offsets = [await stage(life, b"orders", b"1"), await stage(life, b"bills", b"x")]
+        if is_decided:
+            disk.fail("write", errno.ENOSPC, path_suffix=_path(life, b"bills"))
+            with pytest.raises(AppendFailed):
+                await commit(life, offsets)
+        await life.do(life.broker.delete_topic(b"bills"))
+        if is_decided:
+            await life.advance(transactions.RETRY_US)
+            assert life.in_log(b"orders") == [b"1"]
+        else:
+            with pytest.raises(UnknownTopic):
+                await commit(life, offsets)
+            assert life.in_log(b"orders") == []
+
+
+@in_loop
+async def test_what_was_aborted_cannot_be_committed() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        offset = await stage(life, b"orders", b"1")
+        life.broker.transactions.abort(JOB, 0)
+        with pytest.raises(StageLost, match=f"staged at {offset} is not there"):
+            await commit(life, [offset])
+        assert await commit(life, [await stage(life, b"orders", b"2")])
+        assert life.in_log(b"orders") == [b"2"]
+
+
+@in_loop
+async def test_a_later_number_drops_what_earlier_ones_staged() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        early = await stage(life, b"orders", b"early", number=0)
+        other = await stage(life, b"orders", b"other", name=b"other")
+        assert await commit(life, [await stage(life, b"orders", b"late", number=1)], number=1)
+        assert not await commit(life, [early], number=0)
+        assert await commit(life, [other], name=b"other")
+        assert life.in_log(b"orders") == [b"late", b"other"]
+
+
+@in_loop
+async def test_a_stage_is_of_one_transaction() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        offset = await stage(life, b"orders", b"1")
+        for name, number in ((b"other", 0), (JOB, 1)):
+            with pytest.raises(StageLost):
+                await commit(life, [offset], name=name, number=number)
+
+
+@pytest.mark.parametrize("days", [6, 8])
+@in_loop
+async def test_what_nobody_commits_is_forgotten_after_a_week(days: int) -> None:
+    disk, clock = FaultyFiles(), ManualClock()
+    async with Life(disk, clock=clock) as life:
+        await make_topics(life, orders=FSYNC)
+        offset = await stage(life, b"orders", b"1")
+    clock.advance(days * 24 * 3600 * SECOND)
+    async with Life(disk, clock=clock) as life:
+        await stage(life, b"orders", b"x", name=b"other")
+        if days < 7:
+            assert await commit(life, [offset])
+        else:
+            with pytest.raises(StageLost):
+                await commit(life, [offset])
+
+
+@in_loop
+async def test_what_is_not_needed_any_more_is_dropped_from_the_disk() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        log = life.log(transactions.STAGED_TOPIC)
+        open_ = await stage(life, b"orders", b"open", name=b"open")
+        big = bytes(1 << 20)
+        for number in range(70):
+            await commit(life, [await stage(life, b"orders", big, number=number)], number=number)
+        await life.settle()
+        assert log.unneeded <= open_
+        life.store.upkeep()
+        assert log.start <= open_
+        assert await commit(life, [open_], name=b"open")
+        await life.settle()
+        life.store.upkeep()
+        assert log.start > open_
+
+
+@in_loop
+async def test_names_of_those_that_nobody_comes_back_to_are_forgotten() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        for name in (b"once-1", b"once-2"):
+            offset = await stage(life, b"orders", name, name=name)
+            await life.do(life.broker.transactions.commit(name, 0, [offset], once=True))
+            await life.settle()
+            life.clock.advance(transactions.ONCE_US + 1)
+        assert [name for name, _ in life.store.state.items("transaction")] == ["once-2"]
+
+
+@pytest.mark.parametrize("name", [b"", b"\xff", b"n" * 257])
+@in_loop
+async def test_a_name_that_cannot_be(name: bytes) -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        with pytest.raises(BadRequest):
+            await stage(life, b"orders", b"1", name=name)
+        with pytest.raises(BadRequest):
+            await commit(life, [], name=name)
+
+
+@in_loop
+async def test_a_partition_that_is_not_there() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        with pytest.raises(PenstockError, match="none with number 7"):
+            await stage(life, b"orders", b"1", partition=7)
