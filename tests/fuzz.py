@@ -55,7 +55,8 @@ _PIECES: Final = [
 _BATCH: Final = encode([b"value"], subjects=[b"a.b"], timestamp=0).data
 _FRAMES: Final = [
     json_frame(Type.HELLO, 1, {"version": 1, "name": "fuzz"}), frame(Type.PUBLISH, 2, _BATCH),
-    append_frame(3, Append(1, 0, 1), _BATCH), stage_frame(3, Stage(Append(1, 0, 1), b"name", 7), _BATCH), fetch_frame(4, Fetch(1, 0, 500, 10, 0, 1 << 20)),
+    append_frame(3, Append(1, 0, 1), _BATCH), stage_frame(3, Stage(Append(1, 0, 1), b"name", 7), _BATCH),
+    fetch_frame(4, Fetch(1, 0, 500, 10, 0, 1 << 20)),
     json_frame(Type.OPEN, 5, {"subscription": 1, "pattern": "a.>", "start": {"offset": 7}}), end_frame(6, 1),
     credit_frame(1, 100), settle_frame(7, Settle(1, Verb.ACK, 0, 0, 1, 0, [1])),
     settle_frame(8, Settle(1, Verb.NACK, 2, 1000, 1, 0, range(20))), json_frame(Type.CALL, 9, {"call": "topics"}),

@@ -14,6 +14,8 @@ from tests.proxy import LoopThread
 
 SHELLS: Final = ("threads", "asyncio")
 
+_OBJECTS: Final = (AsyncSubscription, AsyncProducer, AsyncStage, AsyncTransaction)
+
 
 class Awaited:
     """An object of the asyncio client, used from a thread that waits for what it does."""
@@ -29,7 +31,7 @@ class Awaited:
 
         def call(*positional: Any, **named: Any) -> Any:
             result = self._thread.run(_call(found, positional, named))
-            if isinstance(result, AsyncSubscription | AsyncProducer | AsyncStage | AsyncTransaction) or inspect.isasyncgen(result):
+            if isinstance(result, _OBJECTS) or inspect.isasyncgen(result):
                 return Awaited(result, self._thread)
             return result
 

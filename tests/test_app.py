@@ -857,7 +857,8 @@ def test_a_group_that_is_set_back_gets_what_waited_once_and_in_order(
     handled = seen.rest()
     begun_before, again = handled[:-3], handled[-3:]
     assert again == everything
-    assert begun_before and begun_before == everything[: len(begun_before)]
+    assert begun_before
+    assert begun_before == everything[: len(begun_before)]
 
 
 def test_a_partition_with_a_long_backlog_is_read_through(broker: Broker, app: App, topic: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock import arrow
 from penstock.batch import Batch, Compression, encode, parse
-from penstock.errors import CorruptBatch
+from penstock.errors import BatchTooLarge, CorruptBatch
 from tests.batches import (
     BOMBS,
     COMPRESSIONS,
@@ -160,3 +160,86 @@ def test_a_bomb_is_refused_and_costs_no_more_than_its_size_justifies(bomb: bytes
         arrow.decode(parse(bomb))
 
     assert peak_bytes(lambda: arrow.decode(parse(bomb))) + pool.max_memory() <= bytes_allowed(bomb)
+
+
+NAMES = {"values": "value", "keys": "key", "subjects": "subject", "replies": "reply", "headers": "headers"}
+NAMES |= {"timestamps": "timestamp", "tombstones": "tombstone"}
+
+
+def rows_of(lists: Lists, before: int = 0, behind: int = 0) -> pyarrow.RecordBatch:
+    """The lists as Arrow columns; with rows before and behind them, a slice of longer ones."""
+    columns = {}
+    for name, column in NAMES.items():
+        if name in lists:
+            items = lists[name]
+            columns[column] = pyarrow.array([*items[:1] * before, *items, *items[:1] * behind], arrow.TYPES[column])
+    return pyarrow.RecordBatch.from_pydict(columns).slice(before, len(lists["values"]))
+
+
+def worth_storing(lists: Lists) -> Lists:
+    """Without the columns that hold nothing."""
+    return {
+        name: column
+        for name, column in lists.items()
+        if not isinstance(column, list) or name == "values" or holds(column)
+    }
+
+
+def holds(column: list[Any]) -> bool:
+    return any(item is not None and item is not False for item in column)
+
+
+@given(
+    lists_of_columns(times=TIMES, holes=st.just(False)),
+    st.integers(0, 9),
+    st.integers(0, 2),
+    st.sampled_from(COMPRESSIONS),
+)
+@settings(max_examples=200, deadline=None)
+def test_arrow_columns_make_the_same_batch_as_their_lists(
+    lists: Lists, before: int, behind: int, compression: Compression
+) -> None:
+    made = arrow.encode(rows_of(lists, before, behind), timestamp=lists["timestamp"], compression=compression)
+
+    assert made.data == encode(**worth_storing(lists), compression=compression).data
+
+
+def test_every_combination_of_arrow_columns_makes_the_same_batch() -> None:
+    for lists in every_combination(count=9):
+        if "deltas" not in lists:
+            made = arrow.encode(rows_of(lists, before=3), timestamp=lists["timestamp"], asks=True)
+            assert made.data == encode(**worth_storing(lists), asks=True).data
+
+
+def test_the_bits_of_the_rows_behind_are_not_stored() -> None:
+    rows = pyarrow.RecordBatch.from_pydict({"value": [b"v"] * 8, "tombstone": [True] * 8}).slice(0, 3)
+
+    made = arrow.encode(rows, timestamp=0)
+
+    assert made.data == encode([b"v"] * 3, tombstones=[True] * 3, timestamp=0).data
+
+
+def test_what_lies_under_a_null_is_not_stored() -> None:
+    validity, offsets = pyarrow.py_buffer(b"\x02"), pyarrow.array([0, 6, 9], pyarrow.int32()).buffers()[1]
+    key = pyarrow.Array.from_buffers(pyarrow.binary(), 2, [validity, offsets, pyarrow.py_buffer(b"secretkey")])
+    value = pyarrow.array([b"a", b"b"])
+
+    made = arrow.encode(pyarrow.RecordBatch.from_arrays([value, key], names=["value", "key"]), timestamp=0)
+
+    assert made.data == encode([b"a", b"b"], keys=[None, b"key"], timestamp=0).data
+
+
+@pytest.mark.parametrize("rows", [{"value": [b"v" * 600] * 2}, {"value": [b""], "key": [b"k" * 900]}])
+def test_more_than_a_batch_holds_is_refused(rows: Lists, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow, "PLAIN_BYTES_MAX", 900)
+    monkeypatch.setattr("penstock.batch.PLAIN_BYTES_MAX", 900)
+
+    with pytest.raises(BatchTooLarge, match="send fewer messages in each"):
+        arrow.encode(pyarrow.RecordBatch.from_pydict(rows), timestamp=0)
+
+
+def test_a_null_value_is_refused() -> None:
+    value = pyarrow.array([None, b"a"], pyarrow.binary())
+
+    with pytest.raises(ValueError, match="a tombstone has an empty one"):
+        arrow.encode(pyarrow.RecordBatch.from_arrays([value], names=["value"]), timestamp=0)

@@ -27,7 +27,8 @@ import penstock
 from penstock import AsyncClient, Client, Outgoing, Receipt
 from penstock.client.aio import AsyncProducer, AsyncSubscription
 from penstock.client.message import Message
-from penstock.client.sync import Producer, Subscription
+from penstock.client.sync import Producer, Stage, Subscription, Transaction
+from penstock.client.transaction import AsyncStage, AsyncTransaction
 from penstock.errors import (
     BadHeader,
     BadRequest,
@@ -1284,7 +1285,14 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("threads", "aio"), [(Client, AsyncClient), (Subscription, AsyncSubscription), (Producer, AsyncProducer)]
+    ("threads", "aio"),
+    [
+        (Client, AsyncClient),
+        (Subscription, AsyncSubscription),
+        (Producer, AsyncProducer),
+        (Stage, AsyncStage),
+        (Transaction, AsyncTransaction),
+    ],
 )
 def test_both_clients_have_the_same_methods_with_the_same_parameters(threads: type, aio: type) -> None:
     for_the_link = {"connected", "disconnected", "writable"}

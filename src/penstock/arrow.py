@@ -1,4 +1,4 @@
-"""A batch as an Arrow record batch that shares its bytes. The only module that needs pyarrow."""
+"""A batch as an Arrow record batch that shares its bytes, and a batch made of Arrow columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from typing import Final
 import pyarrow
 from pyarrow import compute
 
-from penstock.batch import Batch, Columns
+from penstock.batch import (
+    ASKS,
+    BINARY,
+    BLANK_HEADER,
+    PLAIN_BYTES_MAX,
+    TIMESTAMPS,
+    TOMBSTONES,
+    Batch,
+    Buffer,
+    Columns,
+    Compression,
+    append_padded,
+    seal,
+    too_large,
+)
 from penstock.errors import CorruptBatch
 
 _NUMBERS_MAX: Final = 1 << 16
@@ -41,6 +55,46 @@ def decode(batch: Batch, names: Sequence[str] = tuple(TYPES)) -> pyarrow.RecordB
     except pyarrow.ArrowInvalid as error:
         raise CorruptBatch(f"the columns are not sound: {error}") from error
     return pyarrow.RecordBatch.from_arrays(arrays, schema=schema(tuple(names)))
+
+
+def encode(
+    rows: pyarrow.RecordBatch,
+    *,
+    timestamp: int,
+    compression: Compression = Compression.NONE,
+    asks: bool = False,
+) -> Batch:
+    """A batch of these columns, each of its type in `TYPES`; only `value` must be there, and has no nulls.
+
+    What holds nothing (a column of nulls, no tombstone) is left out. The buffers are laid down as they are: about 10 ns
+    a message, mostly to copy it.
+    """
+    count = rows.num_rows
+    if not count:
+        raise ValueError("a batch needs at least one message")
+    columns = dict(zip(rows.schema.names, rows.columns, strict=True))
+    if columns["value"].null_count:
+        raise ValueError("a value is null: a tombstone has an empty one")
+    flags = ASKS if asks else 0
+    parts: list[Buffer] = [BLANK_HEADER]
+    if (times := columns.get("timestamp")) is not None:
+        flags |= TIMESTAMPS
+        parts.append(memoryview(times.buffers()[1])[8 * times.offset : 8 * (times.offset + count)])
+    if (tombstones := columns.get("tombstone")) is not None and tombstones.true_count:
+        flags |= TOMBSTONES
+        append_padded(parts, _bitmap(tombstones))
+    for name, (present, nullable) in BINARY.items():
+        column = columns.get(name)
+        if column is None or column.null_count == count:
+            continue
+        flags |= present
+        if column.null_count:
+            flags |= nullable
+            append_padded(parts, _bitmap(compute.is_valid(column)))
+            # What lies under a null is nobody's.
+            column = compute.fill_null(column, b"")
+        _append_binary(parts, column)
+    return seal(parts, flags, count, timestamp, compression, span=count)
 
 
 @cache
@@ -89,3 +143,31 @@ def _nulls(name: str, count: int) -> pyarrow.Array:
 def _numbers() -> pyarrow.Array:
     """0, 1, 2, …: the offsets of a batch are these and a base. To add them takes 1 ns each, to build them 40."""
     return pyarrow.array(range(_NUMBERS_MAX), pyarrow.int64())
+
+
+def _append_binary(parts: list[Buffer], column: pyarrow.Array) -> None:
+    _, offsets, data = column.buffers()
+    begin = column.offset
+    numbers = memoryview(offsets)[4 * begin : 4 * (begin + len(column) + 1)].cast("i")
+    first, last = numbers[0], numbers[-1]
+    if last - first > PLAIN_BYTES_MAX:
+        raise too_large(last - first)
+    if first:
+        # The column is a slice of a longer one.
+        whole = pyarrow.Array.from_buffers(pyarrow.int32(), len(numbers), [None, offsets], offset=begin)
+        shifted = compute.subtract(whole, pyarrow.scalar(first, pyarrow.int32()))
+        numbers = memoryview(shifted.buffers()[1])[: 4 * len(numbers)].cast("i")
+    append_padded(parts, numbers)
+    if data is not None:
+        append_padded(parts, memoryview(data)[first:last])
+
+
+def _bitmap(bits: pyarrow.Array) -> bytes:
+    """The bits from the first on, and zeros behind the last."""
+    if bits.offset:
+        bits = pyarrow.concat_arrays([bits.slice(0, 0), bits])
+    count = len(bits)
+    data = bytearray(memoryview(bits.buffers()[1])[: (count + 7) // 8])
+    if count % 8:
+        data[-1] &= (1 << count % 8) - 1
+    return bytes(data)

@@ -23,6 +23,9 @@ BACKOFF_S_MAX: Final = 2.0
 
 PORT: Final = 4222
 
+# Not the one that programs seed, and draw from in an order of their own.
+_RANDOM: Final = random.Random()
+
 
 class Dials(Protocol):
     """Where a broker is: an address, or one in this process."""
@@ -242,7 +245,7 @@ class Link:
                 self._hello = socket.connection.hello
                 if not socket.is_lost:
                     await self._use(socket)
-            await asyncio.sleep(pause * random.uniform(0.5, 1))
+            await asyncio.sleep(pause * _RANDOM.uniform(0.5, 1))
             pause = min(2 * pause, BACKOFF_S_MAX)
 
     async def _dial(self) -> _Socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -89,8 +90,9 @@ def record_batches_of(columns: Sequence[str] | None) -> Shape:
         if batch.base_offset >= begin and (end is None or batch.end <= end):
             return found
         offsets = batch.columns().offsets()
-        wanted = [begin <= offset and (end is None or offset < end) for offset in offsets]
-        return found.slice(wanted.index(True), sum(wanted)) if True in wanted else found.slice(0, 0)
+        first = bisect_left(offsets, begin)
+        last = len(offsets) if end is None else bisect_left(offsets, end)
+        return found.slice(first, max(0, last - first))
 
     return shape
 

@@ -49,6 +49,8 @@ class AsyncStage:
         self._layouts: dict[str, Layout] = {}
         self._asked: list[asyncio.Task[int]] = []
         self._on_the_way: dict[asyncio.Task[int], int] = {}
+        # What the broker said of the first that it refused.
+        self._failure: BaseException | None = None
         self.is_done = False
 
     async def append(self, topic: str, partition: int, batch: Batch) -> None:
@@ -62,17 +64,22 @@ class AsyncStage:
                 raise BadRequest(f"{topic} is a subject of the topic {layout.name.decode()}, and no topic itself")
         while self._on_the_way and sum(self._on_the_way.values()) + batch.size > ON_THE_WAY_BYTES:
             await asyncio.wait(self._on_the_way, return_when=asyncio.FIRST_COMPLETED)
-        for task in [task for task in self._asked if task.done() and task.exception() is not None]:
-            task.result()
+        if self._failure is not None:
+            raise self._failure
         task = asyncio.ensure_future(self._ask(layout, partition, batch))
         self._asked.append(task)
         self._on_the_way[task] = batch.size
-        task.add_done_callback(self._on_the_way.pop)
+        task.add_done_callback(self._answered)
 
     async def close(self) -> list[int]:
         """Wait until all of it is on the disk; where it is staged."""
         offsets = await asyncio.gather(*self._asked)
         return [] if self.is_done else offsets
+
+    def _answered(self, task: asyncio.Task[int]) -> None:
+        del self._on_the_way[task]
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
 
     async def _ask(self, layout: Layout, partition: int, batch: Batch) -> int:
         try:
