@@ -1,0 +1,282 @@
+"""From stored batches to the columns that Spark sees: many messages at a time, and only the columns that are wanted.
+
+Everything here is done to whole columns. What is done for each message in Python costs more than all of this together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow
+from pyarrow import compute
+
+from penstock.client.values import read_headers
+from penstock.subject import matches
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+# Spark's own cost for each batch is paid once for so many rows; more gains nothing.
+ROWS: Final = 20_000
+ROWS_MAX: Final = 50_000
+BYTES: Final = 16 << 20
+
+COLUMNS: Final = {
+    "topic": "string",
+    "partition": "int",
+    "offset": "bigint",
+    "timestamp": "timestamp",
+    "key": "binary",
+    "value": "binary",
+    "subject": "string",
+}
+HEADERS: Final = {"headers": "map<string,string>"}
+
+_TYPES: Final = {
+    "topic": pyarrow.string(),
+    "partition": pyarrow.int32(),
+    "offset": pyarrow.int64(),
+    "timestamp": pyarrow.timestamp("us", tz="UTC"),
+    "key": pyarrow.binary(),
+    "value": pyarrow.binary(),
+    "subject": pyarrow.string(),
+    "headers": pyarrow.map_(pyarrow.string(), pyarrow.string()),
+}
+# What a message may lack.
+_ABSENT: Final = ("key", "value", "headers")
+
+# What is fetched for each.
+_STORED: Final = {
+    "topic": (),
+    "partition": (),
+    "offset": ("offset",),
+    "timestamp": ("timestamp",),
+    "key": ("key",),
+    "value": ("value", "tombstone"),
+    "subject": ("subject",),
+    "headers": ("headers",),
+}
+
+
+def ddl(*, has_headers: bool) -> str:
+    """The columns of the source as Spark is told."""
+    columns = COLUMNS | HEADERS if has_headers else COLUMNS
+    return ", ".join(f"{name} {kind}" for name, kind in columns.items())
+
+
+def schema(wanted: StructType) -> pyarrow.Schema:
+    """The same for Arrow. Refuses columns that there are not."""
+    known = COLUMNS | HEADERS
+    fields = []
+    for each in wanted.fields:
+        if each.name not in known:
+            raise ValueError(f"there is no column {each.name!r}: there are {', '.join(known)}")
+        if each.dataType.simpleString() != known[each.name]:
+            raise ValueError(f"column {each.name} is {known[each.name]}, not {each.dataType.simpleString()}")
+        if not each.nullable and each.name in _ABSENT:
+            raise ValueError(f"column {each.name} is not there in every message: it cannot be NOT NULL")
+        fields.append(pyarrow.field(each.name, _TYPES[each.name], nullable=each.nullable))
+    if not fields:
+        raise ValueError(f"the schema has no columns: there are {', '.join(known)}")
+    return pyarrow.schema(fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Which messages are wanted: the subject matches one of the patterns and is one of `subjects`, and the time fits.
+
+    None: whatever it is. `times`: names of comparisons in `pyarrow.compute`, each with a time.
+    """
+
+    patterns: tuple[bytes, ...] | None = None
+    subjects: frozenset[bytes] | None = None
+    times: tuple[tuple[str, Any], ...] = ()
+    # What was found out about the subjects so far.
+    _known: dict[bytes, bool] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What must be there to decide it."""
+        by_subject = self.patterns is not None or self.subjects is not None
+        return (("subject",) if by_subject else ()) + (("timestamp",) if self.times else ())
+
+    def select(self, rows: pyarrow.RecordBatch, topic: str) -> pyarrow.RecordBatch:
+        for comparison, moment in self.times:
+            rows = rows.filter(compute.call_function(comparison, [rows.column("timestamp"), moment]))
+        if "subject" in self.columns and rows.num_rows:
+            rows = self._select_subjects(rows, topic.encode())
+        return rows
+
+    def _select_subjects(self, rows: pyarrow.RecordBatch, topic: bytes) -> pyarrow.RecordBatch:
+        column = rows.column("subject")
+        found = column.cast(pyarrow.binary()).unique()
+        wanted = [self._is_wanted(topic if subject is None else subject) for subject in found.to_pylist()]
+        if all(wanted):
+            return rows
+        if not any(wanted):
+            return rows.slice(0, 0)
+        chosen = found.filter(pyarrow.array(wanted)).cast(column.type)
+        # A null among the chosen ones is one as any other here: the topic's own name.
+        return rows.filter(compute.is_in(column, value_set=chosen))
+
+    def _is_wanted(self, subject: bytes) -> bool:
+        known = self._known.get(subject)
+        if known is None:
+            known = (self.patterns is None or any(matches(pattern, subject) for pattern in self.patterns)) and (
+                self.subjects is None or subject in self.subjects
+            )
+            self._known[subject] = known
+        return known
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """From what is fetched to what Spark gets."""
+
+    schema: pyarrow.Schema
+    condition: Condition
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The columns to fetch."""
+        found = [stored for name in self.schema.names for stored in _STORED[name]] + [*self.condition.columns]
+        # Something must be fetched, if only to count the rows; the offsets cost least.
+        return tuple(dict.fromkeys(found or ["offset"]))
+
+    def shape(self, parts: Iterable[pyarrow.RecordBatch], topic: str, partition: int) -> Iterator[pyarrow.RecordBatch]:
+        """Record batches for Spark, each of many rows."""
+        gathered = _gather(parts)
+        if self.condition.columns:
+            gathered = _gather(self.condition.select(each, topic) for each in gathered)
+        for rows in gathered:
+            for first in range(0, rows.num_rows, ROWS_MAX):
+                yield self._build(rows.slice(first, ROWS_MAX), topic, partition)
+
+    def archived(self, parts: Iterable[pyarrow.RecordBatch], topic: str) -> Iterator[pyarrow.RecordBatch]:
+        """The same from rows that have the columns of Spark already, and those of the condition."""
+        for rows in parts:
+            chosen = self.condition.select(rows, topic).select(self.schema.names)
+            if chosen.num_rows:
+                yield pyarrow.RecordBatch.from_arrays(chosen.columns, schema=self.schema)
+
+    @property
+    def archived_schema(self) -> pyarrow.Schema:
+        """What to ask of an archive."""
+        more = [name for name in self.condition.columns if name not in self.schema.names]
+        return pyarrow.schema([*self.schema, *(pyarrow.field(name, _TYPES[name]) for name in more)])
+
+    def _build(self, rows: pyarrow.RecordBatch, topic: str, partition: int) -> pyarrow.RecordBatch:
+        arrays = [_column(name, rows, topic, partition) for name in self.schema.names]
+        return pyarrow.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+def _gather(parts: Iterable[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+    gathered: list[pyarrow.RecordBatch] = []
+    rows = size = 0
+    for part in parts:
+        if not part.num_rows:
+            continue
+        gathered.append(part)
+        rows += part.num_rows
+        size += part.nbytes
+        if rows >= ROWS or size >= BYTES:
+            yield _joined(gathered)
+            gathered = []
+            rows = size = 0
+    if gathered:
+        yield _joined(gathered)
+
+
+def _joined(parts: Sequence[pyarrow.RecordBatch]) -> pyarrow.RecordBatch:
+    if len(parts) == 1:
+        return parts[0]
+    (whole,) = pyarrow.Table.from_batches(parts).combine_chunks().to_batches()
+    return whole
+
+
+def _column(name: str, rows: pyarrow.RecordBatch, topic: str, partition: int) -> pyarrow.Array:
+    match name:
+        case "topic":
+            return _constant(topic, name).slice(0, rows.num_rows)
+        case "partition":
+            return _constant(partition, name).slice(0, rows.num_rows)
+        case "value":
+            return _values(rows.column("value"), rows.column("tombstone"))
+        case "subject":
+            return _subjects(rows.column("subject"), topic)
+        case "headers":
+            return headers(rows.column("headers"))
+    return rows.column(name)
+
+
+@lru_cache(64)
+def _constant(value: str | int, name: str) -> pyarrow.Array:
+    """Arrays never change, so one is made for all batches."""
+    return pyarrow.repeat(pyarrow.scalar(value, _TYPES[name]), ROWS_MAX)
+
+
+def _values(values: pyarrow.Array, tombstones: pyarrow.Array) -> pyarrow.Array:
+    """A message that deletes its key has no value."""
+    if not tombstones.true_count:
+        return values
+    return compute.if_else(tombstones, pyarrow.scalar(None, values.type), values)
+
+
+def _subjects(subjects: pyarrow.Array, topic: str) -> pyarrow.Array:
+    """A message without a subject has the topic's name."""
+    if subjects.null_count == len(subjects):
+        return _constant(topic, "topic").slice(0, len(subjects))
+    named = subjects.cast(pyarrow.string())
+    return compute.fill_null(named, topic) if subjects.null_count else named
+
+
+def headers(blocks: pyarrow.Array) -> pyarrow.Array:
+    """Header lines (`Name: value`) as maps; of a name that comes twice, the first. Null where there are none."""
+    kind = _TYPES["headers"]
+    if blocks.null_count == len(blocks):
+        return pyarrow.nulls(len(blocks), kind)
+    try:
+        texts = blocks.cast(pyarrow.string())
+    except pyarrow.ArrowInvalid:
+        # Bytes that are no text are rare, and Arrow has no way to replace them.
+        return pyarrow.array(
+            [None if block is None else list(read_headers(block).items()) for block in blocks.to_pylist()], kind
+        )
+    lines_of = compute.split_pattern(compute.fill_null(texts, ""), "\n")
+    lines = lines_of.flatten()
+    # A line that begins with a blank goes on with the one before, and is no header; nor is one without a name.
+    is_header = compute.match_substring_regex(lines, r"\A[^ \t:][^:]*:")
+    pairs = compute.split_pattern(lines.filter(is_header), ":", max_splits=1)
+    names = compute.utf8_rtrim(compute.list_element(pairs, 0), " \t")
+    values = compute.utf8_trim(compute.list_element(pairs, 1), " \t\r")
+    # So many headers are there before each line, and so before each message.
+    edges = _count_before(is_header).take(lines_of.offsets)
+    names, values, edges = _first_of_each(names, values, edges)
+    return pyarrow.MapArray.from_arrays(
+        edges, names, values, type=kind, mask=texts.is_null() if texts.null_count else None
+    )
+
+
+def _first_of_each(
+    names: pyarrow.Array, values: pyarrow.Array, edges: pyarrow.Array
+) -> tuple[pyarrow.Array, pyarrow.Array, pyarrow.Array]:
+    """Without headers whose name was there before in the same message."""
+    known = names.dictionary_encode()
+    owners = compute.list_parent_indices(pyarrow.ListArray.from_arrays(edges, names)).cast(pyarrow.int64())
+    # One number for each name in each message.
+    codes = compute.add(compute.multiply(owners, len(known.dictionary)), known.indices)
+    if compute.count_distinct(codes).as_py() == len(codes):
+        return names, values, edges
+    table = pyarrow.table({"code": codes, "at": pyarrow.array(range(len(codes)), pyarrow.int64())})
+    firsts = table.group_by("code").aggregate([("at", "min")])["at_min"].combine_chunks()
+    is_first = compute.is_in(table["at"].combine_chunks(), value_set=firsts)
+    return names.filter(is_first), values.filter(is_first), _count_before(is_first).take(edges)
+
+
+def _count_before(flags: pyarrow.Array) -> pyarrow.Array:
+    """How many are set before each place, and at the end how many in all."""
+    counts = compute.cumulative_sum(flags.cast(pyarrow.int32()))
+    return pyarrow.concat_arrays([pyarrow.array([0], pyarrow.int32()), counts])

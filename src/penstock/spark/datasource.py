@@ -1,0 +1,68 @@
+"""`format("penstock")`: where Spark finds the source and the sink."""
+
+# The names of methods are Spark's.
+# ruff: noqa: N802
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+# The module that Spark runs when it pushes filters down. Only then may a reader have `pushFilters`: elsewhere Spark
+# refuses every read by such a reader.
+_PUSHDOWN: Final = "pyspark.sql.worker.data_source_pushdown_filters"
+
+
+class PenstockDataSource(DataSource):
+    """Topics as tables and streams, and the other way round."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "penstock"
+
+    def schema(self) -> str:
+        from penstock.spark import columns, options
+
+        return columns.ddl(has_headers=options.has_headers(self.options))
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        from penstock.spark import options
+        from penstock.spark.source import FilteringReader, Reader
+
+        given = options.read(self.options, is_stream=False)
+        return FilteringReader(given, schema) if _PUSHDOWN in sys.modules else Reader(given, schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        from penstock.spark import options
+        from penstock.spark.source import StreamReader
+
+        return StreamReader(options.read(self.options, is_stream=True), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        if "archive" in self.options:
+            from penstock.spark import archive
+
+            return archive.writer(self.options, schema, overwrite)
+        from penstock.spark import sink
+
+        return sink.writer(self.options, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        if "archive" in self.options:
+            from penstock.spark import archive
+
+            return archive.stream_writer(self.options, schema)
+        from penstock.spark import sink
+
+        return sink.stream_writer(self.options, schema)

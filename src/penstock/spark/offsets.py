@@ -1,0 +1,97 @@
+"""Offsets of a stream as Spark keeps them in its log, and the arithmetic of how much is read at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, Self
+
+from penstock.spark.options import Place
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """How far each partition is read. The id of a topic tells it from another that had its name before.
+
+    {"version": 1, "topics": {"orders": {"id": 7, "offsets": {"0": 23, "1": 5}}}}
+    """
+
+    ids: dict[str, int]
+    ends: dict[Place, int]
+
+    def to_json(self) -> dict[str, Any]:
+        topics: dict[str, Any] = {name: {"id": number, "offsets": {}} for name, number in sorted(self.ids.items())}
+        for place, end in sorted(self.ends.items()):
+            topics[place.topic]["offsets"][str(place.partition)] = end
+        return {"version": VERSION, "topics": topics}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        version = found.get("version")
+        if version != VERSION or not isinstance(found.get("topics"), dict):
+            raise ValueError(
+                f"the checkpoint has offsets of version {version!r}, this Penstock reads {VERSION}: "
+                "it belongs to another source, or to a newer Penstock"
+            )
+        ids, ends = {}, {}
+        for name, topic in found["topics"].items():
+            ids[name] = int(topic["id"])
+            for partition, end in topic["offsets"].items():
+                ends[Place(name, int(partition))] = int(end)
+        return cls(ids, ends)
+
+
+class Range(NamedTuple):
+    """Offsets of a partition, the last one not included."""
+
+    place: Place
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+def share(available: Mapping[Place, int], limit: int) -> dict[Place, int]:
+    """`limit` shared out: in proportion to what is there, and at least one to each while it lasts.
+
+    So partitions with unlike backlogs come to their ends together, and a small one is never left waiting.
+    """
+    waiting = {place: count for place, count in available.items() if count > 0}
+    total = sum(waiting.values())
+    if total <= limit:
+        return waiting
+    shares = dict.fromkeys(sorted(waiting, key=lambda place: (-waiting[place], place))[:limit], 1)
+    left, rest = limit - len(shares), total - len(waiting)
+    if left:
+        for place in shares:
+            shares[place] += (waiting[place] - 1) * left // rest
+        # What rounding left over: less than one for each.
+        left = limit - sum(shares.values())
+        for place in [place for place in shares if shares[place] < waiting[place]][:left]:
+            shares[place] += 1
+    return shares
+
+
+def split(ranges: Sequence[Range], *, partitions_min: int | None, records_max: int | None) -> list[Range]:
+    """The same offsets, in at least so many ranges of at most so many offsets."""
+    total = sum(each.size for each in ranges)
+    found = []
+    for each in ranges:
+        parts = 1
+        if partitions_min is not None and len(ranges) < partitions_min:
+            # Rounded up, so that together they are never fewer.
+            parts = -(-each.size * partitions_min // total)
+        if records_max is not None:
+            parts = max(parts, -(-each.size // records_max))
+        found += _cut(each, min(parts, each.size))
+    return found
+
+
+def _cut(whole: Range, parts: int) -> list[Range]:
+    edges = [whole.start + whole.size * number // parts for number in range(parts + 1)]
+    return [Range(whole.place, start, end) for start, end in pairwise(edges)]

@@ -1,0 +1,387 @@
+"""The options of the source, read and checked. Spark hands them over as texts, with their names in lower case.
+
+Names and meanings are those of Kafka's connector wherever the meaning is the same, so that a job moves by changing its
+format and its servers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, NoReturn
+
+from penstock.spark import connection
+from penstock.subject import is_pattern
+
+# How long the broker may be away, or may take for an answer.
+TIMEOUT_S: Final = connection.TIMEOUT_S
+# Until when a stream that waits for `minOffsetsPerTrigger` goes on with less: as Kafka's connector.
+TRIGGER_DELAY_S: Final = 15 * 60.0
+
+CONNECTION: Final = ("servers", "kafka.bootstrap.servers", "user", "password", "token", "timeout")
+READ: Final = (
+    *CONNECTION,
+    "subscribe",
+    "subscribePattern",
+    "assign",
+    "subjects",
+    "startingOffsets",
+    "startingTimestamp",
+    "startingOffsetsByTimestamp",
+    "startingOffsetsByTimestampStrategy",
+    "endingOffsets",
+    "endingTimestamp",
+    "endingOffsetsByTimestamp",
+    "maxOffsetsPerTrigger",
+    "minOffsetsPerTrigger",
+    "maxTriggerDelay",
+    "maxBytesPerTrigger",
+    "minPartitions",
+    "maxRecordsPerPartition",
+    "failOnDataLoss",
+    "includeHeaders",
+    "group",
+    "kafka.group.id",
+    "archive",
+)
+# What Spark itself puts among the options.
+_SPARKS: Final = frozenset({"checkpointlocation", "queryname"})
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+OFFSET_MAX: Final = (1 << 63) - 1
+
+_DURATION: Final = re.compile(r"(\d+)\s*(ms|s|m|min|h|d)")
+_UNIT_S: Final = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+class Place(NamedTuple):
+    """A partition of a topic."""
+
+    topic: str
+    partition: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """Which broker, and as whom."""
+
+    servers: str
+    timeout_s: float
+    user: str | None = None
+    password: str | None = None
+    token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """`subscribe`: these topics."""
+
+    topics: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """`subscribePattern`: the topics whose whole name matches, also those that are made later."""
+
+    expression: re.Pattern[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """`assign`: these partitions."""
+
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AtOffsets:
+    """An offset for each partition; EARLIEST and LATEST are two of them."""
+
+    name: str
+    offsets: dict[Place, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AtTime:
+    """The first message that was stored at a time or later."""
+
+    name: str
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtTimes:
+    name: str
+    times_ms: dict[Place, int]
+
+
+@dataclass(frozen=True, slots=True)
+class AtEdge:
+    """Everywhere at EARLIEST, or everywhere at LATEST."""
+
+    offset: int
+
+
+Topics = Names | Matching | Assigned
+Bound = AtEdge | AtOffsets | AtTime | AtTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """All that the source can be told."""
+
+    broker: Broker
+    topics: Topics
+    subjects: tuple[bytes, ...]
+    start: Bound
+    end: Bound
+    # Whether a time behind the last message is an error, or the end.
+    is_late_start_error: bool
+    offsets_max: int | None
+    offsets_min: int | None
+    delay_s: float
+    bytes_max: int | None
+    partitions_min: int | None
+    records_max: int | None
+    fails_on_loss: bool
+    has_headers: bool
+    group: str | None
+    archive: str | None
+
+
+def read(options: Mapping[str, str], *, is_stream: bool) -> Read:
+    check_known(options, READ)
+    found = Read(
+        broker=broker(options),
+        topics=_topics(options),
+        subjects=_subjects(options),
+        start=_bound(options, "starting", AtEdge(LATEST if is_stream else EARLIEST)),
+        end=_bound(options, "ending", AtEdge(LATEST)),
+        is_late_start_error=choice(options, "startingOffsetsByTimestampStrategy", ("error", "latest")) == "error",
+        offsets_max=number(options, "maxOffsetsPerTrigger"),
+        offsets_min=number(options, "minOffsetsPerTrigger"),
+        delay_s=duration_s(options, "maxTriggerDelay", TRIGGER_DELAY_S),
+        bytes_max=number(options, "maxBytesPerTrigger"),
+        partitions_min=number(options, "minPartitions"),
+        records_max=number(options, "maxRecordsPerPartition"),
+        fails_on_loss=flag(options, "failOnDataLoss", default=True),
+        has_headers=has_headers(options),
+        group=text(options, "group") or text(options, "kafka.group.id"),
+        archive=text(options, "archive"),
+    )
+    _check_together(found, is_stream=is_stream)
+    return found
+
+
+def has_headers(options: Mapping[str, str]) -> bool:
+    return flag(options, "includeHeaders", default=False)
+
+
+def broker(options: Mapping[str, str]) -> Broker:
+    return Broker(
+        servers=text(options, "servers") or text(options, "kafka.bootstrap.servers") or connection.SERVERS,
+        timeout_s=seconds(options, "timeout", TIMEOUT_S),
+        user=text(options, "user"),
+        password=text(options, "password"),
+        token=text(options, "token"),
+    )
+
+
+def check_known(options: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse the first option that there is not. `known`: names as users write them."""
+    names = {name.lower(): name for name in known}
+    for given in options:
+        if given.lower() in names or given.lower() in _SPARKS:
+            continue
+        if given.lower() == "path":
+            raise ValueError("a topic has no path: call load() and save() without one, and name topics with options")
+        nearest = difflib.get_close_matches(given.lower(), names, 1)
+        if nearest:
+            raise ValueError(f"there is no option {given!r}: did you mean {names[nearest[0]]!r}?")
+        raise ValueError(f"there is no option {given!r}: there are {', '.join(sorted(names.values()))}")
+
+
+# One option each, by the name that users write.
+
+
+def text(options: Mapping[str, str], name: str) -> str | None:
+    """None if it is not there; it cannot be empty."""
+    given = options.get(name.lower())
+    if given is None:
+        return None
+    if not given.strip():
+        raise ValueError(f"{name} is empty: give it a value, or leave it out")
+    return given.strip()
+
+
+def number(options: Mapping[str, str], name: str, *, least: int = 1) -> int | None:
+    given = text(options, name)
+    if given is None:
+        return None
+    try:
+        found = int(given)
+    except ValueError:
+        found = least - 1
+    if not least <= found <= OFFSET_MAX:
+        raise ValueError(f"{name} is {given!r}: it must be a whole number from {least} on")
+    return found
+
+
+def flag(options: Mapping[str, str], name: str, *, default: bool) -> bool:
+    given = text(options, name)
+    if given is None:
+        return default
+    if given.lower() not in ("true", "false"):
+        raise ValueError(f"{name} is {given!r}: it must be true or false")
+    return given.lower() == "true"
+
+
+def choice(options: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    """One of them; the first if none is given."""
+    given = text(options, name)
+    if given is None:
+        return allowed[0]
+    if given.lower() not in allowed:
+        raise ValueError(f"{name} is {given!r}: it must be {' or '.join(allowed)}")
+    return given.lower()
+
+
+def seconds(options: Mapping[str, str], name: str, default: float) -> float:
+    """Seconds as a number, or a time such as 500ms."""
+    given = text(options, name)
+    try:
+        found = default if given is None else float(given)
+    except ValueError:
+        return duration_s(options, name, default)
+    if not 0 < found < 1e9:
+        raise ValueError(f"{name} is {given!r}: it must be more than 0 seconds")
+    return found
+
+
+def duration_s(options: Mapping[str, str], name: str, default: float) -> float:
+    given = text(options, name)
+    if given is None:
+        return default
+    found = _DURATION.fullmatch(given.lower())
+    if not found:
+        raise ValueError(f"{name} is {given!r}: it must be a time such as 500ms, 30s, 15m, 1h or 1d")
+    return int(found[1]) * _UNIT_S[found[2]]
+
+
+def names(options: Mapping[str, str], name: str) -> tuple[str, ...]:
+    """A list with commas; each once, in the order given."""
+    given = text(options, name)
+    if given is None:
+        return ()
+    found = tuple(dict.fromkeys(each.strip() for each in given.split(",")))
+    if not all(found):
+        raise ValueError(f"{name} is {given!r}: between its commas there must be names")
+    return found
+
+
+def _topics(options: Mapping[str, str]) -> Topics:
+    ways = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in options]
+    if len(ways) != 1:
+        given = " and ".join(ways) or "none of them"
+        raise ValueError(f"exactly one of subscribe, subscribePattern and assign says what is read, here {given}")
+    match ways[0]:
+        case "subscribe":
+            return Names(names(options, "subscribe"))
+        case "subscribePattern":
+            expression = text(options, "subscribePattern") or ""
+            try:
+                return Matching(re.compile(expression))
+            except re.error as error:
+                raise ValueError(f"subscribePattern is {expression!r}, no regular expression: {error}") from None
+    return Assigned(_assigned(options))
+
+
+def _assigned(options: Mapping[str, str]) -> tuple[Place, ...]:
+    expected = '{"orders": [0, 1]}'
+    given = _object(options, "assign", expected)
+    places = []
+    for topic, partitions in given.items():
+        if not isinstance(partitions, list) or not all(type(each) is int and each >= 0 for each in partitions):
+            _refuse("assign", options, expected)
+        places += [Place(topic, each) for each in partitions]
+    if not places:
+        _refuse("assign", options, expected)
+    return tuple(dict.fromkeys(places))
+
+
+def _subjects(options: Mapping[str, str]) -> tuple[bytes, ...]:
+    patterns = tuple(each.encode() for each in names(options, "subjects"))
+    for pattern in patterns:
+        if not is_pattern(pattern):
+            raise ValueError(
+                f"subjects has {pattern.decode()!r}, which is no pattern: tokens with dots between them, "
+                "`*` for one token, `>` at the end for all that follow"
+            )
+    return patterns
+
+
+def _bound(options: Mapping[str, str], which: str, default: Bound) -> Bound:
+    """Of several the first counts, as in Kafka's connector: the time, times by partition, offsets."""
+    time_ms = number(options, f"{which}Timestamp", least=0)
+    if time_ms is not None:
+        return AtTime(f"{which}Timestamp", time_ms)
+    by_time, by_offset = f"{which}OffsetsByTimestamp", f"{which}Offsets"
+    if by_time.lower() in options:
+        return AtTimes(by_time, _by_place(options, by_time, least=0))
+    given = text(options, by_offset)
+    match given.lower() if given else given:
+        case None:
+            return default
+        case "earliest":
+            return AtEdge(EARLIEST)
+        case "latest":
+            return AtEdge(LATEST)
+    return AtOffsets(by_offset, _by_place(options, by_offset, least=EARLIEST))
+
+
+def _by_place(options: Mapping[str, str], name: str, *, least: int) -> dict[Place, int]:
+    if least == EARLIEST:
+        expected = 'earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 is earliest, -1 is latest)'
+    else:
+        expected = '{"orders": {"0": 1700000000000}} (milliseconds since 1970)'
+    found = {}
+    for topic, offsets in _object(options, name, expected).items():
+        if not isinstance(offsets, dict):
+            _refuse(name, options, expected)
+        for partition, offset in offsets.items():
+            if not partition.isdecimal() or type(offset) is not int or not least <= offset <= OFFSET_MAX:
+                _refuse(name, options, expected)
+            found[Place(topic, int(partition))] = offset
+    return found
+
+
+def _object(options: Mapping[str, str], name: str, expected: str) -> dict[str, Any]:
+    try:
+        found = json.loads(options[name.lower()])
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        _refuse(name, options, expected)
+    return found
+
+
+def _refuse(name: str, options: Mapping[str, str], expected: str) -> NoReturn:
+    raise ValueError(f"{name} is {options[name.lower()]!r}: it must be {expected}")
+
+
+def _check_together(found: Read, *, is_stream: bool) -> None:
+    if found.end == AtEdge(EARLIEST):
+        raise ValueError("endingOffsets is earliest, so there would be nothing to read: it must be latest or offsets")
+    if isinstance(found.end, AtOffsets) and EARLIEST in found.end.offsets.values():
+        raise ValueError("endingOffsets has -2 (earliest), so there would be nothing to read")
+    if not is_stream and found.start == AtEdge(LATEST):
+        raise ValueError("startingOffsets is latest, so there would be nothing to read: a batch ends at the latest")
+    if found.archive is not None and found.bytes_max is not None:
+        raise ValueError("maxBytesPerTrigger cannot be told of an archive: use maxOffsetsPerTrigger")

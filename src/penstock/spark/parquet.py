@@ -1,0 +1,377 @@
+"""Rows of topics as Parquet files, and back: one file has rows of one topic partition and one hour (or day), ascending
+by offset.
+
+Nothing here looks at a row: batches are sorted, cut and written as Arrow does it. Rows that come in order, as they do
+from the source, are only cut at the hour. Rows in another order are sorted batch by batch, and a file ends where its
+order would break; so files may overlap in their offsets, as they do when timestamps go back, and reading merges them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import urllib.parse
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, Literal
+
+import pyarrow
+from pyarrow import compute, parquet
+
+from penstock.errors import BadDirectory, ReadFailed
+from penstock.spark.manifest import ArchivedFile, sync_directory
+
+Unit = Literal["hour", "day"]
+
+TYPES: Final = {
+    "topic": pyarrow.string(),
+    "partition": pyarrow.int32(),
+    "offset": pyarrow.int64(),
+    "timestamp": pyarrow.timestamp("us", tz="UTC"),
+    "key": pyarrow.binary(),
+    "value": pyarrow.binary(),
+    "subject": pyarrow.string(),
+    "headers": pyarrow.map_(pyarrow.string(), pyarrow.string()),
+}
+# Without these a row has no place.
+PLACE: Final = ("topic", "partition", "offset", "timestamp")
+
+# A row group is what a reader takes or leaves.
+GROUP_ROWS: Final = 100_000
+GROUP_BYTES: Final = 32 << 20
+# What a task keeps in memory before it writes, and how many files it has open: a back-fill goes through many hours.
+WAITING_BYTES: Final = 128 << 20
+FILES_OPEN: Final = 32
+# Rows in a batch that is read, and of small ones so many together.
+READ_ROWS: Final = 32_768
+GATHERED_ROWS: Final = 10_000
+_NAME_BYTES_MAX: Final = 200
+
+
+def write(
+    batches: Iterable[pyarrow.RecordBatch],
+    root: Path,
+    columns: Sequence[str],
+    unit: Unit,
+    *,
+    left_out: Sequence[str] = (),
+) -> list[ArchivedFile]:
+    """Durable files below `root` with the rows, without the columns `left_out`. If it fails there are none."""
+    task = _Task(root, unit, [name for name in columns if name not in left_out])
+    try:
+        for batch in batches:
+            for part in _parts(_rows(batch, columns), unit):
+                task.add(part)
+        return task.close()
+    except BaseException:
+        task.abandon()
+        raise
+
+
+def read(
+    files: Sequence[tuple[Path, ArchivedFile]], start: int, end: int, schema: pyarrow.Schema
+) -> Iterator[pyarrow.RecordBatch]:
+    """The rows of one topic partition with start <= offset < end, ascending. The files may overlap in their offsets."""
+    if not files:
+        return
+    place = files[0][1]
+    names = [name for name in schema.names if name not in ("topic", "partition")]
+    wanted = names if "offset" in names else [*names, "offset"]
+    merged = _merged(sorted(files, key=lambda pair: pair[1].first), start, end, wanted)
+    for rows in _gathered(merged):
+        yield _finished(rows, place, schema)
+
+
+def place_of(root: Path, name: str) -> Path:
+    """A file's path, from the one that the manifest has."""
+    return root.joinpath(*PurePosixPath(name).parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows that go to one file. `hour`: when the hour, or day, begins."""
+
+    topic: str
+    partition: int
+    hour: datetime.datetime
+    rows: pyarrow.Table
+
+
+def _rows(batch: pyarrow.RecordBatch, columns: Sequence[str]) -> pyarrow.Table:
+    """The columns in the types of an archive. Spark may have large strings, and the time zone of the session."""
+    table = pyarrow.Table.from_batches([batch]).select(list(columns))
+    for name in PLACE:
+        if table[name].null_count:
+            raise ValueError(f"column {name} is null in {table[name].null_count} rows: an archive needs it in each")
+    return table.cast(pyarrow.schema([(name, TYPES[name]) for name in columns]))
+
+
+def _parts(table: pyarrow.Table, unit: Unit) -> Iterator[_Part]:
+    if not table.num_rows:
+        return
+    hours = compute.floor_temporal(table["timestamp"], unit=unit)
+    topics, partitions, spread = (compute.min_max(column) for column in (table["topic"], table["partition"], hours))
+    if all(extremes["min"] == extremes["max"] for extremes in (topics, partitions, spread)):
+        rows = table if _ascends(table) else _sorted(table, ["offset"])
+        yield _Part(topics["min"].as_py(), partitions["min"].as_py(), spread["min"].as_py(), rows)
+        return
+    table = _sorted(table.append_column("hour", hours), ["topic", "partition", "hour", "offset"])
+    # Without threads the groups come in the order in which they lie.
+    groups = table.group_by(["topic", "partition", "hour"], use_threads=False).aggregate([([], "count_all")])
+    at = 0
+    for group in groups.to_pylist():
+        rows = table.slice(at, group["count_all"]).drop_columns(["hour"])
+        yield _Part(group["topic"], group["partition"], group["hour"], rows)
+        at += group["count_all"]
+
+
+def _sorted(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
+    return table.sort_by([(name, "ascending") for name in names])
+
+
+def _ascends(table: pyarrow.Table) -> bool:
+    offsets, count = table["offset"], table.num_rows
+    return count < 2 or bool(compute.all(compute.less(offsets.slice(0, count - 1), offsets.slice(1))).as_py())
+
+
+class _Task:
+    """The files that one task writes."""
+
+    def __init__(self, root: Path, unit: Unit, columns: Sequence[str]) -> None:
+        self._root = root
+        self._unit: Unit = unit
+        self._schema = pyarrow.schema([(name, TYPES[name]) for name in columns])
+        self._open: dict[tuple[str, int, datetime.datetime], _File] = {}  # the one that was used last comes last
+        self._files: list[_File] = []
+        self._done: list[ArchivedFile] = []
+
+    def add(self, part: _Part) -> None:
+        if not _ascends(part.rows):
+            raise ValueError(
+                f"an offset of {part.topic} partition {part.partition} is there twice: write each row once"
+            )
+        key = part.topic, part.partition, part.hour
+        file = self._open.pop(key, None)
+        if file is not None and file.last >= part.rows["offset"][0].as_py():
+            self._done.append(file.close())
+            file = None
+        if file is None:
+            file = _File(self._root, _directory(part, self._unit), part, self._schema)
+            self._files.append(file)
+        self._open[key] = file
+        file.add(part.rows)
+        if len(self._open) > FILES_OPEN:
+            self._done.append(self._open.pop(next(iter(self._open))).close())
+        if sum(file.waiting_bytes for file in self._open.values()) > WAITING_BYTES:
+            for file in self._open.values():
+                file.flush()
+
+    def close(self) -> list[ArchivedFile]:
+        self._done += [file.close() for file in self._open.values()]
+        self._open = {}
+        # Directories that another task has just made may not be synced yet: each syncs all on its way.
+        directories = {parent for file in self._files for parent in file.path.relative_to(self._root).parents}
+        for directory in sorted(directories, reverse=True):
+            sync_directory(self._root / directory)
+        return self._done
+
+    def abandon(self) -> None:
+        for file in self._files:
+            file.abandon()
+
+
+class _File:
+    """A file that is being written. Batches wait until there is a row group of them."""
+
+    def __init__(self, root: Path, directory: str, part: _Part, schema: pyarrow.Schema) -> None:
+        self._name = f"{directory}/{uuid.uuid4().hex}.parquet"
+        self.path = place_of(root, self._name)
+        self._part = part
+        self._schema = schema
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "xb")  # noqa: SIM115 - it is closed with this
+        self._writer: Any = parquet.ParquetWriter(
+            self._file,
+            schema,
+            compression="zstd",
+            # Of these few values are distinct; to look for such among the others takes time and finds none.
+            use_dictionary=[name for name in ("topic", "partition", "subject") if name in schema.names],
+            write_statistics=[name for name in PLACE if name in schema.names],
+            write_page_checksum=True,
+        )
+        self._waiting: list[pyarrow.Table] = []
+        self._waiting_rows = 0
+        self.waiting_bytes = 0
+        self._rows = 0
+        self._first: int | None = None
+        self.last = -1
+        self._timestamps: list[int] = []
+
+    def add(self, rows: pyarrow.Table) -> None:
+        offsets, times = rows["offset"], compute.min_max(rows["timestamp"])
+        self._first = offsets[0].as_py() if self._first is None else self._first
+        self.last = offsets[-1].as_py()
+        times = [times["min"].value, times["max"].value, *self._timestamps]
+        self._timestamps = [min(times), max(times)]
+        self._rows += rows.num_rows
+        self._waiting.append(rows.select(self._schema.names))
+        self._waiting_rows += rows.num_rows
+        self.waiting_bytes += rows.nbytes
+        if self._waiting_rows >= GROUP_ROWS or self.waiting_bytes >= GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._writer.write_table(pyarrow.concat_tables(self._waiting), row_group_size=GROUP_ROWS)
+        self._waiting = []
+        self._waiting_rows = self.waiting_bytes = 0
+
+    def close(self) -> ArchivedFile:
+        self.flush()
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        size = self._file.tell()
+        self._file.close()
+        assert self._first is not None  # a file is opened for rows
+        part, times = self._part, self._timestamps
+        return ArchivedFile(
+            self._name, part.topic, part.partition, self._rows, size, self._first, self.last, times[0], times[1]
+        )
+
+    def abandon(self) -> None:
+        try:
+            self._writer.close()  # else it would write to the closed file when it is collected
+        except (OSError, ValueError):
+            pass
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+def _directory(part: _Part, unit: Unit) -> str:
+    """As Hive names them. The rows have the topic's whole name; a long one is cut here."""
+    name = urllib.parse.quote(part.topic, safe="")
+    if len(name) > _NAME_BYTES_MAX:
+        name = f"{name[:_NAME_BYTES_MAX]}~{hashlib.sha256(part.topic.encode()).hexdigest()[:16]}"
+    hour = f"/hour={part.hour:%H}" if unit == "hour" else ""
+    return f"data/topic={name}/day={part.hour:%Y-%m-%d}{hour}"
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A file that is being read. `head`: rows that were not given out yet."""
+
+    head: pyarrow.RecordBatch
+    rest: Iterator[pyarrow.RecordBatch]
+
+    @property
+    def last(self) -> int:
+        return int(self.head["offset"][-1].as_py())
+
+    def take(self, last: int) -> pyarrow.RecordBatch:
+        count = _count_below(self.head, last + 1)
+        taken, self.head = self.head.slice(0, count), self.head.slice(count)
+        return taken
+
+    def advance(self) -> bool:
+        """Whether there are more rows."""
+        while not self.head.num_rows:
+            following = next(self.rest, None)
+            if following is None:
+                return False
+            self.head = following
+        return True
+
+
+def _merged(
+    files: Sequence[tuple[Path, ArchivedFile]], start: int, end: int, names: Sequence[str]
+) -> Iterator[pyarrow.RecordBatch]:
+    """All rows up to the lowest of the last offsets in hand are known: those are given out, in order."""
+    waiting, streams = deque(files), list[_Stream]()
+    while waiting or streams:
+        last = min((stream.last for stream in streams), default=None)
+        while waiting and (last is None or waiting[0][1].first <= last):
+            path, file = waiting.popleft()
+            rest = _file_rows(path, file, start, end, names)
+            head = next(rest, None)
+            if head is not None:
+                streams.append(_Stream(head, rest))
+                last = streams[-1].last if last is None else min(last, streams[-1].last)
+        if last is None:
+            return
+        taken = [rows for rows in (stream.take(last) for stream in streams) if rows.num_rows]
+        streams = [stream for stream in streams if stream.advance()]
+        if len(taken) == 1:
+            yield taken[0]
+        else:
+            yield from pyarrow.Table.from_batches(taken).combine_chunks().sort_by("offset").to_batches()
+
+
+def _file_rows(
+    path: Path, file: ArchivedFile, start: int, end: int, names: Sequence[str]
+) -> Iterator[pyarrow.RecordBatch]:
+    """Only the row groups that hold wanted offsets are read, and of them the wanted columns."""
+    try:
+        if path.stat().st_size != file.bytes:
+            raise ReadFailed(f"{path} has not the size that the archive knows of: restore it")
+        with parquet.ParquetFile(path, page_checksum_verification=True) as opened:
+            absent = [name for name in names if name not in opened.schema_arrow.names]
+            if absent:
+                raise ValueError(f"the archive was written without {', '.join(absent)}: read without, or from the log")
+            groups = _groups(opened, start, end)
+            for batch in opened.iter_batches(READ_ROWS, row_groups=groups, columns=list(names), use_threads=False):
+                low, high = _count_below(batch, start), _count_below(batch, end)
+                if low < high:
+                    yield batch.select(list(names)).slice(low, high - low)
+    except FileNotFoundError as error:
+        raise BadDirectory(f"{path} is in the archive and is not there: restore it") from error
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ReadFailed(f"{path} cannot be read: {error}") from error
+
+
+def _groups(opened: Any, start: int, end: int) -> list[int]:
+    column = opened.schema_arrow.names.index("offset")
+    found = []
+    for number in range(opened.metadata.num_row_groups):
+        # Statistics are of leaves. Only headers, which come last, have more than one.
+        offsets = opened.metadata.row_group(number).column(column).statistics
+        if offsets is None or (offsets.min < end and offsets.max >= start):
+            found.append(number)
+    return found
+
+
+def _count_below(batch: pyarrow.RecordBatch, offset: int) -> int:
+    """How many rows, which ascend, lie below an offset."""
+    offsets = batch["offset"]
+    if offsets[-1].as_py() < offset:
+        return int(batch.num_rows)
+    return int(compute.sum(compute.less(offsets, offset)).as_py() or 0)
+
+
+def _gathered(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+    """Small ones together: Spark takes each at a price."""
+    waiting: list[pyarrow.RecordBatch] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(part.num_rows for part in waiting) >= GATHERED_ROWS:
+            yield pyarrow.concat_batches(waiting)
+            waiting = []
+    if waiting:
+        yield pyarrow.concat_batches(waiting)
+
+
+def _finished(rows: pyarrow.RecordBatch, place: ArchivedFile, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    """As the reader wants them. Topic and partition are the same in all rows."""
+    columns = []
+    for field in schema:
+        if field.name in ("topic", "partition"):
+            value = place.topic if field.name == "topic" else place.partition
+            columns.append(pyarrow.repeat(pyarrow.scalar(value, field.type), rows.num_rows))
+        else:
+            column = rows[field.name]
+            columns.append(column if column.type == field.type else column.cast(field.type))
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)

@@ -1,0 +1,50 @@
+"""What several test files share: a Spark session and a broker that it can reach, each once for a worker of the run.
+
+Nothing of Spark is loaded before a test asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+import penstock
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+class SparkBroker(penstock.Broker):
+    """A broker in this process, with a port for Spark's workers."""
+
+    @property
+    def servers(self) -> str:
+        """What the option `servers` takes."""
+        assert self.address is not None
+        return self.address
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """One session for all. What a test changes in its configuration, it changes back."""
+    from penstock.spark import session
+
+    directory = tmp_path_factory.mktemp("spark")
+    config = {
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.warehouse.dir": str(directory / "warehouse"),
+        "spark.local.dir": str(directory / "local"),
+        "spark.log.level": "ERROR",
+    }
+    found = session("tests", master="local[2]", config=config)
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="session")
+def spark_broker() -> Iterator[SparkBroker]:
+    """One broker for all: each test takes topics of its own."""
+    with SparkBroker(listen="127.0.0.1:0") as broker:
+        yield broker
