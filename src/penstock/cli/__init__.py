@@ -30,6 +30,7 @@ MODULES: Final = {
     "fetch": (_CLIENT, "Read what is stored: as lines, JSON, CSV or Parquet."),
     "dlq": (_CLIENT, "List dead letters, look at them, and send them again."),
     "top": (_CLIENT, "Watch the rates of topics and the lag of groups."),
+    "pipeline": (_CLIENT, "Run topics through Spark: transform, aggregate, archive, replay and more."),
     "bench": (_CLIENT, "Measure a broker: throughput and latency."),
 }
 
@@ -142,12 +143,16 @@ def run_config(
 
 @app.command("demo", rich_help_panel=_SERVER)
 def run_demo(
-    messages: Annotated[int, typer.Option(min=1, help="How many messages to append and read back.")] = 200_000,
+    orders: Annotated[int, typer.Option(min=1000, help="How many orders come in.")] = 20_000,
+    directory: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where everything stays.  [default: a new temporary directory]"),
+    ] = None,
 ) -> None:
-    """See the log at work: append, read, kill -9, recover, verify. In a temporary directory."""
+    """See all of it at work: orders from two clients, three pipelines on Spark, tables and a plot. Takes a minute."""
     from penstock.cli import demo
 
-    if not demo.run(messages):
+    if not demo.run(orders, directory):
         raise typer.Exit(1)
 
 

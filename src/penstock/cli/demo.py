@@ -1,280 +1,325 @@
-"""`penstock demo`: the log at work, in a directory that is removed afterwards.
-
-Run as a module, this is the process that the demo kills: it appends until it is gone, and writes to its output
-up to which offset it was told that messages are safe.
-"""
+"""`penstock demo`: orders come in, Spark makes something of them, and all of it stays in a directory to go on with."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import importlib.util
-import itertools
-import logging
-import os
-import re
-import socket
-import subprocess
-import sys
+import json
+import random
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn
 
-from penstock.batch import Batch, encode
-from penstock.cli import output, verify
-from penstock.clock import SystemClock
+from penstock.cli import output
+from penstock.cli.pipeline import line
+from penstock.client.values import DeadLetter
+from penstock.embedded import Broker
 from penstock.errors import PenstockError
-from penstock.storage import inspect
-from penstock.storage.log import Log
-from penstock.storage.store import Store
 
-VALUE_BYTES: Final = 100
-BATCH_MESSAGES: Final = 500
-# Batches that wait for their acknowledgement at once: what a few busy producers would have on the way.
-IN_FLIGHT: Final = 8
-READ_BYTES: Final = 1 << 20
-# The process is killed once it was told of so many messages.
-KILL_AFTER_MESSAGES: Final = 20_000
-# Through the door each message is a command, and is replayed as one.
-SERVED_MESSAGES_MAX: Final = 100_000
-# A server that says nothing for so long does not work.
-SILENCE_SECONDS_MAX: Final = 30
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from penstock.spark.file import Pipeline
+    from penstock.spark.progress import Progress
+
+# The orders of so long a time.
+MINUTES: Final = 30
+COUNTRIES: Final = ("at", "de", "fr", "it", "nl")
+# One of so many is no order at all; one of so many is sent twice.
+MALFORMED_EVERY: Final = 400
+REPEATED_EVERY: Final = 100
+_NOT_ORDERS: Final = (b'{"id": "cut off', b'{"id": null, "amount": 5}', b'{"id": "x", "amount": "a lot"}', b"\xff\xfe")
+
+# What each pipeline is called, and what differs from the example that `penstock pipeline init` writes.
+PIPELINES: Final = {
+    "transform": ("clean-orders", {}),
+    "aggregate": ("revenue", {'topic = "orders"': 'topic = "orders-clean"'}),
+    "archive": ("archive-orders", {}),
+}
+_NEEDED: Final = ("pyspark", "pyarrow", "nats", "matplotlib")
+_HEIGHT: Final = 8
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 
 
-def run(messages: int) -> bool:
-    """Whether everything that was acknowledged was there."""
-    logging.basicConfig(format="   (%(message)s)")
+class Order(NamedTuple):
+    id: str
+    subject: str
+    value: bytes
+
+
+class Sent(NamedTuple):
+    messages: int
+    repeated: int
+    malformed: int
+
+    @property
+    def stored(self) -> int:
+        return self.messages - self.repeated
+
+
+def run(orders: int, directory: Path | None = None, spark: SparkSession | None = None) -> bool:
+    """Whether everything came out as it must. `spark`: a session to use, which stays."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise PenstockError(f"the demo needs {', '.join(missing)}: pip install 'penstock[spark,demo]'")
+    if directory is not None and directory.exists() and any(directory.iterdir()):
+        raise PenstockError(f"{directory} is not empty: name another directory, or remove it first")
+    home = (directory or Path(tempfile.mkdtemp(prefix="penstock-demo-"))).resolve()
+    home.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="penstock-demo-") as directory:
-        console.print(f"In {directory}, which is removed afterwards.", soft_wrap=True)
-        data = Path(directory)
-        with Store(data) as store:
-            orders = store.create_topic("orders")
-            survivors = store.create_topic("survivors")
-            _append(store, store.log(orders.id), messages, console)
-        sound = _read(data, orders.id, messages, console)
-        sound &= _kill(data, survivors.id, min(messages, KILL_AFTER_MESSAGES), console)
-        sound &= _verify(data, console)
-        return sound & _serve(data / "served", min(messages, SERVED_MESSAGES_MAX), console)
+    return _Demo(home, console).run(orders, spark)
 
 
-def _append(store: Store, log: Log, messages: int, console: Console) -> None:
-    console.print(
-        f"\n[bold]1. Append[/] {messages:,} messages of {VALUE_BYTES} bytes, in batches of {BATCH_MESSAGES}.\n"
-        "   A batch is acknowledged when it is on the disk (fsync)."
-    )
-    with output.progress("  ", BarColumn(), MofNCompleteColumn()) as progress:
-        bar = progress.add_task("", total=messages)
+class _Demo:
+    def __init__(self, home: Path, console: Console) -> None:
+        self._home = home
+        self._console = console
+        self._steps = 0
+        self._is_right = True
+
+    def run(self, orders: int, spark: SparkSession | None) -> bool:
+        with Broker(self._home / "data", listen="127.0.0.1:0") as broker:
+            self._step("A broker", f"in this process, on {broker.address}; its data is in {self._home / 'data'}.")
+            sent = self._publish(broker, orders)
+            with self._session(spark) as session:
+                self._run_pipelines(broker, session)
+                self._show_letters(broker, sent)
+                self._show_revenue(session, broker)
+                self._read_back(session, broker, sent)
+        self._go_on()
+        return self._is_right
+
+    # In.
+
+    def _publish(self, broker: Broker, count: int) -> Sent:
+        broker.create_topic("orders", partitions=2)
+        made = list(_orders(count))
+        half = len(made) // 2
+        self._step(
+            "Orders",
+            f"of the last {MINUTES} minutes: half from a NATS client, half from Penstock's own.\n"
+            "   Each is acknowledged when it is on the disk. Some come twice, some are no orders at all.",
+        )
+        assert broker.address is not None
         started = time.perf_counter()
-        _drive(store, log, _batches(messages), lambda batch: progress.advance(bar, batch.count))
+        asyncio.run(_publish_nats(broker.address, made[:half]))
+        with broker.producer() as producer:
+            for order in made[half:]:
+                producer.publish(order.subject, order.value, message_id=order.id)
         seconds = time.perf_counter() - started
-    console.print(f"   {_rate(messages, seconds)}, {messages * VALUE_BYTES / seconds / 1e6:,.0f} MB/s")
+        ids = {order.id for order in made}
+        sent = Sent(len(made), len(made) - len(ids), sum(each.startswith("x") for each in ids))
+        stored = sum(position.committed for position in broker.topic("orders").positions)
+        self._say(f"{output.rate(len(made), seconds)}; {stored:,} are stored, {sent.repeated:,} were there already")
+        self._check(stored == sent.stored, f"{sent.stored:,} should be stored")
+        return sent
 
+    # Through Spark.
 
-def _read(data: Path, topic_id: int, messages: int, console: Console) -> bool:
-    console.print("\n[bold]2. Read[/] them back, after closing and opening the directory.")
-    with Store(data) as store:
-        log = store.log(topic_id)
-        found, seconds = _read_lists(log)
-        console.print(f"   as lists of bytes  {_rate(found, seconds)}")
-        if importlib.util.find_spec("pyarrow"):
-            rows, seconds = _read_arrow(log)
-            console.print(f"   as Arrow           {_rate(rows, seconds)}")
-        else:
-            console.print("   as Arrow           skipped: pip install 'penstock[arrow]'")
-    if found != messages:
-        console.print(f"   [red]{found:,} of {messages:,} are as they were written.[/]")
-    return found == messages
+    @contextmanager
+    def _session(self, given: SparkSession | None) -> Iterator[SparkSession]:
+        from penstock.spark.run import opened
 
-
-def _kill(data: Path, topic_id: int, messages: int, console: Console) -> bool:
-    console.print("\n[bold]3. kill -9[/] a process while it appends, and look what is left.")
-    command = [sys.executable, "-m", "penstock.cli.demo", str(data), str(topic_id)]
-    acknowledged = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        try:
-            for line in child.stdout:
-                acknowledged = int(line)
-                if acknowledged >= messages:
-                    break
-            else:
-                console.print("   [red]The process ended before it could be killed.[/]")
-                return False
-        finally:
-            child.kill()
-        # What it was told between our decision and its end counts as well.
-        for line in child.stdout:
-            acknowledged = int(line)
-    with Store(data) as store:
-        found, _ = _read_lists(store.log(topic_id))
-    console.print(f"   Process {child.pid} was told that {acknowledged:,} messages are safe. Then it was killed.")
-    if found < acknowledged:
-        console.print(f"   [red]Only the first {found:,} are there.[/]")
-        return False
-    console.print(f"   [green]All {acknowledged:,} are there[/], each once and in order.", end="")
-    more = found - acknowledged
-    console.print(f" So are {more:,} more that had just been written." if more else "")
-    return True
-
-
-def _verify(data: Path, console: Console) -> bool:
-    console.print("\n[bold]4. Verify[/] every byte, as [bold]penstock log verify[/] does.\n")
-    with inspect.inspect(data) as inspection:
-        verdicts = [inspect.verify(log) for log in inspection.logs]
-    verify.show(inspection, verdicts, console)
-    return verify.is_sound(inspection, verdicts)
-
-
-def _serve(data: Path, messages: int, console: Console) -> bool:
-    console.print(
-        f"\n[bold]5. Serve[/] it: {messages:,} messages from a publisher to a subscriber, as NATS clients speak.\n"
-        "   Then kill -9 the server, start it again, and ask for them."
-    )
-    with _server(data) as (server, port), _connect(port) as subscriber, _connect(port) as publisher:
-        _ask(subscriber, b"CONNECT {}\r\nSUB orders.> 1\r\nPING\r\n", b"PONG\r\n")
-        commands = [b"PUB orders.eu %d\r\n%b\r\n" % (VALUE_BYTES, value) for value in _values(0, messages)]
-        last = re.escape(commands[-1].split(b"\r\n")[1])
-        started = time.perf_counter()
-        sending = threading.Thread(target=publisher.sendall, args=(b"CONNECT {}\r\n" + b"".join(commands),))
-        sending.start()
-        received = _ask(subscriber, b"", last)
-        seconds = time.perf_counter() - started
-        sending.join()
-        _ask(publisher, b"PING\r\n", b"PONG\r\n")
-        arrived = received.count(b"MSG orders.eu 1 ")
-        console.print(f"   stored and received  {_rate(arrived, seconds)}")
-        server.kill()
-    with _server(data) as (server, port), _connect(port) as client:
-        replayed = _ask(client, b"REPLAY FIRST %d\r\n" % messages, rb"\r\n\+OK \d+\r\n")
-        server.terminate()
-    if arrived != messages or not replayed.endswith(b"+OK %d\r\n" % messages):
-        console.print(f"   [red]{arrived:,} of {messages:,} arrived, and not all are there afterwards.[/]")
-        return False
-    console.print(f"   [green]All {messages:,} are there[/], after the kill as before it.")
-    return True
-
-
-@contextlib.contextmanager
-def _server(data: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    ports = [argument for name in ("port", "quiet-port", "http-port") for argument in (f"--{name}", "0")]
-    command = [sys.executable, "-m", "penstock", "serve", "--data", str(data), *ports]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-        try:
-            assert server.stdout is not None
-            ready = re.search(rb"text on [^:]+:(\d+)", server.stdout.readline())
-            if ready is None:
-                raise OSError("the server did not start")
-            yield server, int(ready[1])
-        finally:
-            if server.poll() is None:
-                server.terminate()
-
-
-def _connect(port: int) -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", port), timeout=SILENCE_SECONDS_MAX)
-    _ask(client, b"", b"\r\n")
-    return client
-
-
-def _ask(client: socket.socket, command: bytes, until: bytes) -> bytes:
-    """What comes back, up to what ends it: a pattern."""
-    client.sendall(command)
-    received = bytearray()
-    while True:
-        part = client.recv(1 << 18)
-        if not part:
-            raise OSError("the server closed the connection")
-        received += part
-        if re.search(until, received[-len(part) - VALUE_BYTES :]):
-            return bytes(received)
-
-
-def _batches(messages: int | None = None) -> Iterator[Batch]:
-    """Messages that tell their own number; without end if no number of them is given."""
-    clock = SystemClock()
-    for first in itertools.count(0, BATCH_MESSAGES):
-        last = first + BATCH_MESSAGES if messages is None else min(first + BATCH_MESSAGES, messages)
-        if first >= last:
+        if given is not None:
+            yield given
             return
-        yield encode(_values(first, last), timestamp=clock.now_us())
-
-
-def _values(first: int, last: int) -> list[bytes]:
-    return [(b"message %d " % number).ljust(VALUE_BYTES, b".") for number in range(first, last)]
-
-
-def _drive(store: Store, log: Log, batches: Iterator[Batch], acknowledged: Callable[[Batch], object]) -> None:
-    """Append all batches, some of them at once, in the order in which they come."""
-
-    async def produce() -> None:
-        for batch in batches:
-            await store.append(log, batch)
-            acknowledged(batch)
-
-    async def run() -> None:
-        async with asyncio.TaskGroup() as group:
-            rounds = group.create_task(store.run())
-            async with asyncio.TaskGroup() as producers:
-                for _ in range(IN_FLIGHT):
-                    producers.create_task(produce())
-            rounds.cancel()
-
-    try:
-        uvloop.run(run())
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-
-
-def _read_lists(log: Log) -> tuple[int, float]:
-    """How many messages from the first on are as they were written, and how long it took to read them."""
-    seconds = 0.0
-    end = log.start
-    while True:
+        self._step("Spark", "starts, in this machine's memory: no jar, and a Java if there is none.")
         started = time.perf_counter()
-        decoded = [(batch.base_offset, batch.columns().values()) for batch in log.read(end, READ_BYTES)]
-        seconds += time.perf_counter() - started
-        if not decoded:
-            return end, seconds
-        for offset, values in decoded:
-            if offset != end or values != _values(offset, offset + len(values)):
-                return end, seconds
-            end += len(values)
+        quiet = {"spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"}
+        with self._console.status("   starting Spark …"), opened("demo", config=quiet) as session:
+            self._say(f"{time.perf_counter() - started:.1f} s")
+            yield session
+
+    def _run_pipelines(self, broker: Broker, spark: SparkSession) -> None:
+        from penstock.spark.file import load
+        from penstock.spark.run import run as run_pipeline
+
+        self._step(
+            "Pipelines",
+            "clean the orders into a topic, add up what is earned in each minute and country into\n"
+            "   another, and archive all of it as Parquet. Each row once, also after a crash.",
+        )
+        done: list[tuple[Progress, int]] = []
+        for kind, (name, changes) in PIPELINES.items():
+            pipeline = load(self._write(kind, changes)).at(broker.address)
+            with self._console.status(f"   {name}") as status:
+                lags: list[int] = []
+
+                def tell(progress: Progress, status: Any = status, lags: list[int] = lags) -> None:
+                    status.update(f"   {line(progress)}")
+                    lags.append(progress.lag or 0)
+
+                behind = _behind(broker, pipeline)
+                done.append((run_pipeline(pipeline, data=self._home / "data", spark=spark, tell=tell), behind))
+        rows = [
+            (
+                each.name,
+                each.kind,
+                f"{each.rows:,}",
+                f"{each.seconds:.1f} s",
+                f"{behind:,}",
+                f"{broker.lag(each.name):,}",
+            )
+            for each, behind in done
+        ]
+        names = ("pipeline", "kind", "rows", "time", "lag before", "after")
+        self._console.print(output.table(names, rows, numbers=("rows", "time", "lag before", "after")))
+        self._check(all(broker.lag(each.name) == 0 for each, _ in done), "each pipeline should have read everything")
+
+    def _write(self, kind: str, changes: dict[str, str]) -> Path:
+        text = resources.files("penstock.spark").joinpath("examples", f"{kind}.toml").read_text()
+        for old, new in changes.items():
+            assert old in text, f"the example {kind} has no {old}"
+            text = text.replace(old, new)
+        path = self._home / f"{kind}.toml"
+        path.write_text(text)
+        return path
+
+    # Out.
+
+    def _show_letters(self, broker: Broker, sent: Sent) -> None:
+        letters = broker.dead_letters(limit=10_000)
+        self._step("Dead letters", f"{len(letters):,} messages were no orders. None is lost, and each has a reason:")
+        firsts: dict[str, DeadLetter] = {letter.reason: letter for letter in reversed(letters)}
+        rows = [
+            (
+                letter.subject,
+                f"{letter.topic}/{letter.origin_partition}/{letter.origin_offset}",
+                reason,
+                repr(letter.value),
+            )
+            for reason, letter in firsts.items()
+        ]
+        self._console.print(output.table(("subject", "origin", "reason", "value"), rows))
+        self._check(len(letters) == sent.malformed, f"there should be {sent.malformed:,}")
+
+    def _show_revenue(self, spark: SparkSession, broker: Broker) -> None:
+        from pyspark.sql import functions
+
+        from penstock.spark import from_json_topic
+
+        assert broker.address is not None
+        schema = "window_start timestamp, country string, orders bigint, revenue double"
+        windows = from_json_topic(spark, "revenue", schema, servers=broker.address)
+        totals = windows.groupBy("country").agg(
+            functions.sum("orders").alias("orders"), functions.sum("revenue").alias("revenue")
+        )
+        self._step("Revenue", "by country and minute, read from the topic [bold]revenue[/] as a table.")
+        rows = [(row.country, f"{row.orders:,}", f"{row.revenue:,.2f}") for row in totals.orderBy("country").collect()]
+        self._console.print(output.table(("country", "orders", "revenue"), rows, numbers=("orders", "revenue")))
+        by_minute = windows.groupBy("window_start").agg(functions.sum("revenue").alias("revenue"))
+        minutes = by_minute.orderBy("window_start").collect()
+        moments = [row.window_start for row in minutes]
+        values = [row.revenue for row in minutes]
+        for text in columns(values):
+            self._say(text)
+        self._say(
+            f"{moments[0]:%H:%M} … {moments[-1]:%H:%M}, what is earned in each minute; the last ones are still open"
+        )
+        path = self._home / "revenue.png"
+        _plot(moments, values, path)
+        self._say(f"the same as a picture: {path}")
+        self._check(bool(rows), "there should be some revenue")
+
+    def _read_back(self, spark: SparkSession, broker: Broker, sent: Sent) -> None:
+        self._step("The archive", "and the topic, read as one: history from Parquet, then the log, each row once.")
+        assert broker.address is not None
+        extra = 1000
+        broker.publish_many(("orders", b'{"id": "late"}') for _ in range(extra))
+        reader = spark.read.format("penstock").option("servers", broker.address).option("subscribe", "orders")
+        rows = reader.option("archive", str(self._home / "archive" / "orders")).load()
+        found = rows.select("partition", "offset").distinct().count()
+        self._say(f"{found:,} rows, of which {extra:,} came after it was archived")
+        self._check(found == sent.stored + extra, f"there should be {sent.stored + extra:,}")
+
+    def _go_on(self) -> None:
+        data = self._home / "data"
+        self._step("Go on", "with what is there. In one terminal, and then in another:")
+        for command in (
+            f"penstock serve --data {data}",
+            "penstock fetch orders-clean --count 3",
+            "penstock group list",
+            f"penstock pipeline run {self._home / 'transform.toml'} --data {data} --follow",
+            """penstock publish orders '{"id": "new", "country": "de", "amount": 42}'""",
+        ):
+            self._say(f"[bold]{command}[/]")
+
+    # What is shown.
+
+    def _step(self, title: str, text: str) -> None:
+        self._steps += 1
+        self._console.print(f"\n[bold]{self._steps}. {title}[/] {text}", soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        self._console.print(f"   {text}", soft_wrap=True)
+
+    def _check(self, is_so: bool, otherwise: str) -> None:
+        if not is_so:
+            self._is_right = False
+            self._console.print(f"   [red]This is wrong: {otherwise}.[/]", soft_wrap=True)
 
 
-def _read_arrow(log: Log) -> tuple[int, float]:
-    from penstock import arrow
-
-    rows = 0
-    offset = log.start
-    started = time.perf_counter()
-    while batches := log.read(offset, READ_BYTES):
-        rows += sum(arrow.decode(batch).num_rows for batch in batches)
-        offset = batches[-1].end
-    return rows, time.perf_counter() - started
-
-
-def _rate(messages: int, seconds: float) -> str:
-    return f"{seconds:.2f} s: {messages / seconds:,.0f} messages/s"
-
-
-def _append_until_killed(data: Path, topic_id: int) -> None:
-    with Store(data) as store:
-        _drive(store, store.log(topic_id), _batches(), lambda batch: os.write(1, b"%d\n" % batch.end))
+def _orders(count: int) -> Iterator[Order]:
+    """Always the same, but for their times: the last `MINUTES`, with more at noon of it."""
+    chance = random.Random(1)
+    begin = datetime.now(UTC) - timedelta(minutes=MINUTES)
+    for number in range(count):
+        at = begin + timedelta(minutes=MINUTES * number / count)
+        country = chance.choice(COUNTRIES)
+        wave = 1 + 4 * max(0.0, 1 - abs(2 * number / count - 1))
+        amount = round(chance.lognormvariate(3, 0.6) * wave, 2)
+        fields = {"id": f"o{number}", "customer": f"c{chance.randrange(500)}", "country": country}
+        value = json.dumps({**fields, "amount": amount + 1, "at": at.isoformat()}).encode()
+        order = Order(f"o{number}", f"orders.{country}", value)
+        if number % MALFORMED_EVERY == MALFORMED_EVERY // 2:
+            order = Order(f"x{number}", f"orders.{country}", _NOT_ORDERS[number // MALFORMED_EVERY % len(_NOT_ORDERS)])
+        yield order
+        if number % REPEATED_EVERY == 0:
+            yield order
 
 
-if __name__ == "__main__":
+async def _publish_nats(address: str, orders: Sequence[Order]) -> None:
+    import nats
+
+    client = await nats.connect(f"nats://{address}")
     try:
-        _append_until_killed(Path(sys.argv[1]), int(sys.argv[2]))
-    except (PenstockError, OSError) as error:
-        sys.exit(f"error: {inspect.explain(error)}")
+        for order in orders:
+            await client.publish(order.subject, order.value, headers={"Nats-Msg-Id": order.id})
+        # It is answered when all of them are on the disk.
+        await client.flush()
+    finally:
+        await client.close()
+
+
+def _behind(broker: Broker, pipeline: Pipeline) -> int:
+    """What is in the topic that it reads."""
+    assert pipeline.source.topic is not None
+    positions = broker.topic(pipeline.source.topic).positions
+    return sum(position.committed - position.start for position in positions)
+
+
+def columns(values: Sequence[float], height: int = _HEIGHT) -> Iterator[str]:
+    """A column for each value, as lines of blocks."""
+    top = max(values, default=0) or 1
+    eighths = [round(8 * height * value / top) for value in values]
+    for row in range(height - 1, -1, -1):
+        yield "".join(_BLOCKS[min(8, max(0, each - 8 * row))] * 2 for each in eighths)
+
+
+def _plot(moments: Sequence[datetime], values: Sequence[float], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    axes = figure.add_subplot()
+    axes.bar(range(len(values)), values)
+    shown = range(0, len(moments), 5)
+    axes.set_xticks(shown, [f"{moments[index]:%H:%M}" for index in shown])
+    axes.set_title("Revenue per minute")
+    figure.savefig(path)

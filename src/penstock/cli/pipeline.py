@@ -1,0 +1,330 @@
+"""`penstock pipeline`: topics through Spark, as a file says."""
+
+from __future__ import annotations
+
+import json as json_text
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+
+from penstock.cli.options import Json, JsonLines, options
+from penstock.cli.text import counted, iso, safe
+from penstock.errors import BadConfig, PenstockError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.spark.file import Pipeline
+    from penstock.spark.progress import Progress
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+_PANEL: Final = "Broker"
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A pipeline file: `penstock pipeline init` writes one.")]
+Data = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR",
+        envvar="PENSTOCK_STORAGE_DATA_DIR",
+        help="Where it keeps how far it is: below pipelines/ in the data directory of the server, or in any other.",
+    ),
+]
+_DATA: Final = Path("data")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """Another broker than the file names, and who asks it."""
+
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT[,…]",
+            envvar="PENSTOCK_SERVERS",
+            help="Another one than the file names.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", rich_help_panel=_PANEL)] = None
+    password: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", rich_help_panel=_PANEL)] = None
+    token: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Instead of these two.", rich_help_panel=_PANEL)
+    ] = None
+
+    def of(self, pipeline: Pipeline) -> Pipeline:
+        from penstock.client.link import Address
+
+        try:
+            for server in self.servers.split(",") if self.servers is not None else ():
+                Address.read(server.strip())
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="'--servers'") from None
+        return pipeline.at(self.servers, user=self.user, password=self.password, token=self.token)
+
+
+@app.command("init")
+@options
+def init(
+    kind: Annotated[
+        Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join"],
+        typer.Argument(
+            metavar="KIND", help="archive, transform, aggregate, deduplicate, replay, dead_letters or join."
+        ),
+    ],
+    path: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Its name.  \\[default: KIND.toml]")] = None,
+) -> None:
+    """Write an example of a pipeline file, with comments, to be changed. A file that is there is left as it is."""
+    path = path or Path(f"{kind}.toml")
+    example = resources.files("penstock.spark").joinpath("examples", f"{kind}.toml").read_text()
+    try:
+        with path.open("x") as file:
+            file.write(example)
+    except FileExistsError:
+        raise PenstockError(f"{path} is there already: name another file, or remove it first") from None
+    print(f"wrote {safe(str(path))}: change it, then `penstock pipeline run {safe(str(path))}`")
+
+
+@app.command("validate")
+@options
+def validate(
+    path: File,
+    *,
+    json: Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what Spark logs.")] = False,
+) -> None:
+    """Check a pipeline file: its keys, and with Spark its schema, SQL, columns and function. No broker is asked."""
+    with _problems_told():
+        pipeline = _load(path)
+        from penstock.spark.check import check
+        from penstock.spark.run import opened
+
+        with _showing("starting Spark …", shown=not json), opened(pipeline.name, config=_logging(verbose)) as spark:
+            check(spark, pipeline)
+    if json:
+        from penstock.cli import output
+
+        output.print_json({"name": pipeline.name, "kind": pipeline.kind, "file": str(path)})
+    else:
+        print(safe(f"{path} is right: {pipeline.name}, of kind {pipeline.kind}"))
+
+
+@app.command("run")
+@options
+def run(
+    path: File,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes, until Ctrl-C.")] = False,
+    master: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A Spark master, such as spark://host:7077.  [default: local\\[*]]"),
+    ] = None,
+    data: Data = _DATA,
+    json: JsonLines = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what Spark logs, and the whole stack of an error.")
+    ] = False,
+    at: Other,
+) -> None:
+    """Run a pipeline until all that is there is done, or with --follow until Ctrl-C.
+
+    It goes on where the last run ended, also after an error or a crash: nothing is lost, and nothing is stored twice.
+    """
+    with _problems_told():
+        pipeline = at.of(_load(path))
+        from penstock.spark.run import run as run_pipeline
+
+        try:
+            with _telling(json) as tell:
+                done = run_pipeline(
+                    pipeline,
+                    data=data,
+                    master=master,
+                    follow=follow,
+                    config=_logging(verbose),
+                    tell=tell,
+                    show=_print_rows if json else _print_table,
+                )
+        except BadConfig:
+            raise
+        except PenstockError:
+            if verbose:
+                traceback.print_exc()
+            raise
+    _show_end(done, as_json=json)
+    if done.state == "stopped" and not follow:
+        raise typer.Exit(130)
+
+
+@app.command("status")
+@options
+def status(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name in its file.")],
+    *,
+    data: Data = _DATA,
+    json: Json = False,
+) -> None:
+    """Show how far a pipeline is, and how its last run ended."""
+    from penstock.cli import output
+    from penstock.spark.home import status as status_of
+
+    found = status_of(name, data)
+    if json:
+        output.print_json(found.document())
+    else:
+        output.console().print(_table(found))
+
+
+@app.command("list")
+@options
+def list_pipelines(*, data: Data = _DATA, json: Json = False) -> None:
+    """Show all pipelines that have run with a data directory."""
+    from penstock.cli import output
+    from penstock.spark.home import statuses
+
+    found = statuses(data)
+    if json:
+        output.print_json([each.document() for each in found])
+        return
+    rows = [
+        (each.name, each.kind, each.state, _or_dash(each.batch), _or_dash(each.lag), iso(each.updated_us), each.file)
+        for each in found
+    ]
+    names = ("pipeline", "kind", "state", "batch", "lag", "updated", "file")
+    output.console().print(output.table(names, rows, numbers=("batch", "lag")))
+
+
+def _load(path: Path) -> Pipeline:
+    from penstock.spark.file import load
+
+    pipeline = load(path)
+    if find_spec("pyspark") is None or find_spec("pyarrow") is None:
+        raise PenstockError("Spark is not installed: pip install 'penstock[spark]'")
+    return pipeline
+
+
+def _logging(verbose: bool) -> dict[str, str]:
+    """What Spark's settings are to be: what goes wrong is told by us."""
+    from pyspark.logger import PySparkLogger
+
+    # Errors in SQL are logged by Python as well as raised.
+    PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.WARNING if verbose else logging.CRITICAL + 1)
+    return {"spark.log.level": "WARN" if verbose else "OFF", "spark.ui.showConsoleProgress": "false"}
+
+
+@contextmanager
+def _problems_told() -> Iterator[None]:
+    """All that is wrong with a file, a line each."""
+    try:
+        yield
+    except BadConfig as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+# ---- what is shown
+
+
+@contextmanager
+def _telling(as_json: bool) -> Iterator[Callable[[Progress], None]]:
+    """A line that changes, for who looks at a terminal; for programs a document for each batch."""
+    if as_json:
+        yield _print_batch
+        return
+    with _showing("starting Spark …", shown=True) as show:
+        yield lambda progress: show(line(progress))
+
+
+def _print_batch(progress: Progress) -> None:
+    print(json_text.dumps({"event": "batch", **progress.document()}), flush=True)
+
+
+def _print_rows(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    for row in rows:
+        document = {name: str(cell) for name, cell in zip(names, row, strict=True)}
+        print(json_text.dumps({"event": "row", **document}), flush=True)
+
+
+def _print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    from penstock.cli import output
+
+    output.console().print(output.table(names, rows, numbers=("letters",)))
+
+
+@contextmanager
+def _showing(text: str, *, shown: bool) -> Iterator[Callable[[str], None]]:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(text) as status:
+        # As text: a name is not markup.
+        yield lambda text: status.update(Text(text))
+
+
+def line(progress: Progress) -> str:
+    """What is shown while it runs."""
+    parts = [
+        safe(progress.name),
+        f"batch {_or_dash(progress.batch)}",
+        counted(progress.rows, "row"),
+        f"{progress.rows_per_second:,.0f} rows/s",
+        f"lag {_with_commas(progress.lag)}",
+    ]
+    if progress.watermark is not None:
+        parts.append(f"watermark {progress.watermark}")
+    if progress.late_rows:
+        parts.append(f"{progress.late_rows:,} late")
+    return " · ".join(parts)
+
+
+def _show_end(done: Progress, *, as_json: bool) -> None:
+    if as_json:
+        print(json_text.dumps({"event": "end", **done.document()}), flush=True)
+        return
+    from penstock.cli import output
+
+    output.console().print(_table(done))
+
+
+def _table(progress: Progress) -> Table:
+    from penstock.cli import output
+
+    rate = progress.rows / progress.seconds if progress.seconds else 0.0
+    rows: list[tuple[str, Any]] = [
+        ("pipeline", progress.name),
+        ("kind", progress.kind),
+        ("state", progress.state),
+        ("rows", f"{progress.rows:,} in {counted(progress.batches, 'batch').replace('batchs', 'batches')}"),
+        ("time", f"{progress.seconds:.1f} s, {rate:,.0f} rows/s"),
+        ("last batch", _or_dash(progress.batch)),
+        ("late rows", f"{progress.late_rows:,}"),
+        ("lag", _with_commas(progress.lag)),
+        ("watermark", progress.watermark or "-"),
+        ("updated", iso(progress.updated_us)),
+        ("file", progress.file),
+    ]
+    if progress.reason is not None:
+        rows.append(("reason", progress.reason))
+    return output.table(("field", "value"), rows)
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _with_commas(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
