@@ -30,6 +30,8 @@ from tests.server import PATIENCE_S, Serve, clean_environment
 
 # The ports that documents tell of, and which door each is of.
 _PORTS: Final = {"text": 4222, "quiet": 9092, "http": 8222}
+# A script may start Spark.
+_SCRIPT_S: Final = 240.0
 # What set things up is not done again here.
 _NOT_TYPED: Final = ("make ", "pip ", "python3 -m venv ", "source ")
 # What is never the same twice.
@@ -126,7 +128,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=_SCRIPT_S,
             check=False,
         )
 

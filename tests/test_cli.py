@@ -613,25 +613,7 @@ def test_dump_knows_the_offsets_that_compaction_left(tmp_path: Path) -> None:
     assert kept[-2:] == [(6, "same"), (7, "3")]
 
 
-# ---- demo, and the command itself
-
-
-def test_the_demo_loses_nothing(tmp_path: Path) -> None:
-    result = penstock("demo", "--messages", "1200", TMPDIR=str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    assert "1,200 messages of 100 bytes" in result.stdout
-    assert "each once and in order" in result.stdout
-    assert ["orders", "1", "0", "1"] in [line.split()[:4] for line in result.stdout.splitlines()]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_demo_fails_if_a_message_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.cli import demo
-
-    monkeypatch.setattr(demo, "_read_lists", lambda log: (0, 1.0))
-    result = CliRunner().invoke(app, ["demo", "--messages", "400"], catch_exceptions=False)
-    assert result.exit_code == 1
-    assert "Only the first 0 are there" in result.stdout
+# ---- the command itself
 
 
 def test_the_command_starts_without_what_only_some_of_it_needs() -> None:

@@ -930,6 +930,20 @@ class TestAdministration:
         assert client.offset_at(topic, 0, moment + timedelta(days=1)) == 2
         assert client.offset_after(topic, 0, 0, 1 << 30) == 2
 
+    def test_who_waits_is_told_of_more(self, client: Client, topic: str) -> None:
+        client.create_topic(topic, partitions=2)
+        number = client.topic(topic).id
+        assert not client.wait([(number, 0, 0), (number, 1, 0)], 0.01)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(client.wait, [(number, 0, 0), (number, 1, 0)], 10.0)
+            client.publish(topic, b"x")
+            assert waiting.result(PATIENCE_S)
+        assert client.wait([(number, 0, 0), (number, 1, 0)], 10.0)
+        with pytest.raises(BadRequest, match="positions"):
+            client.wait([], 1.0)
+        with pytest.raises(UnknownTopic):
+            client.wait([(number, 2, 0)], 1.0)
+
     def test_groups(self, client: Client, topic: str) -> None:
         client.publish_many((topic, b"%d" % number) for number in range(10))
         made = client.create_group(topic, f"{topic}.>", start="earliest")

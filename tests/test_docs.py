@@ -164,3 +164,12 @@ def test_the_architecture_knows_every_module() -> None:
         if path.stem.startswith("__") or room.parts[0] in ("cli", "testing"):
             continue
         assert path.name in text, f"{room} is not in ARCHITECTURE.md"
+
+
+def test_the_spark_page_has_every_option_and_column() -> None:
+    from penstock.spark import archive, columns, options, sink
+
+    text = (DOCS / "spark.md").read_text()
+    told = set(re.findall(r"`([\w.]+)`", "\n".join(line for line in text.splitlines() if line.startswith("|"))))
+    assert {*options.READ, *sink.OPTIONS, *archive.BATCH} <= told
+    assert {*columns.COLUMNS, *columns.HEADERS} <= told

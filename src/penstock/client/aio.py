@@ -318,6 +318,12 @@ class AsyncClient:
         found = await self._read("offset_after", name=topic, partition=partition, offset=offset, bytes=bytes)
         return int(found["offset"])
 
+    async def wait(self, positions: Iterable[tuple[int, int, int]], timeout: float) -> bool:
+        """Wait until one of some partitions (topic id, partition, offset) holds something at its offset; False if none
+        does within `timeout` seconds, of which the broker waits ten at the most."""
+        found = await self._read("wait", positions=[list(each) for each in positions], wait_ms=round(timeout * 1000))
+        return bool(found["grown"])
+
     async def groups(self) -> list[Group]:
         """All groups, with their members and positions."""
         found = await self._read("groups")

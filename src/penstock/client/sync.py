@@ -326,6 +326,11 @@ class Client:
         """The offset at which a batch begins at least so many bytes behind another; or the end."""
         return self._run(self._async.offset_after(topic, partition, offset, bytes))
 
+    def wait(self, positions: Iterable[tuple[int, int, int]], timeout: float) -> bool:
+        """Wait until one of some partitions (topic id, partition, offset) holds something at its offset; False if none
+        does within `timeout` seconds, of which the broker waits ten at the most."""
+        return self._run(self._async.wait(positions, timeout))
+
     def groups(self) -> list[Group]:
         """All groups, with their members and positions."""
         return self._run(self._async.groups())

@@ -26,6 +26,9 @@ Json = dict[str, Any]
 # Of dead letters, in one answer.
 LETTERS_MAX: Final = 10_000
 LETTERS_BYTES_MAX: Final = 16 << 20
+# How long one request waits, and for how many partitions.
+WAIT_MS_MAX: Final = 10_000
+PLACES_MAX: Final = 10_000
 
 
 class Request:
@@ -85,6 +88,20 @@ class Request:
             case {"positions": list(positions)} if all(map(_is_position, positions)):
                 return AtPositions({(topic_id, number): offset for topic_id, number, offset in positions})
         raise BadRequest(f"start is {value!r}, it must be earliest, latest, an offset, a time or positions")
+
+    def places(self, broker: Broker) -> list[tuple[Partition, int]]:
+        value = self._fields.get("positions")
+        if not isinstance(value, list) or not 0 < len(value) <= PLACES_MAX or not all(map(_is_position, value)):
+            raise BadRequest(f"positions must be 1 to {PLACES_MAX} of topic id, partition and offset")
+        found = []
+        for topic_id, number, offset in value:
+            topic = broker.public_topic(topic_id)
+            if number >= len(topic.partitions):
+                raise UnknownTopic(
+                    f"{topic.topic.name} has {len(topic.partitions)} partitions, none with number {number}"
+                )
+            found.append((topic.partitions[number], offset))
+        return found
 
     def policy(self, base: Policy) -> Policy:
         """`base`, with what is given."""
@@ -154,6 +171,20 @@ async def _offset_after(broker: Broker, request: Request) -> Json:
     log = _partition(broker, request).log
     offset, size = request.number("offset"), request.number("bytes")
     return {"offset": await _in_thread(lambda: log.offset_after(offset, size))}
+
+
+async def _wait(broker: Broker, request: Request) -> Json:
+    """Until one of these partitions holds something at its offset, or is gone; or for so long."""
+    waits = [asyncio.ensure_future(partition.grown(offset)) for partition, offset in request.places(broker)]
+    try:
+        done, _ = await asyncio.wait(
+            waits, timeout=min(request.number("wait_ms"), WAIT_MS_MAX) / 1000, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+    return {"grown": bool(done)}
 
 
 # Groups.
@@ -241,6 +272,7 @@ _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "delete_topic": _delete_topic,
     "offset_at": _offset_at,
     "offset_after": _offset_after,
+    "wait": _wait,
     "groups": _groups,
     "group": _group,
     "create_group": _create_group,

@@ -24,6 +24,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 import penstock.spark.pipeline as frames
+from penstock.client.sync import Client
 from penstock.spark import connection
 from penstock.spark.check import function_of
 from penstock.spark.file import (
@@ -47,6 +48,7 @@ _REDRIVE_S: Final = 60.0
 _LETTERS_MAX: Final = 100_000
 
 _QUERY_ID: Final = "sql.streaming.queryId"
+_LOGIN: Final = ("user", "password", "token")
 
 # What is done with a batch, by its number. It may be done again with the same, after a crash.
 Each = Callable[[DataFrame, int], None]
@@ -203,7 +205,7 @@ class _Starting:
             wanted = rows.where(settings.redrive).select("partition", "offset")
             # Another condition looks at all of them; what was redriven before is not redriven again.
             number = hashlib.sha256(settings.redrive.encode()).hexdigest()[:16]
-            self._run(f"redrive-{number}", wanted.writeStream.foreachBatch(_redriving(source.servers)))
+            self._run(f"redrive-{number}", wanted.writeStream.foreachBatch(_redriving(source)))
 
     # Reading.
 
@@ -261,7 +263,7 @@ class _Starting:
         for side, source in enumerate(self.pipeline.sources):
             letters = self._letters_of(self._parsed(side, group=""))
             name = "letters" if len(self.pipeline.sources) == 1 else f"letters-{side}"
-            self._run(name, _to(letters, {"servers": source.servers}))
+            self._run(name, _to(letters, _login(source) | {"servers": source.servers}))
 
     def _letters_of(self, parsed: DataFrame) -> DataFrame:
         return frames.dead_letters_of(parsed, group=self.pipeline.name)
@@ -301,7 +303,7 @@ def _topics(source: Source) -> list[str]:
     if source.pattern is None:
         return list(source.topics or [source.topic or ""])
     wanted = re.compile(source.pattern)
-    return [topic.name for topic in connection.client(source.servers).topics() if wanted.fullmatch(topic.name)]
+    return [topic.name for topic in _client(source).topics() if wanted.fullmatch(topic.name)]
 
 
 def _bound(which: str, source: Source, place: Place) -> dict[str, str]:
@@ -317,8 +319,17 @@ def _bound(which: str, source: Source, place: Place) -> dict[str, str]:
 
 
 def _everywhere(source: Source, topic: str, offset: int) -> dict[str, int]:
-    partitions = connection.client(source.servers).topic(topic).partitions
+    partitions = _client(source).topic(topic).partitions
     return {str(partition): offset for partition in range(partitions)}
+
+
+def _login(source: Source) -> dict[str, str]:
+    return {name: value for name, value in source.options.items() if name.lower() in _LOGIN}
+
+
+def _client(source: Source, timeout_s: float = connection.TIMEOUT_S) -> Client:
+    login = {name.lower(): value for name, value in _login(source).items()}
+    return connection.client(source.servers, timeout_s, **login)
 
 
 # Sinks.
@@ -362,11 +373,11 @@ def _replacing(path: str) -> Each:
     return replace
 
 
-def _redriving(servers: str) -> Each:
+def _redriving(source: Source) -> Each:
     """The broker redrives each once, also if it is asked again."""
 
     def redrive(batch: DataFrame, _: int) -> None:
-        client = connection.client(servers, _REDRIVE_S)
+        client = _client(source, _REDRIVE_S)
         found: list[int] = []
         for row in batch.toLocalIterator():
             if row["partition"] != 0:

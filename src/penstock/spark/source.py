@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 # How long `latestOffset` waits for something new, so that an idle stream does not turn 90 times a second; and between
-# two looks, growing from the first to the last.
+# two looks at what is there and not wanted yet, growing from the first to the last.
 POLL_S: Final = 0.5
 _PAUSE_S: Final = 0.005
 _PAUSE_S_MAX: Final = 0.04
@@ -192,17 +192,30 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not start:
             return self._begin().to_json()
         begin = Offsets.from_json(start)
-        until, pause = time.monotonic() + POLL_S, _PAUSE_S
+        until, pause = time.monotonic() + POLL_S, 0.0
         while True:
             end = self._next(begin, limit)
             if end != begin:
                 self._last_batch_at = time.monotonic()
                 return end.to_json()
-            if self._target is not None or time.monotonic() + pause > until:
+            left = until - time.monotonic()
+            if self._target is not None or left <= pause or not self._wait(begin, left):
                 # As it was given, so that it is equal for Spark too.
                 return start
+            # There is something, and it is not for this batch: one that waits for more, or has come to its end.
             time.sleep(pause)
-            pause = min(2 * pause, _PAUSE_S_MAX)
+            pause = min(max(2 * pause, _PAUSE_S), _PAUSE_S_MAX)
+
+    def _wait(self, begin: Offsets, seconds: float) -> bool:
+        """Let the broker say when there is more."""
+        positions = [(begin.ids[place.topic], place.partition, end) for place, end in begin.ends.items()]
+        if not positions:
+            time.sleep(seconds)
+            return True
+        try:
+            return self._catalogue.client.wait(positions, seconds)
+        except UnknownTopic:
+            return True  # that is for `_next` to tell
 
     def reportLatestOffset(self) -> dict[str, Any]:
         """What is there, whatever the limits: how far behind the stream is."""

@@ -1,0 +1,65 @@
+"""`penstock demo`, in the session that the tests share: what it shows is so, and what it leaves can be gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from typer.testing import CliRunner
+
+import penstock
+from penstock.cli import app, demo
+from penstock.embedded import Broker
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_the_demo_shows_what_is_so_and_leaves_it(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "demo"
+
+    assert demo.run(2000, home, spark)
+
+    shown = capsys.readouterr().out
+    assert "2,000 are stored, 20 were there already" in shown
+    assert "5 messages were no orders" in shown
+    assert "3,000 rows, of which 1,000 came after it was archived" in shown
+    assert (home / "revenue.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in home.glob("*.toml")} == {"transform.toml", "aggregate.toml", "archive.toml"}
+    with penstock.Broker(home / "data") as broker:
+        clean = [json.loads(message.value) for message in broker.fetch("orders-clean")]
+        assert len({order["id"] for order in clean}) == len(clean) == 1995
+        # What came last is for who goes on.
+        assert {name: broker.lag(name) for name, _ in demo.PIPELINES.values()} == {
+            "clean-orders": 1000,
+            "revenue": 0,
+            "archive-orders": 1000,
+        }
+
+
+def test_the_demo_says_so_if_something_is_wrong(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Broker, "dead_letters", lambda self, **_: [])
+
+    assert not demo.run(1000, tmp_path / "demo", spark)
+
+    assert "This is wrong: there should be 3." in capsys.readouterr().out
+
+
+def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    result = CliRunner().invoke(app, ["demo", "--directory", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "is not empty: name another directory" in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_column_is_as_high_as_its_value() -> None:
+    assert list(demo.columns([0.0, 1.0, 8.0, 12.0, 16.0], height=2)) == ["      ▄▄██", "  ▁▁██████"]
+    assert list(demo.columns([], height=1)) == [""]
+    assert list(demo.columns([0.0], height=1)) == ["  "]
