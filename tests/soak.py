@@ -1,9 +1,11 @@
-"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000`.
+"""The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000
+--drivers 5`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
 appends, then `--fuzz` rounds of any bytes for the parsers of both doors, then `--serves` times kill -9 of a server
-under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections. A
-failure names the seed that shows it again.
+under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections; and
+then `--drivers` times kill -9 of a Spark driver between its sink's commit and Spark's own. A failure names the seed
+that shows it again.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tests.fuzz import fuzz
 from tests.kill import KillJudge
 from tests.serve_kill import Figures, ServeJudge
 from tests.simulation import simulate
+from tests.spark_soak import kill_drivers
 
 CHUNK = 50
 # After so many kills of a server what it stored is judged; it goes on with the same directory.
@@ -78,6 +81,13 @@ def soak_clients(seed: int, count: int) -> ClientFigures:
     return ClientFigures(*map(sum, zip(*lives, strict=True)))
 
 
+def soak_drivers(seed: int, count: int) -> int:
+    directory = Path(tempfile.mkdtemp(prefix="penstock-soak-"))
+    rows = [*track(kill_drivers(directory, seed, count), "kill -9 of a Spark driver", total=count + 1)]
+    shutil.rmtree(directory)
+    return rows[-1]
+
+
 def soak_fuzz(seed: int, rounds: int) -> int:
     with Progress(*Progress.get_default_columns(), transient=True) as progress:
         task = progress.add_task("any bytes", total=rounds)
@@ -92,6 +102,7 @@ def main() -> int:
     parser.add_argument("--serves", type=int, default=100)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--fuzz", type=int, default=200_000)
+    parser.add_argument("--drivers", type=int, default=5)
     options = parser.parse_args()
     if options.cuts:
         seeds, cuts, messages = (sum(column) for column in zip(*soak_cuts(options.seed, options.cuts), strict=True))
@@ -105,6 +116,8 @@ def main() -> int:
         print(f"{soak_serves(options.seed, options.serves)}: none lost, none twice")
     if options.clients:
         print(f"{soak_clients(options.seed, options.clients)}: none lost, none twice")
+    if options.drivers:
+        print(f"{options.drivers} drivers killed, {soak_drivers(options.seed, options.drivers)} rows: each stored once")
     return 0
 
 

@@ -2,10 +2,10 @@
 
 Every task of it fails once, after it has staged its rows, and is run again.
 
-    python -m tests.spark_driver SERVERS DIRECTORY
+    python -m tests.spark_driver SERVERS DIRECTORY LAST
 
-It writes the numbers 0 to 999 to the topic `numbers`, and the lines of the files in DIRECTORY/in, of each in a batch,
-to the topic `lines`, with its checkpoint in DIRECTORY/checkpoint. The commit of batch 1 is its last deed.
+It writes the numbers 0 to 999 to the topic `numbers`, once, and the lines of the files in DIRECTORY/in, of each in a
+batch, to the topic `lines`, with its checkpoint in DIRECTORY/checkpoint. The commit of batch LAST is its last deed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from pyspark.sql.types import StructType
 from penstock.spark import session
 from penstock.spark.datasource import PenstockDataSource
 
-LAST_BATCH = 1
 
-
-def main(servers: str, directory: Path) -> None:
+def main(servers: str, directory: Path, last: int) -> None:
     # Each task may be tried four times.
     spark = session("driver", master="local[2,4]", config={"spark.local.dir": str(directory / "local")})
     jvm = spark._jvm
     assert jvm is not None
-    spark.dataSource.register(doomed((jvm.java.lang.ProcessHandle.current().pid(), os.getpid())))
+    spark.dataSource.register(doomed((jvm.java.lang.ProcessHandle.current().pid(), os.getpid()), last))
     numbers = spark.range(0, 1000, numPartitions=3).selectExpr("cast(id as string) as value")
-    numbers.write.format("doomed").mode("append").options(servers=servers, topic="numbers").save()
+    numbers.write.format("doomed").mode("append").options(servers=servers, topic="numbers", txnId="n").save()
     lines = spark.readStream.option("maxFilesPerTrigger", 1).text(str(directory / "in"))
     query = (
         lines.writeStream.format("doomed")
@@ -42,10 +40,10 @@ def main(servers: str, directory: Path) -> None:
         .start()
     )
     query.awaitTermination()
-    raise AssertionError("it was to be killed")
+    spark.stop()
 
 
-def doomed(processes: tuple[int, ...]) -> type[PenstockDataSource]:
+def doomed(processes: tuple[int, ...], last: int) -> type[PenstockDataSource]:
     """A source whose writers do what they must, and then fail."""
 
     def fail_once(staged: Any) -> Any:
@@ -73,7 +71,7 @@ def doomed(processes: tuple[int, ...]) -> type[PenstockDataSource]:
 
             def last_deed(messages: list[Any], batch: int) -> None:
                 commit(messages, batch)
-                if batch == LAST_BATCH:
+                if batch == last:
                     for process in processes:
                         os.kill(process, signal.SIGKILL)
 
@@ -87,4 +85,4 @@ def doomed(processes: tuple[int, ...]) -> type[PenstockDataSource]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -273,7 +273,7 @@ def test_a_killed_driver_and_tasks_that_are_tried_again_store_each_row_once(
         new = [f"line {part} {number}" for number in range(50)]
         lines += new
         stream.add(*new)
-    command = [sys.executable, "-m", "tests.spark_driver", spark_broker.servers, str(tmp_path)]
+    command = [sys.executable, "-m", "tests.spark_driver", spark_broker.servers, str(tmp_path), "1"]
 
     with (tmp_path / "driver.txt").open("wb") as output:
         ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=PATIENCE_S, check=False)
