@@ -12,6 +12,7 @@ import pytest
 from penstock.batch import Batch, accept, encode
 from penstock.broker import transactions
 from penstock.errors import AppendFailed, BadRequest, LogFailed, PenstockError, StageLost, UnknownTopic
+from penstock.storage import log
 from penstock.storage.policy import Durability, Policy
 from penstock.storage.store import outcome
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
@@ -105,6 +106,35 @@ async def test_nobody_sees_a_part_of_it() -> None:
             is_over = True
         await life.settle()
         assert [life.in_log(topic).count(b"in") for topic in topics] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("held_bytes", [0, 300, 1 << 20])
+@in_loop
+async def test_one_that_is_too_large_for_memory_is_delivered_from_the_disk(
+    held_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "HELD_BYTES", held_bytes)
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        early, late, other = Recorder(), Recorder(), Recorder()
+        life.subscribe(b"orders.>", other)
+        life.subscribe(b"orders", early)
+        await life.stored(b"orders", b"before")
+        offsets = [await stage(life, b"orders", b"%d" % number) for number in range(20)]
+        committing = asyncio.ensure_future(commit(life, offsets))
+        while not life.log(b"orders").end > 1:
+            await asyncio.sleep(0)
+        between = asyncio.ensure_future(life.publish(b"orders", b"between"))
+        life.subscribe(b"orders", late)
+        await committing
+        await between
+        await life.stored(b"orders", b"after")
+        everything = life.in_log(b"orders")
+        assert sorted(everything) == sorted([b"before", *(b"%d" % n for n in range(20)), b"between", b"after"])
+        assert early.values == everything
+        # What was on its way when it came is not for it.
+        assert late.values[-2:] == [b"between", b"after"] or late.values == [b"after"]
+        assert other.values == []
 
 
 @in_loop

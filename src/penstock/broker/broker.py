@@ -73,6 +73,7 @@ class Broker:
         # Partitions with messages that nobody was given yet.
         self._unserved: dict[Partition, None] = {}
         self._opened = Opened()
+        self._subscriptions: dict[Subscription, None] = {}
         self._queues: dict[tuple[bytes, bytes], Subscription] = {}
         self._intake = Intake(self, LivePartition(LIVE, self._deliver))
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
@@ -228,7 +229,11 @@ class Broker:
             log = self.store.log(topic.id, number)
             # What is in a topic of our own has the subject of where it goes, and is not there yet.
             deliver = _deliver_to_nobody if name.startswith(RESERVED) else self._deliver
-            partitions.append(Partition(topic.id, number, name, log, self.store, deliver, self._unserved, self._opened))
+            partitions.append(
+                Partition(
+                    topic.id, number, name, log, self.store, deliver, self._pass_over, self._unserved, self._opened
+                )
+            )
             for group in self._all_groups:
                 if group.matches(name) and not name.startswith(RESERVED):
                     # The group is older than the partition: all of it is for the group.
@@ -304,6 +309,11 @@ class Broker:
             raise (topic and topic.refusal) or Closed("the broker has not started")
         return self._transactions
 
+    def is_noted(self, partition: Partition, batch: Batch) -> bool:
+        """Whether `note` wants to know of it."""
+        topic = self.topics.by_id(partition.topic_id)
+        return topic is not None and not topic.takes_opaque(batch)
+
     def note(self, partition: Partition, batch: Batch) -> None:
         """Messages came into a partition, and not the way of those that are published."""
         topic = self.topics.by_id(partition.topic_id)
@@ -335,6 +345,7 @@ class Broker:
             if key:
                 self._queues[key] = subscription
             self.interest.add(pattern, subscription)
+            self._subscriptions[subscription] = None
         subscription.members.append(member)
         return subscription
 
@@ -363,6 +374,7 @@ class Broker:
         subscription.members.remove(member)
         if not subscription.members:
             self.interest.remove(subscription.pattern, subscription)
+            del self._subscriptions[subscription]
             for key, queued in list(self._queues.items()):
                 if queued is subscription:
                     del self._queues[key]
@@ -581,6 +593,13 @@ class Broker:
                     wanted[subscription] = [index]
         for subscription, indices in wanted.items():
             subscription.deliver(target, run if len(indices) == len(run) else run.select(indices))
+
+    def _pass_over(self, partition: Partition) -> None:
+        """What is committed next is too much to be handed out: whoever wants it reads it from the disk."""
+        for subscription in self._subscriptions:
+            if meets(subscription.pattern, partition.name) and partition not in subscription.behind:
+                subscription.behind[partition] = max(partition.served, partition.since.get(subscription, 0))
+                subscription.wake()
 
     def _skip_unserved(self, subscription: Subscription) -> None:
         """What was published before a subscription was made is not for it, though it may be committed later."""

@@ -63,6 +63,7 @@ class Partition:
     __slots__ = (
         "_deliver",
         "_opened",
+        "_pass_over",
         "_reader",
         "_unserved",
         "groups",
@@ -83,11 +84,13 @@ class Partition:
         log: Log,
         reader: Reader,
         deliver: Callable[[Partition, Batch | Run], None],
+        pass_over: Callable[[Partition], None],
         unserved: dict[Partition, None],
         opened: Opened,
     ) -> None:
         """`name` is the topic's; `deliver` gets all that is appended once, in order; until then this is one of
-        `unserved`."""
+        `unserved`. `pass_over` is called where that is not at hand: from `served` on readers must read for themselves.
+        """
         self.topic_id = topic_id
         self.keeps = True
         self.number = number
@@ -99,6 +102,7 @@ class Partition:
         self._reader = reader
         self._opened = opened
         self._deliver = deliver
+        self._pass_over = pass_over
         self._unserved = unserved
         # Where readers begin that came while messages were on their way: those were not for them.
         self.since: dict[object, int] = {}
@@ -162,8 +166,12 @@ class Partition:
 
     def _on_commit(self, fresh: list[Batch | Run]) -> None:
         for item in fresh:
+            if item.base_offset > self.served:
+                self._pass_over(self)
             self._deliver(self, item)
             self.served = item.end
+        if self.log.committed > self.served:
+            self._pass_over(self)
         self.served = self.log.committed
         if self.served == self.log.end:
             self._unserved.pop(self, None)

@@ -70,6 +70,10 @@ class Host(Loop, Protocol):
 
     def public_topic(self, topic_id: int) -> ServedTopic: ...
 
+    def is_noted(self, partition: Partition, batch: Batch) -> bool:
+        """Whether `note` wants to know of it."""
+        ...
+
     def note(self, partition: Partition, batch: Batch) -> None:
         """Messages came into a partition, and not the way of those that are published."""
         ...
@@ -88,9 +92,9 @@ class _Decision:
     number: int
     key: Key
     parts: dict[Place, list[int]]
-    # Logs that wait for the others, and what was appended to them.
+    # Logs that wait for the others, and what is known of their messages once they are there.
     held: dict[Log, None] = field(default_factory=dict)
-    appended: list[tuple[Partition, Batch]] = field(default_factory=list)
+    noted: list[tuple[Partition, Batch]] = field(default_factory=list)
     is_stored: bool = False
 
 
@@ -286,7 +290,7 @@ class Transactions:
         # No await from here on: nobody sees one of them without the others.
         for log in decision.held:
             log.release()
-        for target, batch in decision.appended:
+        for target, batch in decision.noted:
             self._host.note(target, batch)
         decision.is_stored = True
         self._host.spawn(self._settle(decision))
@@ -307,8 +311,9 @@ class Transactions:
                 return  # deleted meanwhile
             end = target.end
             target.append_batch(batch, _SOURCE, decision.number << _PARTS_BITS | index, None)
-            if target.end > end:
-                decision.appended.append((target, batch))
+            # Of the others nobody must know; there may be more of them than fit into memory.
+            if target.end > end and self._host.is_noted(target, batch):
+                decision.noted.append((target, batch))
 
     async def _read(self, offset: int) -> Batch:
         found = await self._staged.read(offset)

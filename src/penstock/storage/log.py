@@ -64,6 +64,9 @@ RESERVE_AHEAD: Final = 1 << 20
 # Runs are gathered into batches of about this size: what a reader must open to get at one message.
 GATHER_BYTES: Final = 1 << 20
 
+# Of what a held log will give to `on_commit` so much is kept in memory; readers find the rest on the disk.
+HELD_BYTES: Final = 16 << 20
+
 T = TypeVar("T")
 
 # Called with the offset of a batch: it is committed, or why it was refused after all.
@@ -128,7 +131,8 @@ class Log:
         self.number = secrets.randbits(32) if found.log is None else found.log
         self._pending: list[Batch | Run] = []
         self._pending_bytes = 0
-        # For who serves the log: the subject of messages that say none, and to whom what was committed is given.
+        # For who serves the log: the subject of messages that say none, and to whom what was committed is given; of
+        # what was held not all may be.
         self.subject = b""
         self.on_commit: Callable[[list[Batch | Run]], None] | None = None
         # Told when what was appended from an offset on is taken back: these offsets will be given out again.
@@ -143,6 +147,7 @@ class Log:
         # The same for `durable`; and where the log is held, if it is.
         self._enduring: deque[tuple[int, int, Done]] = deque()
         self._held_at: int | None = None
+        self._held_bytes = 0
         # Below this offset nobody needs anything any more: for a log of the broker's own.
         self.unneeded = 0
         self._unsynced_messages = 0
@@ -240,6 +245,7 @@ class Log:
 
     def release(self) -> None:
         self._held_at = None
+        self._held_bytes = 0
         self._commit()
 
     def when_durable(self, done: Done) -> None:
@@ -620,11 +626,20 @@ class Log:
                 segment.sealed = True
                 self._open_segments.touch(segment)
         if self.on_commit is not None:
-            self._fresh += write.fresh
+            self._fresh += write.fresh if self._held_at is None else self._held(write.fresh)
         for batch in write.done:
             self._tail.add(batch)
             if batch.producer or batch.source:
                 self._producers.settle(batch)
+
+    def _held(self, fresh: Sequence[Batch | Run]) -> list[Batch | Run]:
+        """What is kept of these while the log is held: who holds it may have more than fits into memory."""
+        kept = []
+        for item in fresh:
+            self._held_bytes += item.size
+            if self._held_bytes <= HELD_BYTES:
+                kept.append(item)
+        return kept
 
     def _note_unsynced(self, write: Write) -> None:
         if not write.done:
