@@ -168,7 +168,7 @@ async def test_the_brokers_own_topics_cannot_be_written_altered_or_deleted() -> 
             await life.do(life.broker.alter_topic(b"$delayed", partitions=2))
         with pytest.raises(PenstockError):
             await life.do(life.broker.delete_topic(b"$delayed"))
-        assert [topic.name for topic in life.store.topics] == ["$staged", "$delayed"]
+        assert [topic.name for topic in life.store.topics] == ["$delayed"]
 
 
 # Topics that make themselves
@@ -191,7 +191,7 @@ async def test_many_who_need_the_same_new_topic_at_once_get_the_same() -> None:
         assert all(receipt.error is None for receipt in receipts)
         await life.settle()
         assert sorted(life.in_log(b"orders")) == sorted(NUMBERS)
-        assert [topic.name for topic in life.store.topics] == ["$staged", "$delayed", "orders"]
+        assert [topic.name for topic in life.store.topics] == ["$delayed", "orders"]
 
 
 @in_loop
@@ -832,7 +832,7 @@ async def test_inboxes_are_live_only_and_nothing_of_them_is_stored() -> None:
         assert bob.values == [b"y"]
         await life.settle()
         assert disk.calls == before
-        assert [topic.name for topic in life.store.topics] == ["$staged", "$delayed"]
+        assert [topic.name for topic in life.store.topics] == ["$delayed"]
 
 
 @in_loop

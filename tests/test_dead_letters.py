@@ -99,7 +99,7 @@ async def test_nothing_is_redriven_to_where_nobody_may_publish(subject: bytes) -
             await life.redrive()
         await life.settle()
         assert life.in_log(b"$delayed") == []
-        assert [topic.name for topic in life.store.topics] == ["$staged", "$delayed", "DLQ"]
+        assert [topic.name for topic in life.store.topics] == ["$delayed", "DLQ"]
         await life.stored(b"orders", b"others are served")
     async with Life(disk, settings=SETTINGS) as life:
         await life.settle()

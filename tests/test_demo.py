@@ -48,7 +48,7 @@ def test_the_demo_says_so_if_something_is_wrong(
 
     assert not demo.run(1000, tmp_path / "demo", spark)
 
-    assert "This is wrong: there should be 3." in capsys.readouterr().out
+    assert "This is wrong: there should be 2." in capsys.readouterr().out
 
 
 def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:

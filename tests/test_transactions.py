@@ -27,7 +27,13 @@ def batch_of(*values: bytes, headers: bytes | None = None) -> Batch:
     return accept(encode(values, timestamp=1, headers=lines, asks=headers is not None).data)
 
 
+def opened(life: Life) -> transactions.Transactions:
+    assert life.broker.transactions is not None
+    return life.broker.transactions
+
+
 async def make_topics(life: Life, **policies: Policy) -> None:
+    await life.do(life.broker.open_transactions())
     for name, policy in policies.items():
         await life.do(life.broker.create_topic(name.encode(), policy=policy))
 
@@ -52,7 +58,7 @@ async def _wait(settled: asyncio.Future[int]) -> int:
 
 
 async def commit(life: Life, offsets: Sequence[int], *, name: bytes = JOB, number: int = 0) -> bool:
-    return await life.do(life.broker.transactions.commit(name, number, offsets))
+    return await life.do(opened(life).commit(name, number, offsets))
 
 
 # What readers see
@@ -165,6 +171,7 @@ async def test_what_was_staged_and_not_named_is_not_stored() -> None:
 @in_loop
 async def test_messages_of_a_transaction_are_known_by_their_ids() -> None:
     async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.open_transactions())
         await life.stored(b"orders", b"before", headers=b"Msg-ID: 0\r\n")
         offset = await stage_batch(life, b"orders", batch_of(b"1", headers=b"Msg-ID: 1\r\n"))
         await commit(life, [offset])
@@ -199,7 +206,7 @@ async def test_two_who_commit_the_same_at_once_commit_it_once() -> None:
     async with Life(FaultyFiles()) as life:
         await make_topics(life, orders=FSYNC)
         offset = await stage(life, b"orders", b"1")
-        both = await asyncio.gather(*(life.broker.transactions.commit(JOB, 0, [offset]) for _ in range(2)))
+        both = await asyncio.gather(*(opened(life).commit(JOB, 0, [offset]) for _ in range(2)))
         assert both == [True, True]
         await life.settle()
         assert life.in_log(b"orders") == [b"1"]
@@ -348,7 +355,7 @@ async def test_what_was_aborted_cannot_be_committed() -> None:
     async with Life(FaultyFiles()) as life:
         await make_topics(life, orders=FSYNC)
         offset = await stage(life, b"orders", b"1")
-        life.broker.transactions.abort(JOB, 0)
+        opened(life).abort(JOB, 0)
         with pytest.raises(StageLost, match=f"staged at {offset} is not there"):
             await commit(life, [offset])
         assert await commit(life, [await stage(life, b"orders", b"2")])
@@ -419,7 +426,7 @@ async def test_names_of_those_that_nobody_comes_back_to_are_forgotten() -> None:
         await make_topics(life, orders=FSYNC)
         for name in (b"once-1", b"once-2"):
             offset = await stage(life, b"orders", name, name=name)
-            await life.do(life.broker.transactions.commit(name, 0, [offset], once=True))
+            await life.do(opened(life).commit(name, 0, [offset], once=True))
             await life.settle()
             life.clock.advance(transactions.ONCE_US + 1)
         assert [name for name, _ in life.store.state.items("transaction")] == ["once-2"]

@@ -29,7 +29,6 @@ from penstock.broker.transactions import STAGED_TOPIC, Transactions
 from penstock.clock import Clock
 from penstock.errors import (
     BadSubject,
-    Closed,
     GroupConflict,
     PenstockError,
     StaleLayout,
@@ -79,7 +78,8 @@ class Broker:
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
         self.delays: Delays | None = None
-        self._transactions: Transactions | None = None
+        # There once somebody has staged something.
+        self.transactions: Transactions | None = None
         self._dead_letters: DeadLetters | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -101,10 +101,8 @@ class Broker:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             tasks.create_task(self.store.run(), name="store")
-            staged = await self._own_topic(STAGED_TOPIC)
-            if staged.refusal is None:
-                self._transactions = Transactions(staged.partitions[0], self)
-                await self._transactions.start()
+            if self.topics.get(STAGED_TOPIC) is not None:
+                await self._start_transactions()
             delayed = await self._own_topic(DELAYED_TOPIC)
             if delayed.refusal is None:
                 self.delays = Delays(delayed.partitions[0], self)
@@ -285,11 +283,12 @@ class Broker:
         return partition.end == end
 
     def stage(self, to: tuple[int, int, int], name: bytes, number: int, batch: Batch, done: Done) -> None:
-        """Keep a batch, as `append` takes it, until its transaction is committed."""
+        """Keep a batch, as `append` takes it, until its transaction is committed; after `open_transactions`."""
         topic_id, partition, partitions = to
         topic = self.public_topic(topic_id)
         if partitions != len(topic.partitions):
             raise _stale(topic, partitions)
+        assert self.transactions is not None, "they are open"
         self.transactions.stage(name, number, topic_id, partition, batch, done)
 
     def public_topic(self, topic_id: int) -> ServedTopic:
@@ -301,13 +300,24 @@ class Broker:
             raise topic.refusal
         return topic
 
-    @property
-    def transactions(self) -> Transactions:
-        """Raises if what is staged cannot be stored."""
-        if self._transactions is None:
-            topic = self.topics.get(STAGED_TOPIC)
-            raise (topic and topic.refusal) or Closed("the broker has not started")
-        return self._transactions
+    async def open_transactions(self) -> Transactions:
+        """What they need is made when somebody first stages something. Raises if it cannot be opened."""
+        if self.transactions is None:
+            topic = await self._own_topic(STAGED_TOPIC)
+            if topic.refusal is not None:
+                raise topic.refusal
+            if self.transactions is None:
+                self.transactions = Transactions(topic.partitions[0], self)
+        return self.transactions
+
+    async def _start_transactions(self) -> None:
+        """Finish those of the life before."""
+        try:
+            transactions = await self.open_transactions()
+        except PenstockError as error:
+            logger.error("what was staged for transactions cannot be opened: %s", error)
+        else:
+            await transactions.start()
 
     def is_noted(self, partition: Partition, batch: Batch) -> bool:
         """Whether `note` wants to know of it."""

@@ -425,12 +425,13 @@ class BinarySession(asyncio.BufferedProtocol):
             now_us = self.broker.clock.now_us()
             if any(headers.read(block, now_us).due_us for block in batch.columns().distinct("headers")):
                 raise BadHeader("a delayed message cannot be part of a transaction")
-        if self.broker.store.is_crowded:
+        if self.broker.transactions is None or self.broker.store.is_crowded:
             return self._stage_later(number, stage, batch)
         self._stage_batch(number, stage, batch)
         return None
 
     async def _stage_later(self, number: int, stage: binary.Stage, batch: Batch) -> None:
+        await self.broker.open_transactions()
         await self.broker.store.room()
         self._stage_batch(number, stage, batch)
 

@@ -231,12 +231,13 @@ async def _commit(broker: Broker, request: Request) -> Json:
 
 async def _commit_transaction(broker: Broker, request: Request) -> Json:
     name, number, offsets = request.name("name"), request.number("number"), request.numbers("offsets")
-    is_new = await broker.transactions.commit(name, number, offsets, once=request.flag("once"))
+    transactions = await broker.open_transactions()
+    is_new = await transactions.commit(name, number, offsets, once=request.flag("once"))
     return {"committed": is_new}
 
 
 async def _abort_transaction(broker: Broker, request: Request) -> Json:
-    broker.transactions.abort(request.name("name"), request.number("number"))
+    (await broker.open_transactions()).abort(request.name("name"), request.number("number"))
     return {}
 
 
