@@ -24,16 +24,23 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_prints_every_line_and_writes_the_same_as_json(tmp_path: Path) -> None:
+PLAIN = [name for name in SECTIONS if not name.startswith("spark")]
+# It starts Spark again and again, and does nothing else: see tests/test_spark_session.py.
+SPARK = [name for name in SECTIONS if name.startswith("spark") and name != "spark start"]
+
+
+@pytest.mark.parametrize("sections", [PLAIN, SPARK], ids=["plain", "spark"])
+def test_prints_every_line_and_writes_the_same_as_json(tmp_path: Path, sections: list[str]) -> None:
     directory = tmp_path / "files"
     directory.mkdir()
+    only = [argument for name in sections for argument in ("--only", name)]
 
-    done = bench("--quick", "--directory", directory, "--json", tmp_path / "figures.json")
+    done = bench("--quick", "--directory", directory, "--json", tmp_path / "figures.json", *only)
 
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["quick"] is True
-    assert {line["section"] for line in figures["lines"]} == set(SECTIONS)
+    assert {line["section"] for line in figures["lines"]} == set(sections)
     for line in figures["lines"]:
         assert line["what"] in done.stdout
         for name in ("penstock", "limit", "ratio"):
