@@ -738,7 +738,7 @@ def test_whatever_comes_as_a_payload_is_read_or_refused(case: Payload, data: byt
 @settings(max_examples=300, deadline=None)
 def test_a_settle_whose_count_is_wrong_is_refused(fields: Sequence[int], count: int, offsets: list[int]) -> None:
     data = struct.pack("!QBQQQII", *fields, count) + struct.pack(f"!{len(offsets)}Q", *offsets)
-    if count == len(offsets) > 0 and fields[1] <= Verb.COMMIT:
+    if count == len(offsets) > 0 and fields[1] <= max(Verb):
         assert read_settle(data) == (*fields, tuple(offsets))
     else:
         with pytest.raises(BadFrame):

@@ -29,7 +29,7 @@ from penstock.subject import is_subject
 
 # Of one batch: large enough that its header and its request cost nothing; and with all of its columns smaller than the
 # largest payload that a broker usually takes (1 MiB), for in a larger one it must look at the size of every message,
-# which takes it a good part of the time that staging takes.
+# which takes it a good part of the time of staging.
 BATCH_BYTES: Final = 768 << 10
 BATCH_ROWS: Final = 1 << 15
 
