@@ -9,11 +9,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 import penstock
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+# The machine may be busy: how long an example takes is no test's business.
+settings.register_profile("penstock", deadline=None)
+settings.load_profile("penstock")
 
 
 class SparkBroker(penstock.Broker):

@@ -28,7 +28,7 @@ import penstock
 from penstock.errors import BadDirectory, ReadFailed
 from penstock.spark import archive, connection, options, parquet, source
 from penstock.spark.archive import Archive
-from penstock.spark.parquet import TYPES
+from penstock.spark.columns import TYPES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

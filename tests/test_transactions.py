@@ -375,6 +375,23 @@ async def test_a_later_number_drops_what_earlier_ones_staged() -> None:
 
 
 @in_loop
+async def test_what_is_not_on_the_disk_yet_or_named_twice_cannot_be_committed() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        first = await stage(life, b"orders", b"1")
+        topic = life.broker.topic(b"orders").topic
+        settled, done = outcome()
+        life.broker.stage((topic.id, 0, 1), JOB, 0, batch_of(b"2"), done)
+        with pytest.raises(StageLost):
+            await opened(life).commit(JOB, 0, [first, first + 1])
+        assert await life.do(_wait(settled)) == first + 1
+        with pytest.raises(BadRequest, match="twice"):
+            await commit(life, [first, first])
+        assert await commit(life, [first, first + 1])
+        assert life.in_log(b"orders") == [b"1", b"2"]
+
+
+@in_loop
 async def test_a_stage_is_of_one_transaction() -> None:
     async with Life(FaultyFiles()) as life:
         await make_topics(life, orders=FSYNC)

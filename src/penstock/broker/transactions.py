@@ -210,9 +210,12 @@ class Transactions:
         """What goes where. Everything that can be known to go wrong does so here, before it is decided."""
         staged = self._open.get(key, _Open(0))
         parts: dict[Place, list[int]] = {}
+        if len(set(offsets)) < len(offsets):
+            raise BadRequest("what was staged is named twice: name it once")
         for offset in offsets:
             place = staged.places.get(offset)
-            if place is None:
+            # What is not on the disk yet cannot be decided upon: a crash could take it.
+            if place is None or offset >= self._staged.served:
                 raise StageLost(
                     f"what was staged at {offset} is not there any more: stage all of the transaction again"
                 )

@@ -13,9 +13,10 @@ from datetime import UTC, datetime, timedelta
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rich.console import Console
+from rich.status import Status
 
 from penstock.cli import output
 from penstock.cli.pipeline import line
@@ -150,11 +151,9 @@ class _Demo:
         for kind, (name, changes) in PIPELINES.items():
             pipeline = load(self._write(kind, changes)).at(broker.address)
             with self._console.status(f"   {name}") as status:
-                lags: list[int] = []
 
-                def tell(progress: Progress, status: Any = status, lags: list[int] = lags) -> None:
+                def tell(progress: Progress, status: Status = status) -> None:
                     status.update(f"   {line(progress)}")
-                    lags.append(progress.lag or 0)
 
                 behind = _behind(broker, pipeline)
                 done.append((run_pipeline(pipeline, data=self._home / "data", spark=spark, tell=tell), behind))

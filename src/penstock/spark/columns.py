@@ -35,7 +35,7 @@ COLUMNS: Final = {
 }
 HEADERS: Final = {"headers": "map<string,string>"}
 
-_TYPES: Final = {
+TYPES: Final = {
     "topic": pyarrow.string(),
     "partition": pyarrow.int32(),
     "offset": pyarrow.int64(),
@@ -78,7 +78,7 @@ def schema(wanted: StructType) -> pyarrow.Schema:
             raise ValueError(f"column {each.name} is {known[each.name]}, not {each.dataType.simpleString()}")
         if not each.nullable and each.name in _ABSENT:
             raise ValueError(f"column {each.name} is not there in every message: it cannot be NOT NULL")
-        fields.append(pyarrow.field(each.name, _TYPES[each.name], nullable=each.nullable))
+        fields.append(pyarrow.field(each.name, TYPES[each.name], nullable=each.nullable))
     if not fields:
         raise ValueError(f"the schema has no columns: there are {', '.join(known)}")
     return pyarrow.schema(fields)
@@ -166,7 +166,7 @@ class Shape:
     def archived_schema(self) -> pyarrow.Schema:
         """What to ask of an archive."""
         more = [name for name in self.condition.columns if name not in self.schema.names]
-        return pyarrow.schema([*self.schema, *(pyarrow.field(name, _TYPES[name]) for name in more)])
+        return pyarrow.schema([*self.schema, *(pyarrow.field(name, TYPES[name]) for name in more)])
 
     def _build(self, rows: pyarrow.RecordBatch, topic: str, partition: int) -> pyarrow.RecordBatch:
         arrays = [_column(name, rows, topic, partition) for name in self.schema.names]
@@ -216,7 +216,7 @@ def _column(name: str, rows: pyarrow.RecordBatch, topic: str, partition: int) ->
 @lru_cache(64)
 def _constant(value: str | int, name: str) -> pyarrow.Array:
     """Arrays never change, so one is made for all batches."""
-    return pyarrow.repeat(pyarrow.scalar(value, _TYPES[name]), ROWS_MAX)
+    return pyarrow.repeat(pyarrow.scalar(value, TYPES[name]), ROWS_MAX)
 
 
 def _values(values: pyarrow.Array, tombstones: pyarrow.Array) -> pyarrow.Array:
@@ -236,7 +236,7 @@ def _subjects(subjects: pyarrow.Array, topic: str) -> pyarrow.Array:
 
 def headers(blocks: pyarrow.Array) -> pyarrow.Array:
     """Header lines (`Name: value`) as maps; of a name that comes twice, the first. Null where there are none."""
-    kind = _TYPES["headers"]
+    kind = TYPES["headers"]
     if blocks.null_count == len(blocks):
         return pyarrow.nulls(len(blocks), kind)
     try:

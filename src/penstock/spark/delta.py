@@ -19,8 +19,9 @@ import pyarrow
 
 from penstock.errors import BadDirectory, PenstockError
 from penstock.spark import manifest
+from penstock.spark.columns import TYPES
 from penstock.spark.manifest import ArchivedFile, Entry
-from penstock.spark.parquet import TYPES, Unit
+from penstock.spark.parquet import Unit
 
 try:
     from deltalake import CommitProperties, DeltaTable, Transaction

@@ -23,20 +23,11 @@ import pyarrow
 from pyarrow import compute, parquet
 
 from penstock.errors import BadDirectory, ReadFailed
+from penstock.spark.columns import TYPES
 from penstock.spark.manifest import ArchivedFile, sync_directory
 
 Unit = Literal["hour", "day"]
 
-TYPES: Final = {
-    "topic": pyarrow.string(),
-    "partition": pyarrow.int32(),
-    "offset": pyarrow.int64(),
-    "timestamp": pyarrow.timestamp("us", tz="UTC"),
-    "key": pyarrow.binary(),
-    "value": pyarrow.binary(),
-    "subject": pyarrow.string(),
-    "headers": pyarrow.map_(pyarrow.string(), pyarrow.string()),
-}
 # Without these a row has no place.
 PLACE: Final = ("topic", "partition", "offset", "timestamp")
 
