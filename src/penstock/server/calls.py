@@ -245,11 +245,11 @@ async def _abort_transaction(broker: Broker, request: Request) -> Json:
 
 
 async def _dead_letters(broker: Broker, request: Request) -> Json:
-    limit = min(request.number("limit", default=100), LETTERS_MAX)
+    pattern, limit = request.name("pattern"), min(request.number("limit", default=100), LETTERS_MAX)
     found: list[Json] = []
     size = 0
     if (letters := await broker.dead_letters()) is not None:
-        async for letter in letters.list(request.name("pattern"), redriven=request.flag("redriven")):
+        async for letter in letters.list(pattern, redriven=request.flag("redriven")):
             if len(found) >= limit or size >= LETTERS_BYTES_MAX:
                 break
             found.append(_describe_letter(letter))
