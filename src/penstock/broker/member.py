@@ -25,13 +25,16 @@ class Place(Protocol):
 class Sink(Protocol):
     """The connection that a member is of."""
 
-    # Whether it takes more now. When it does again it wakes those that its members belong to.
-    is_open: bool
     # Whether it wants what it has published itself.
     echo: bool
     # Who it is, for people.
     name: str
     address: str
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes more now. When it does again it wakes those that its members belong to."""
+        ...
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         """`attempts`: the how-manieth delivery of each message this is, where it is not the first."""

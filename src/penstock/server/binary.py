@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import headers
-from penstock.batch import Batch, Buffer, accept
+from penstock.batch import Batch, accept
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
@@ -37,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.run import Run, open_batch
 from penstock.server import calls, provider
-from penstock.server.session import UNREAD_ANSWERS_MAX, UNSENT_BYTES_MAX, Traffic
+from penstock.server.peer import Peer, Traffic
 from penstock.storage.log import Log
 from penstock.subject import is_pattern, is_subject, owns
 from penstock.wire import binary
@@ -59,8 +59,6 @@ SILENT_BYTES_MAX: Final = 64 << 10
 AHEAD_BYTES: Final = 1 << 20
 # Messages on the way to one subscription.
 CREDIT_MAX: Final = 1_000_000
-# How long a connection that is being closed has to read what was sent.
-CLOSE_S: Final = 5.0
 
 
 class BinarySession(asyncio.BufferedProtocol):
@@ -71,19 +69,16 @@ class BinarySession(asyncio.BufferedProtocol):
         self.name = ""
         self.address = ""
         self.ping_at = 0.0
-        self.is_open = True
         self.echo = True
         self.has_spoken = False
         self.unanswered = 0
-        self.in_messages = self.in_bytes = self.out_messages = self.out_bytes = 0
         self.subscriptions: dict[int, tuple[Member, Subscription | Group]] = {}
         self.is_hello = False
         self._provider = provider.Provider(self)
         bytes_max = SILENT_BYTES_MAX if server.needs_auth else binary.JSON_BYTES_MAX
         self._reader = FrameReader(server.scratch, bytes_max, ahead_bytes=AHEAD_BYTES)
-        self._transport: asyncio.Transport | None = None
+        self._peer = Peer(server)
         self._is_authorized = not server.needs_auth
-        self._is_closing = False
         # Frames that wait for what is published before them; None: none is waited for.
         self._waiting: deque[Frame] | None = None
         self._requests: set[asyncio.Task[None]] = set()
@@ -93,14 +88,11 @@ class BinarySession(asyncio.BufferedProtocol):
         # Answers to what was published; when the server stops they are given first.
         self._owed = 0
         self._is_stopping = False
-        self._unread_answers = 0
-        self._drains: asyncio.Future[None] | None = None
 
     # From the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        self._peer.connect(cast(asyncio.Transport, transport))
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._reader.buffer()
@@ -113,21 +105,16 @@ class BinarySession(asyncio.BufferedProtocol):
         self._read(len(data), lambda: self._reader.feed(data))
 
     def pause_writing(self) -> None:
-        self.is_open = False
+        self._peer.pause()
 
     def resume_writing(self) -> None:
-        self.is_open = True
-        self._unread_answers = 0
-        self._resume_reading()
-        self._end_drain()
+        self._peer.resume()
+        self._read_on()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_closing = True
-        self.is_open = False
-        self._transport = None
-        self._end_drain()
+        self._peer.lose()
         # What changes something is done to its end.
         for fetch in self._fetches:
             fetch.cancel()
@@ -136,7 +123,7 @@ class BinarySession(asyncio.BufferedProtocol):
         self.server.remove(self)
 
     def _read(self, count: int, frames: Callable[[], list[Frame]]) -> None:
-        self.in_bytes += count
+        self._peer.in_bytes += count
         self.unanswered = 0
         try:
             self._take(frames())
@@ -145,7 +132,7 @@ class BinarySession(asyncio.BufferedProtocol):
             self._disconnect(error)
 
     def _take(self, frames: list[Frame]) -> None:
-        if not frames or self._is_closing:
+        if not frames or self._peer.is_closing:
             return
         self.has_spoken = True
         if self._waiting is not None:
@@ -153,19 +140,19 @@ class BinarySession(asyncio.BufferedProtocol):
         else:
             self._handle(deque(frames))
 
-    def _resume_reading(self) -> None:
+    def _read_on(self) -> None:
         is_busy = self._waiting is not None or self._is_stopping or len(self._requests) >= REQUESTS_MAX
-        if self._transport is not None and not is_busy and self._unread_answers <= UNREAD_ANSWERS_MAX:
-            self._transport.resume_reading()
-
-    def _end_drain(self) -> None:
-        if self._drains is not None and not self._drains.done():
-            self._drains.set_result(None)
+        if not is_busy:
+            self._peer.read_on()
 
     # From the broker.
 
+    @property
+    def is_open(self) -> bool:
+        return self._peer.is_open
+
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        self.out_messages += len(run)
+        self._peer.out_messages += len(run)
         if not self.is_hello:
             self._provider.send(member, place, run)
             return
@@ -204,9 +191,9 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def stop(self) -> None:
         """The server stops: no more requests, but the answers to what was published."""
-        if self._transport is None or self._is_stopping:
+        if not self._peer.is_connected or self._is_stopping:
             return
-        self._transport.pause_reading()
+        self._peer.hold()
         self._is_stopping = True
         self._owed += 1
         self._settle_owed()
@@ -218,16 +205,15 @@ class BinarySession(asyncio.BufferedProtocol):
             self._disconnect(Closed("the server stops"))
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self._peer.abort()
 
     @property
     def is_connected(self) -> bool:
-        return self._transport is not None
+        return self._peer.is_connected
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self.in_messages, self.in_bytes, self.out_messages, self.out_bytes)
+        return self._peer.traffic
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -253,7 +239,7 @@ class BinarySession(asyncio.BufferedProtocol):
     # Frames.
 
     def _handle(self, frames: deque[Frame]) -> None:
-        while frames and not (self._is_closing or self._is_stopping):
+        while frames and not (self._peer.is_closing or self._is_stopping):
             frame = frames.popleft()
             try:
                 waits = self._do(frame)
@@ -262,8 +248,7 @@ class BinarySession(asyncio.BufferedProtocol):
             else:
                 if waits is not None:
                     self._waiting = frames
-                    if self._transport is not None:
-                        self._transport.pause_reading()
+                    self._peer.hold()
                     self.server.spawn(self._wait(frame.id, waits))
                     return
 
@@ -271,9 +256,9 @@ class BinarySession(asyncio.BufferedProtocol):
         """Let something take its time; what comes behind it waits."""
         await self._supervise(number, waits)
         frames, self._waiting = self._waiting or deque(), None
-        if not self._is_closing:
+        if not self._peer.is_closing:
             self._handle(frames)
-            self._resume_reading()
+            self._read_on()
 
     def _do(self, frame: Frame) -> Coroutine[Any, Any, None] | None:
         """One frame; what those behind it must wait for, if they must."""
@@ -313,7 +298,7 @@ class BinarySession(asyncio.BufferedProtocol):
                 if number:
                     self.answer_frame(binary.frame(Type.HEARTBEAT, number))
             case Type.DISCONNECT:
-                self._close()
+                self._peer.close()
             case Type.DATA | Type.ACK | Type.SUBSCRIBE | Type.COMMIT_OFFSET if not self.is_hello:
                 return self._provider.do(frame)
             case _:
@@ -325,15 +310,15 @@ class BinarySession(asyncio.BufferedProtocol):
         task = self.server.spawn(self._supervise(number, coroutine))
         self._requests.add(task)
         task.add_done_callback(self._end_request)
-        if len(self._requests) >= REQUESTS_MAX and self._transport is not None:
-            self._transport.pause_reading()
+        if len(self._requests) >= REQUESTS_MAX:
+            self._peer.hold()
         return task
 
     def _end_request(self, task: asyncio.Task[None]) -> None:
         was_busy = len(self._requests) >= REQUESTS_MAX
         self._requests.discard(task)
         if was_busy:
-            self._resume_reading()
+            self._read_on()
 
     async def _supervise(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
@@ -352,7 +337,7 @@ class BinarySession(asyncio.BufferedProtocol):
             self.server.counters.unauthorized += 1
             self.is_hello = True
             self.answer_error(number, Unauthorized("the broker does not know this user or token"))
-            self._close()
+            self._peer.close()
             return
         if options.get("version") != VERSION:
             raise BadRequest(f"version {options.get('version')!r} of the protocol is not known here, {VERSION} is")
@@ -408,7 +393,7 @@ class BinarySession(asyncio.BufferedProtocol):
                 self.answer_error(number, error)
             self._settle_owed()
 
-        self.in_messages += batch.count
+        self._peer.in_messages += batch.count
         self._owed += 1
         try:
             was_there = self.broker.append(*to, batch, done)
@@ -443,7 +428,7 @@ class BinarySession(asyncio.BufferedProtocol):
                 self.answer_error(number, error)
             self._settle_owed()
 
-        self.in_messages += batch.count
+        self._peer.in_messages += batch.count
         self._owed += 1
         try:
             self.broker.stage(*stage, batch, done)
@@ -477,7 +462,7 @@ class BinarySession(asyncio.BufferedProtocol):
         self._publish(run, told, refusals)
 
     def _publish(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals | None = None) -> None:
-        self.in_messages += len(run)
+        self._peer.in_messages += len(run)
         self._owed += 1
 
         def done(receipt: Receipt) -> None:
@@ -523,7 +508,7 @@ class BinarySession(asyncio.BufferedProtocol):
         partition = topic.partitions[fetch.partition]
         log, bytes_max = partition.log, min(fetch.bytes_max, FETCH_BYTES_MAX)
         async with self._fetching:
-            await self._drained()
+            await self._peer.drained()
             # What comes while it is read has come behind this.
             served = partition.served
             batches = await self.broker.store.read(log, fetch.offset, bytes_max)
@@ -536,21 +521,14 @@ class BinarySession(asyncio.BufferedProtocol):
         except TimeoutError:
             pass
         async with self._fetching:
-            await self._drained()
+            await self._peer.drained()
             self._send_batches(number, fetch, log, await self.broker.store.read(log, fetch.offset, bytes_max))
 
     def _send_batches(self, number: int, fetch: binary.Fetch, log: Log, batches: list[Batch]) -> None:
         parts = [batch.data for batch in batches if not fetch.end or batch.base_offset < fetch.end]
-        self.out_messages += sum(batch.count for batch in batches[: len(parts)])
+        self._peer.out_messages += sum(batch.count for batch in batches[: len(parts)])
         length = sum(map(len, parts))
-        self.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
-
-    async def _drained(self) -> None:
-        """Until the connection takes more, or is gone."""
-        while not self.is_open and not self._is_closing:
-            if self._drains is None or self._drains.done():
-                self._drains = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._drains)
+        self._peer.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
 
     async def _open(self, number: int, options: dict[str, Any]) -> None:
         request = calls.Request(options)
@@ -571,7 +549,7 @@ class BinarySession(asyncio.BufferedProtocol):
             reader = await self.broker.join(group, pattern, member, request.mode(), start=request.start())
             answer = {"positions": [], "generation": reader.generation}
         self.subscriptions[subscription] = (member, reader)
-        if self._transport is None:
+        if not self._peer.is_connected:
             self.unsubscribe(subscription)
         self.answer(number, answer)
 
@@ -665,38 +643,17 @@ class BinarySession(asyncio.BufferedProtocol):
             self._disconnect(error)
 
     def answer_frame(self, data: bytes) -> None:
-        """A client that asks and does not read the answers is not asked for more."""
-        self.write(data)
-        if self.is_open or self._transport is None:
-            return
-        before, self._unread_answers = self._unread_answers, self._unread_answers + len(data)
-        if before <= UNREAD_ANSWERS_MAX < self._unread_answers:
-            self.server.counters.unread += 1
-            self._transport.pause_reading()
+        self._peer.answer(data)
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self.out_bytes += len(data)
-            self._transport.write(data)
-
-    def write_parts(self, parts: list[Buffer]) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self.out_bytes += sum(map(len, parts))
-            self._transport.writelines(parts)
+        self._peer.write(data)
 
     def _disconnect(self, error: PenstockError) -> None:
         """Say why, and close."""
         if isinstance(error, PeerError):
             self.server.counters.protocol_errors += 1
         self.write(binary.json_frame(Type.DISCONNECT, 0, _told(error)))
-        self._close()
-
-    def _close(self) -> None:
-        self._is_closing = True
-        if self._transport is not None:
-            self._transport.close()
-            # What it has not read by then it will not.
-            self.server.call_later(CLOSE_S, self.abort)
+        self._peer.close()
 
 
 def _told(error: PenstockError) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock.server.binary import BinarySession
-from penstock.server.session import Session, Traffic
+from penstock.server.peer import Traffic
+from penstock.server.session import Session
 from penstock.wire import text
 from penstock.wire.binary import Type
 

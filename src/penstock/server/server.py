@@ -19,7 +19,7 @@ from penstock.clock import SystemClock
 from penstock.server.config import Config, TopicConfig
 from penstock.server.door import Door
 from penstock.server.http import HttpPort
-from penstock.server.session import Traffic
+from penstock.server.peer import Traffic
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
 from penstock.wire.binary import SCRATCH_BYTES

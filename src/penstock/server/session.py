@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, assert_never, cast
+from typing import TYPE_CHECKING, Any, Final, assert_never, cast
 
 from penstock import headers
 from penstock.batch import OFFSET_MAX
@@ -26,6 +26,7 @@ from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
 from penstock.errors import PenstockError
 from penstock.run import Run
+from penstock.server.peer import Peer, Traffic
 from penstock.subject import matches
 from penstock.wire import text
 from penstock.wire.events import (
@@ -49,18 +50,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A connection that has so much unsent gets no more messages until it has read some. Large enough for a whole batch.
-UNSENT_BYTES_MAX: Final = 1 << 20
-# Answers to a client that does not read them: then its commands are not read either.
-UNREAD_ANSWERS_MAX: Final = 256 << 10
 # An acknowledgement in the NATS dialect is a message to this subject: `msg.ack()` of a NATS client sends one.
 ACK_SUBJECT: Final = b"$ACK."
 # Runs of its own that a connection without echo is protected from: what it has on the way at once.
 OWN_RUNS_MAX: Final = 1000
 # Subjects that a connection pulls without a subscription; each has a position.
 PULLS_MAX: Final = 100
-# How long a connection that is being closed has to read what was sent.
-CLOSE_S: Final = 5.0
 
 
 class _Answer:
@@ -73,16 +68,6 @@ class _Answer:
         self.closes = closes
 
 
-class Traffic(NamedTuple):
-    in_msgs: int = 0
-    in_bytes: int = 0
-    out_msgs: int = 0
-    out_bytes: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]
-        return Traffic(*(mine + others for mine, others in zip(self, other, strict=True)))
-
-
 class Session(asyncio.Protocol):
     def __init__(self, server: Server, *, greets: bool) -> None:
         self.server = server
@@ -92,43 +77,37 @@ class Session(asyncio.Protocol):
         self.address = ""
         # When to ask whether it is still there.
         self.ping_at = 0.0
-        self.is_open = True
         self.echo = True
         self.is_greeted = greets
         # Whether a whole command has come, and how many of the server's PINGs have not been answered.
         self.has_spoken = False
         self.unanswered = 0
-        self.in_messages = self.in_bytes = self.out_messages = self.out_bytes = 0
         self.subscriptions: dict[bytes, tuple[Member, Subscription | Group]] = {}
         self._parser = text.Parser(server.config.server.payload_bytes_max)
-        self._transport: asyncio.Transport | None = None
+        self._peer = Peer(server)
         self._verbose = True
         self._has_headers = True
         self._wants_no_responders = False
         self._is_authorized = not server.needs_auth
         self._has_ponged = False
         self._answers: deque[_Answer] = deque()
-        self._unread_answers = 0
         # Events that wait for one that is being awaited; None: none is.
         self._waiting: deque[Event] | None = None
-        self._closing = False
         # What this connection published last, if it does not want it back: place -> first and last offset of each run.
         self._published: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._is_publishing = False
         # Where PULL has come to, for each subject.
         self._pulls: dict[bytes, History] = {}
-        self._drains: asyncio.Future[None] | None = None
 
     # From the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
+        self._peer.connect(cast(asyncio.Transport, transport))
 
     def data_received(self, data: bytes) -> None:
-        self.in_bytes += len(data)
+        self._peer.in_bytes += len(data)
         events = self._parser.feed(data)
-        if not events or self._closing:
+        if not events or self._peer.is_closing:
             return
         self.has_spoken = True
         self.unanswered = 0
@@ -138,39 +117,30 @@ class Session(asyncio.Protocol):
             self._handle(deque(events))
 
     def pause_writing(self) -> None:
-        self.is_open = False
+        self._peer.pause()
 
     def resume_writing(self) -> None:
-        self.is_open = True
-        self._unread_answers = 0
-        self._resume_reading()
-        self._end_drain()
+        self._peer.resume()
+        if self._waiting is None:
+            self._peer.read_on()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closing = True
-        self.is_open = False
-        self._transport = None
+        self._peer.lose()
         self._answers.clear()
-        self._end_drain()
         for sid in list(self.subscriptions):
             self._unsubscribe(sid)
         self.server.remove(self)
 
-    def _resume_reading(self) -> None:
-        """Unless an event is still awaited, or the client does not read its answers."""
-        if self._transport is not None and self._waiting is None and self._unread_answers <= UNREAD_ANSWERS_MAX:
-            self._transport.resume_reading()
-
-    def _end_drain(self) -> None:
-        if self._drains is not None and not self._drains.done():
-            self._drains.set_result(None)
-
     # From the broker.
 
+    @property
+    def is_open(self) -> bool:
+        return self._peer.is_open
+
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        self.out_messages += len(run)
+        self._peer.out_messages += len(run)
         if attempts is not None:
             run = self._with_attempts(run, attempts)
         if self._parser.is_nats:
@@ -179,7 +149,7 @@ class Session(asyncio.Protocol):
             data = text.messages(run, member.sid, has_headers=self._has_headers)
         else:
             data = text.numbered_messages(run, member.sid, self._sequences(place, run))
-        self._write(data)
+        self._peer.write(data)
         if member.remaining == 0:
             self._unsubscribe(member.sid)
 
@@ -204,7 +174,7 @@ class Session(asyncio.Protocol):
             self._refuse("Stale Connection")
             return
         self.unanswered += 1
-        self._write(b"PING\r\n")
+        self._peer.write(b"PING\r\n")
 
     def expire(self) -> None:
         """It has had its time to say something."""
@@ -213,9 +183,9 @@ class Session(asyncio.Protocol):
 
     def stop(self) -> None:
         """The server stops: no more commands, but the answers that are owed."""
-        if self._transport is None or self._closing:
+        if self._peer.is_closing:
             return
-        self._transport.pause_reading()
+        self._peer.hold()
         if self._parser.is_nats:
             # No error: a NATS client takes one for the end, and would not come back.
             self._answer(text.info({**self.server.info(self), "ldm": True}), closes=True)
@@ -223,19 +193,17 @@ class Session(asyncio.Protocol):
             self._answer(text.error("Server Shutdown", is_nats=False), closes=True)
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        self._peer.abort()
 
     # Events.
 
     def _handle(self, events: deque[Event]) -> None:
-        while events and not self._closing:
+        while events and not self._peer.is_closing:
             event = events.popleft()
             waits = self._do(event)
             if waits is not None:
                 self._waiting = events
-                if self._transport is not None:
-                    self._transport.pause_reading()
+                self._peer.hold()
                 self.server.spawn(self._wait(waits))
                 return
 
@@ -249,9 +217,9 @@ class Session(asyncio.Protocol):
             logger.exception("connection %d", self.id)
             self._refuse("Internal Error")
         events, self._waiting = self._waiting or deque(), None
-        if self._closing:
+        if self._peer.is_closing:
             return
-        self._resume_reading()
+        self._peer.read_on()
         self._handle(events)
 
     def _do(self, event: Event) -> Coroutine[Any, Any, None] | None:
@@ -329,7 +297,7 @@ class Session(asyncio.Protocol):
         self._publish(run)
 
     def _publish(self, run: Run, refusals: Refusals | None = None) -> None:
-        self.in_messages += len(run)
+        self._peer.in_messages += len(run)
         answer = _Answer(None)
         self._answers.append(answer)
         if run.replies and self._wants_no_responders:
@@ -368,7 +336,7 @@ class Session(asyncio.Protocol):
     def _tell_no_responder(self, subject: bytes, reply: bytes) -> bool:
         for member, reader in self.subscriptions.values():
             if matches(reader.pattern, reply):
-                self._write(text.no_responders(reply, member.sid, subject))
+                self._peer.write(text.no_responders(reply, member.sid, subject))
                 return True
         return False
 
@@ -407,7 +375,7 @@ class Session(asyncio.Protocol):
         member = Member(event.sid, self, self.server.flow)
         name = event.subject + b":" + event.group if event.group is not None else None
         group = await self.broker.join(name, event.subject, member)
-        if self._transport is None:
+        if not self._peer.is_connected:
             self.broker.leave(group, member)
             return
         self.subscriptions[event.sid] = (member, group)
@@ -561,7 +529,7 @@ class Session(asyncio.Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(self.in_messages, self.in_bytes, self.out_messages, self.out_bytes)
+        return self._peer.traffic
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -631,35 +599,29 @@ class Session(asyncio.Protocol):
 
     async def _send_history(self, history: History, count: int, sid: bytes) -> int:
         sent = 0
-        while sent < count and not self._closing:
+        while sent < count and not self._peer.is_closing:
             found = await history.read(count - sent)
             if found is None:
                 break
             partition, run = found
             sent += self._send_run(partition, run, sid)
-            await self._drained()
+            await self._peer.drained()
         return sent
 
     def _send_run(self, partition: Partition, run: Run, sid: bytes) -> int:
         """Messages that no subscription asked for; a NATS client takes them only under a sid that it knows."""
         if not self._parser.is_nats:
-            self._write(text.numbered_messages(run, sid, self._sequences(partition, run)))
-            self.out_messages += len(run)
+            self._peer.write(text.numbered_messages(run, sid, self._sequences(partition, run)))
+            self._peer.out_messages += len(run)
             return len(run)
         sent = 0
         for member, reader in self.subscriptions.values():
             part = select_matching(run, reader.pattern)
             if part.values:
-                self._write(text.messages(part, member.sid, has_headers=self._has_headers))
+                self._peer.write(text.messages(part, member.sid, has_headers=self._has_headers))
                 sent += len(part)
-        self.out_messages += sent
+        self._peer.out_messages += sent
         return sent
-
-    async def _drained(self) -> None:
-        """Until the connection takes more, or is gone."""
-        if not self.is_open and not self._closing:
-            self._drains = asyncio.get_running_loop().create_future()
-            await self._drains
 
     # Answers.
 
@@ -694,8 +656,7 @@ class Session(asyncio.Protocol):
             self._answers.append(_Answer(data, closes=closes))
             self._send_answers()
         elif data:
-            self._write(data)
-            self._note_unread(len(data))
+            self._peer.answer(data)
 
     def _send_answers(self) -> None:
         answers = self._answers
@@ -706,32 +667,13 @@ class Session(asyncio.Protocol):
             closes = answers.popleft().closes
         data = b"".join(ready)
         if data:
-            self._write(data)
-            self._note_unread(len(data))
+            self._peer.answer(data)
         if closes:
             self._close()
 
-    def _note_unread(self, count: int) -> None:
-        """A client that asks and does not read the answers is not asked for more."""
-        if self.is_open or self._transport is None:
-            return
-        before, self._unread_answers = self._unread_answers, self._unread_answers + count
-        if before <= UNREAD_ANSWERS_MAX < self._unread_answers:
-            self.server.counters.unread += 1
-            self._transport.pause_reading()
-
-    def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self.out_bytes += len(data)
-            self._transport.write(data)
-
     def _close(self) -> None:
-        self._closing = True
         self._answers.clear()
-        if self._transport is not None:
-            self._transport.close()
-            # What it has not read by then it will not.
-            self.server.call_later(CLOSE_S, self.abort)
+        self._peer.close()
 
 
 def _reason(error: PenstockError) -> str:
