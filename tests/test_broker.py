@@ -10,7 +10,7 @@ import pytest
 
 from penstock.broker.broker import Settings
 from penstock.broker.flow import Flow, Overflow
-from penstock.errors import BadSubject, PenstockError, TooManyTopics, TopicConflict, UnknownTopic
+from penstock.errors import BadRequest, BadSubject, PenstockError, TooManyTopics, TopicConflict, UnknownTopic
 from penstock.headers import hash_key
 from penstock.run import Run
 from penstock.storage.policy import Dedup, Policy
@@ -321,6 +321,26 @@ async def test_a_key_decides_the_partition(by_header: bool) -> None:
         for message in ann.got:
             assert (message.key, message.place[1]) == (message.value, hash_key(message.value) % 7)
         assert len(ann.got) == 100
+
+
+@in_loop
+async def test_a_publisher_may_choose_the_partition() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        ann = Recorder()
+        life.subscribe(b"orders", ann)
+        for number, headers in [(2, b""), (0, b"Penstock-Key: k\r\n"), (2, b"Msg-ID: 1\r\n")]:
+            run = run_of(b"orders", b"x", b"y", headers=headers)
+            run.partition = number
+            assert (await life.publish_run(run)).error is None
+        await life.settle()
+        assert [message.place[1] for message in ann.got] == [2, 2, 0, 0, 2]
+        for number, headers, reason in [(3, b"", "no partition 3"), (0, b"Delay: 5s\r\n", "cannot choose")]:
+            run = run_of(b"orders", b"x", headers=headers)
+            run.partition = number
+            error = (await life.publish_run(run)).error
+            assert isinstance(error, BadRequest)
+            assert reason in str(error)
 
 
 @in_loop

@@ -17,6 +17,7 @@ from penstock.headers import (
     hash_key,
     identity,
     lines,
+    named,
     read,
     value_of,
     without,
@@ -42,6 +43,8 @@ DAY_US: Final = 24 * 3600 * SECOND_US
         (b"penstock-key: \xff\xfe\r\n", Asked(key=b"\xff\xfe")),
         (b"Delay: 5s\r\n", Asked(due_us=NOW_US + 5 * SECOND_US)),
         (b"Deliver-At: 1700000001\r\n", Asked(due_us=NOW_US + SECOND_US)),
+        (b"Penstock-Timestamp: 1500000000.25\r\n", Asked(time_us=1_500_000_000_250_000)),
+        (b"penstock-timestamp: 2017-07-14T02:40:00Z\r\n", Asked(time_us=1_500_000_000_000_000)),
         (
             b"Trace-ID: 1\r\nMsg-ID: 2\r\nPenstock-Key: 3\r\nDelay: 4\r\nUser-ID: 5\r\n",
             Asked(b"2", b"3", NOW_US + 4 * SECOND_US),
@@ -277,3 +280,19 @@ def test_lines_can_be_taken_out_by_name_or_by_how_it_begins(names: list[bytes], 
 )
 def test_a_key_has_the_hash_that_others_compute(key: bytes, number: int) -> None:
     assert hash_key(key) == number
+
+
+# ---- what a door has no other place for
+
+
+@pytest.mark.parametrize("value", [b"soon", b"1e300", b"-1e300", b"nan"])
+def test_a_time_that_is_none_is_refused(value: bytes) -> None:
+    with pytest.raises(BadHeader, match="Penstock-Timestamp"):
+        read(b"Penstock-Timestamp: %b\r\n" % value, NOW_US)
+
+
+def test_a_field_is_added_unless_it_is_there_or_does_not_fit() -> None:
+    assert named(b"", penstock_key=b"k") == b"Penstock-Key: k\r\n"
+    assert named(b"A: b\r\n", penstock_key=b"\xff") == b"A: b\r\nPenstock-Key: \xff\r\n"
+    assert named(b"penstock-key: mine\r\n", penstock_key=b"k") == b"penstock-key: mine\r\n"
+    assert named(b"", penstock_key=b"a\nb") == named(b"", penstock_key=b"a\rb") == b""

@@ -48,6 +48,19 @@ def offsets_of(run: Run) -> list[int]:
     return [run.offset(index) for index in range(len(run))]
 
 
+def test_a_time_that_a_publisher_gave_stays_with_its_message() -> None:
+    first, second = run_of([Message(TOPIC, b"a"), Message(TOPIC, b"b")]), run_of([Message(TOPIC, b"c")])
+    first.times, second.times = {1: 11}, {0: 22}
+    first.extend(second)
+    first.stamp(99)
+    assert times_of(first) == times_of(open_batch(first.encode(TOPIC, 99), TOPIC)) == [99, 11, 22]
+    assert first.select([0, 2]).times == {1: 22}
+    assert times_of(first.select([0, 2])) == [99, 22]
+    bare = run_of([Message(TOPIC, b"a")])
+    bare.stamp(99)
+    assert bare.timestamps is None
+
+
 def times_of(run: Run) -> list[int]:
     return [run.timestamp] * len(run) if run.timestamps is None else list(run.timestamps)
 

@@ -787,6 +787,17 @@ def test_messages_with_their_sequence_can_be_read_back(run: Run, first: int) -> 
     ]
 
 
+def test_what_the_lines_have_no_place_for_goes_into_headers() -> None:
+    run = Run([b"a", b"a"], [b"x", b"y"])
+    run.keys = {1: b"k"}
+    assert messages(run, b"7") == b"MSG a 7 1\r\nx\r\nHMSG a 7 29 30\r\nNATS/1.0\r\nPenstock-Key: k\r\n\r\ny\r\n"
+    assert messages(run, b"7", has_headers=False) == b"MSG a 7 1\r\nx\r\nMSG a 7 1\r\ny\r\n"
+    run.timestamps = [1_500_000_000_000_001, 2]
+    first, second = read_messages(numbered_messages(run, b"7", [8, 9]), 1)
+    assert first.block == b"Penstock-Timestamp: 1500000000.000001\r\n\r\n"
+    assert second.block == b"Penstock-Key: k\r\nPenstock-Timestamp: 0.000002\r\n\r\n"
+
+
 class Recorder:
     """What nats-py's own parser tells its client."""
 

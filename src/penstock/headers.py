@@ -2,6 +2,7 @@
 
 Msg-ID, Nats-Msg-Id     the message has this id: stored once
 Penstock-Key            its key: decides its partition, and is what compaction goes by
+Penstock-Timestamp      when it was made: seconds since 1970 or an ISO time
 Deliver-At, Delay       when it is to be appended: seconds since 1970 or an ISO time; from now: 500ms, 5s, 2m, 1h, 1d
 """
 
@@ -17,6 +18,9 @@ from penstock.errors import BadHeader
 # A year: what is further away is a mistake in the unit.
 DELAY_US_MAX: Final = 366 * 24 * 3600 * 1_000_000
 
+# The year 9999: a clock that says more is wrong, and batches have 64 bits for it.
+TIME_US_MAX: Final = 253_402_300_800_000_000
+
 _IDENTITIES: Final = (b"msg-id", b"nats-msg-id")
 _DURATION: Final = re.compile(rb"(\d{1,12}(?:\.\d{1,6})?)(ms|s|m|h|d)?")
 _UNIT_US: Final = {b"ms": 1_000, b"s": 1_000_000, b"m": 60_000_000, b"h": 3_600_000_000, b"d": 86_400_000_000}
@@ -25,8 +29,9 @@ _UNIT_US: Final = {b"ms": 1_000, b"s": 1_000_000, b"m": 60_000_000, b"h": 3_600_
 class Asked(NamedTuple):
     identity: bytes | None = None
     key: bytes | None = None
-    # µs since 1970.
+    # µs since 1970: when to append it, and when it was made.
     due_us: int | None = None
+    time_us: int | None = None
 
 
 def read(block: bytes, now_us: int) -> Asked:
@@ -34,12 +39,17 @@ def read(block: bytes, now_us: int) -> Asked:
     fields = _fields(block)
     due_us = None
     if (moment := fields.get(b"deliver-at")) is not None:
-        due_us = _moment(moment)
+        due_us = _moment("Deliver-At", moment)
     elif (delay := fields.get(b"delay")) is not None:
         due_us = now_us + _duration(delay)
     if due_us is not None and due_us > now_us + DELAY_US_MAX:
         raise BadHeader("a message can be delayed for a year at the most")
-    return Asked(_identity(fields), fields.get(b"penstock-key"), due_us)
+    time_us = None
+    if (made := fields.get(b"penstock-timestamp")) is not None:
+        time_us = _moment("Penstock-Timestamp", made)
+        if abs(time_us) > TIME_US_MAX:
+            raise BadHeader("Penstock-Timestamp is seconds since 1970, or an ISO 8601 time, up to the year 9999")
+    return Asked(_identity(fields), fields.get(b"penstock-key"), due_us, time_us)
 
 
 def identity(block: bytes) -> bytes | None:
@@ -65,6 +75,15 @@ def without(block: bytes, *names: bytes) -> bytes:
         if name not in names and not name.startswith(beginnings):
             kept.append(line)
     return b"\n".join(kept)
+
+
+def named(block: bytes, **fields: bytes) -> bytes:
+    """A block that also has these fields, where it has none of that name and they fit into a line."""
+    for name, value in fields.items():
+        line = name.replace("_", "-").title().encode()
+        if b"\n" not in value and b"\r" not in value and value_of(block, line) is None:
+            block += b"%b: %b\r\n" % (line, value)
+    return block
 
 
 def is_block(block: bytes) -> bool:
@@ -107,7 +126,7 @@ def _duration(value: bytes) -> int:
     return int(float(found[1]) * _UNIT_US[found[2] or b"s"])
 
 
-def _moment(value: bytes) -> int:
+def _moment(name: str, value: bytes) -> int:
     text = value.decode(errors="replace")
     try:
         return int(float(text) * 1_000_000)
@@ -116,7 +135,7 @@ def _moment(value: bytes) -> int:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise BadHeader(f"Deliver-At: {text!r} is neither seconds since 1970 nor an ISO 8601 time") from None
+        raise BadHeader(f"{name}: {text!r} is neither seconds since 1970 nor an ISO 8601 time") from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return int(moment.timestamp() * 1_000_000)

@@ -19,7 +19,7 @@ MESSAGE_BYTES: Final = 24
 
 
 class Run:
-    """`values` and `subjects` are as long as each other. Keys, replies and headers are rare: index -> what it has."""
+    """`values` and `subjects` are as long as each other. What few messages have is rare: index -> what it has."""
 
     __slots__ = (
         "base_offset",
@@ -27,9 +27,11 @@ class Run:
         "headers",
         "keys",
         "offsets",
+        "partition",
         "replies",
         "size",
         "subjects",
+        "times",
         "timestamp",
         "timestamps",
         "tombstones",
@@ -42,8 +44,12 @@ class Run:
         self.keys: dict[int, bytes] = {}
         self.replies: dict[int, bytes] = {}
         self.headers: dict[int, bytes] = {}
+        # µs: when it was made, of a message whose publisher says so.
+        self.times: dict[int, int] = {}
         # Messages that delete their key.
         self.tombstones: set[int] = set()
+        # The number of the partition that all of it goes to, where the publisher chose it.
+        self.partition: int | None = None
         # µs: of every message, unless they differ; 0: it is not stored yet.
         self.timestamp = 0
         self.timestamps: Sequence[int] | None = None
@@ -74,7 +80,7 @@ class Run:
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but values and subjects."""
-        return not (self.replies or self.headers or self.keys or self.tombstones)
+        return not (self.replies or self.headers or self.keys or self.times or self.tombstones)
 
     def offset(self, index: int) -> int:
         return self.base_offset + index if self.offsets is None else self.offsets[index]
@@ -91,6 +97,7 @@ class Run:
         for mine, others in ((self.keys, run.keys), (self.replies, run.replies), (self.headers, run.headers)):
             if others:
                 mine.update((shift + index, item) for index, item in others.items())
+        self.times.update((shift + index, time_us) for index, time_us in run.times.items())
         self.tombstones.update(shift + index for index in run.tombstones)
 
     def select(self, indices: Sequence[int]) -> Run:
@@ -106,8 +113,8 @@ class Run:
             chosen.timestamps = [self.timestamps[i] for i in indices]
         if not self.is_plain:
             chosen.tombstones = {new for new, old in enumerate(indices) if old in self.tombstones}
-            for name in ("keys", "replies", "headers"):
-                items: dict[int, bytes] = getattr(self, name)
+            for name in ("keys", "replies", "headers", "times"):
+                items: dict[int, bytes] | dict[int, int] = getattr(self, name)
                 setattr(chosen, name, {new: items[old] for new, old in enumerate(indices) if old in items})
         if self.offsets is not None or not is_slice:
             chosen.offsets = [self.offset(i) for i in indices]
@@ -127,6 +134,12 @@ class Run:
         if count == len(self):
             return self
         return self.select(range(count)) if count else Run([], [])
+
+    def stamp(self, now_us: int) -> None:
+        """It is stored now; a message whose publisher said when it was made has that time."""
+        self.timestamp = now_us
+        if self.times:
+            self.timestamps = [self.times.get(index, now_us) for index in range(len(self.values))]
 
     def encode(
         self,

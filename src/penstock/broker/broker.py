@@ -255,6 +255,13 @@ class Broker:
         """
         return await self._intake.prepare(run)
 
+    async def make_ready(self, run: Run) -> Refusals:
+        """`prepare` until it is ready."""
+        refusals: Refusals = {}
+        while not refusals and not self.is_ready(run):
+            refusals = await self.prepare(run)
+        return refusals
+
     def publish(self, run: Run, done: Callable[[Receipt], None], refusals: Refusals | None = None) -> Receipt:
         """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`."""
         return self._intake.publish(run, done, refusals)
@@ -576,9 +583,11 @@ class Broker:
 
     def is_served(self, subject: bytes) -> bool:
         """Whether there is anyone who gets what is published there now."""
-        return bool(self.interest.match(subject)) or any(
-            group.members and matches(group.pattern, subject) for group in self._all_groups
-        )
+        return bool(self.interest.match(subject)) or self.groups_reading(subject) > 0
+
+    def groups_reading(self, subject: bytes) -> int:
+        """How many groups have a member who gets what is published there now."""
+        return sum(bool(group.members) and matches(group.pattern, subject) for group in self._all_groups)
 
     def _deliver(self, target: Target, fresh: Batch | Run) -> None:
         """All that is committed comes here once. A batch is opened only if somebody may want it."""

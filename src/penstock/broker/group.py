@@ -278,6 +278,12 @@ class Group:
         self.wake()
         return True
 
+    def give_back(self, member: Member) -> None:
+        """`untake` for all that it has."""
+        for place, position in self.positions.items():
+            for offset in position.inflight.taken_by(member.number):
+                self.untake(place, offset, member)
+
     def extend(self, place: tuple[int, int], offset: int, member: Member | None = None) -> bool:
         """Whoever has it needs more time. False as for `nack`."""
         position = self._holding(place, offset, member)

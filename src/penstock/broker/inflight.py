@@ -118,6 +118,10 @@ class Inflight:
         """How many messages a member has OUT."""
         return sum(lot.size for lot in self._out.get(member, ()))
 
+    def taken_by(self, member: int) -> list[int]:
+        """Which messages a member has OUT, ascending."""
+        return sorted(offset for lot in self._out.get(member, ()) for offset in self._left(lot))
+
     def back(self, now_us: int, limit: int) -> list[int]:
         """The first offsets that are BACK and due, ascending: to be delivered again, and told to `retake`."""
         ready = self._ready

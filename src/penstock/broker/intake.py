@@ -18,7 +18,7 @@ from penstock.broker.delay import Delays
 from penstock.broker.partition import LivePartition, Partition
 from penstock.broker.topic import ServedTopic, Target, Topics
 from penstock.clock import Clock
-from penstock.errors import PenstockError, UnknownTopic
+from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.run import Run
 from penstock.storage.log import Done
 from penstock.storage.policy import PARTITIONS_MAX
@@ -161,7 +161,7 @@ class Intake:
                 receipt.refuse([index], refusals[each])
         subject = run.subject
         topic = None
-        if subject is not None and not (run.headers or run.keys or refusals):
+        if subject is not None and not (run.headers or run.keys or refusals or run.partition is not None):
             topic = self._host.topics.owner(subject)
         if subject is not None and topic is not None and topic.topic.policy.dedup is not DedupMode.PAYLOAD:
             self._append(topic.choose(subject, None), run, range(len(run)), receipt)
@@ -208,6 +208,8 @@ class Intake:
         for index, found in asked.items():
             if found.key is not None:
                 run.keys[index] = found.key
+            if found.time_us is not None:
+                run.times[index] = found.time_us
         parts: dict[Target, list[int]] = {}
         later: list[int] = []
         topics: dict[int, ServedTopic] = {}
@@ -221,9 +223,15 @@ class Intake:
             if topic is None:
                 receipt.refuse([index], UnknownTopic(f"the topic of {subject.decode()} was deleted meanwhile"))
                 continue
+            refusal = self._misplaced(topic, run.partition, asked.get(index), now_us)
+            if refusal is not None:
+                receipt.refuse([index], refusal)
+                continue
             topics[index] = topic
             if index in asked and (asked[index].due_us or 0) > now_us:
                 later.append(index)
+            elif run.partition is not None:
+                parts.setdefault(topic.partitions[run.partition], []).append(index)
             else:
                 parts.setdefault(topic.choose(subject, run.keys.get(index)), []).append(index)
         for topic in set(topics.values()):
@@ -233,6 +241,20 @@ class Intake:
             self._append_part(target, run, indices, topics, identities, receipt)
         if later:
             self._append_later(run, later, topics, identities, asked, receipt)
+
+    def _misplaced(
+        self, topic: ServedTopic, partition: int | None, asked: headers.Asked | None, now_us: int
+    ) -> PenstockError | None:
+        """Why a message cannot go to the partition that its publisher chose."""
+        if partition is None:
+            return None
+        if not 0 <= partition < len(topic.partitions):
+            return BadRequest(
+                f"the topic {topic.topic.name} has no partition {partition}, it has {len(topic.partitions)}"
+            )
+        if asked is not None and (asked.due_us or 0) > now_us:
+            return BadRequest("a message that is delayed cannot choose its partition")
+        return None
 
     def _sift(
         self,

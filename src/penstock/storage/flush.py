@@ -115,9 +115,9 @@ class Write:
         self.end = batches[-1].end
 
     def _encode(self, run: Run, now_us: int) -> Batch:
+        run.stamp(now_us)
         batch = run.batch = run.encode(self.log.subject, now_us)
         batch.base_offset = run.base_offset
-        run.timestamp = now_us
         return batch
 
 

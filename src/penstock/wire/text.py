@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Final
 
+from penstock.headers import named
 from penstock.run import MESSAGE_BYTES, RUN_BYTES, Run
 from penstock.subject import is_pattern, is_subject, is_text
 from penstock.wire.events import (
@@ -433,6 +435,7 @@ def no_responders(reply: bytes, sid: bytes, subject: bytes) -> bytes:
 
 def messages(run: Run, sid: bytes, *, has_headers: bool = True) -> bytes:
     """MSG and HMSG for every message of a run, as NATS clients read them."""
+    run = _with_names(run) if has_headers else run
     values = run.values
     subject = run.subject
     if subject is not None and not (run.replies or run.headers):
@@ -473,6 +476,7 @@ def messages(run: Run, sid: bytes, *, has_headers: bool = True) -> bytes:
 
 def numbered_messages(run: Run, sid: bytes, sequences: Iterable[int]) -> bytes:
     """MSG and HMSG with the sequence behind the length, as Flux's clients read them."""
+    run = _with_names(run)
     if not run.headers:
         return b"".join(
             [
@@ -490,6 +494,21 @@ def numbered_messages(run: Run, sid: bytes, sequences: Iterable[int]) -> bytes:
             total = len(block) + len(value)
             parts.append(b"HMSG %b %b %d %d %d\r\n%b%b\r\n" % (subject, sid, len(block), total, sequence, block, value))
     return b"".join(parts)
+
+
+def _with_names(run: Run) -> Run:
+    """What these lines have no place for goes into headers: keys, and times that publishers gave."""
+    if not run.keys and run.timestamps is None:
+        return run
+    told = copy(run)
+    told.headers = dict(run.headers)
+    for index, key in run.keys.items():
+        told.headers[index] = named(told.headers.get(index, b""), penstock_key=key)
+    for index, time_us in enumerate(run.timestamps or ()):
+        seconds = b"%d.%06d" % divmod(time_us, 1_000_000)
+        told.headers[index] = named(told.headers.get(index, b""), penstock_timestamp=seconds)
+    told.headers = {index: block for index, block in told.headers.items() if block}
+    return told
 
 
 def acknowledgements(count: int, duplicates: Sequence[int] = (), refused: Mapping[int, str] | None = None) -> bytes:
