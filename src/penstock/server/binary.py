@@ -37,6 +37,7 @@ from penstock.errors import (
 )
 from penstock.run import Run, open_batch
 from penstock.server import calls, provider
+from penstock.server.owing import Owing
 from penstock.server.peer import Peer, Traffic
 from penstock.storage.log import Log
 from penstock.subject import is_pattern, is_subject, owns
@@ -85,9 +86,7 @@ class BinarySession(asyncio.BufferedProtocol):
         self._fetches: set[asyncio.Task[None]] = set()
         # One at a time reads and sends: what they have in memory waits for the client.
         self._fetching = asyncio.Lock()
-        # Answers to what was published; when the server stops they are given first.
-        self._owed = 0
-        self._is_stopping = False
+        self._owing = Owing(server, self._peer, lambda: self._disconnect(Closed("the server stops")))
 
     # From the transport.
 
@@ -141,7 +140,7 @@ class BinarySession(asyncio.BufferedProtocol):
             self._handle(deque(frames))
 
     def _read_on(self) -> None:
-        is_busy = self._waiting is not None or self._is_stopping or len(self._requests) >= REQUESTS_MAX
+        is_busy = self._waiting is not None or self._owing.is_stopping or len(self._requests) >= REQUESTS_MAX
         if not is_busy:
             self._peer.read_on()
 
@@ -191,18 +190,9 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def stop(self) -> None:
         """The server stops: no more requests, but the answers to what was published."""
-        if not self._peer.is_connected or self._is_stopping:
-            return
-        self._peer.hold()
-        self._is_stopping = True
-        self._owed += 1
-        self._settle_owed()
-
-    def _settle_owed(self) -> None:
-        """One answer less is owed."""
-        self._owed -= 1
-        if self._is_stopping and not self._owed:
-            self._disconnect(Closed("the server stops"))
+        if self._peer.is_connected and not self._owing.is_stopping:
+            self._peer.hold()
+            self._owing.stop()
 
     def abort(self) -> None:
         self._peer.abort()
@@ -239,7 +229,7 @@ class BinarySession(asyncio.BufferedProtocol):
     # Frames.
 
     def _handle(self, frames: deque[Frame]) -> None:
-        while frames and not (self._peer.is_closing or self._is_stopping):
+        while frames and not (self._peer.is_closing or self._owing.is_stopping):
             frame = frames.popleft()
             try:
                 waits = self._do(frame)
@@ -389,12 +379,10 @@ class BinarySession(asyncio.BufferedProtocol):
             if error is None:
                 self.answer(number, {"offset": offset, "duplicate": was_there})
             else:
-                self.server.counters.failed_publishes += batch.count
                 self.answer_error(number, error)
-            self._settle_owed()
+            self._owing.end(0 if error is None else batch.count)
 
-        self._peer.in_messages += batch.count
-        self._owed += 1
+        self._owing.begin(batch.count)
         try:
             was_there = self.broker.append(*to, batch, done)
         except PenstockError as error:
@@ -426,10 +414,9 @@ class BinarySession(asyncio.BufferedProtocol):
                 self.answer(number, {"offset": offset})
             else:
                 self.answer_error(number, error)
-            self._settle_owed()
+            self._owing.end(0 if error is None else batch.count)
 
-        self._peer.in_messages += batch.count
-        self._owed += 1
+        self._owing.begin(batch.count)
         try:
             self.broker.stage(*stage, batch, done)
         except PenstockError as error:
@@ -450,27 +437,7 @@ class BinarySession(asyncio.BufferedProtocol):
     def _publish_run(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         """Now, or when there is a topic and room for it; `told` is called when it is decided."""
         refusals: Refusals = {subject: error for subject in set(run.subjects) if (error := _refusal(subject))}
-        if refusals or not self.broker.is_ready(run):
-            return self._prepare(run, told, refusals)
-        self._publish(run, told)
-        return None
-
-    async def _prepare(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals) -> None:
-        refusals = {**await self.broker.prepare(run), **refusals}
-        while not refusals and not self.broker.is_ready(run):
-            refusals = await self.broker.prepare(run)
-        self._publish(run, told, refusals)
-
-    def _publish(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals | None = None) -> None:
-        self._peer.in_messages += len(run)
-        self._owed += 1
-
-        def done(receipt: Receipt) -> None:
-            self.server.counters.failed_publishes += len(receipt.failed)
-            told(receipt)
-            self._settle_owed()
-
-        self.broker.publish(run, done, refusals or None)
+        return self._owing.publish(run, told, refusals)
 
     def _tell_published(self, number: int, receipt: Receipt) -> None:
         receipts: list[Any] = []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock.server.binary import BinarySession
 from penstock.server.peer import Traffic
+from penstock.server.prefixed import PrefixedSession
 from penstock.server.session import Session
 from penstock.wire import text
 from penstock.wire.binary import Type
@@ -43,7 +44,13 @@ class Door(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._transport is None or self._is_closing:
             return
-        session = BinarySession(self._server) if data[0] in _BINARY else Session(self._server, greets=self._greets)
+        session: BinarySession | PrefixedSession | Session
+        if data[0] in _BINARY:
+            session = BinarySession(self._server)
+        elif data[0] == 0 and not self._greets:
+            session = PrefixedSession(self._server)
+        else:
+            session = Session(self._server, greets=self._greets)
         session.id, session.address, session.ping_at = self.id, self.address, self.ping_at
         self._server.replace(self, session)
         # What reads into a buffer must be asked for it from the beginning.

@@ -289,12 +289,7 @@ class Session(asyncio.Protocol):
     # Publish.
 
     async def _prepare(self, run: Run) -> None:
-        while not self.broker.is_ready(run):
-            refusals = await self.broker.prepare(run)
-            if refusals:
-                self._publish(run, refusals)
-                return
-        self._publish(run)
+        self._publish(run, await self.broker.make_ready(run))
 
     def _publish(self, run: Run, refusals: Refusals | None = None) -> None:
         self._peer.in_messages += len(run)

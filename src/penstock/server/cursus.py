@@ -1,0 +1,697 @@
+"""Cursus' commands, for one connection, one after the other.
+
+A command is written with its arguments in order, as in Cursus' documents, or with their names. Asked in order, messages
+come as they are, one in each frame; asked by name, they come in batches, which tell offsets and keys. A CONSUME in
+order ends with the connection, because nothing else could say that no more come; one that follows goes on until the
+next command, if it is not refused.
+
+A group is one of Penstock's, named `<topic>:<group>`, and partition p belongs to consumer p % consumers. SUBSCRIBE
+makes this connection one or more of them: what it is sent is done. JOIN_GROUP makes it one that reads with CONSUME,
+and says with COMMIT_OFFSET what is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+from collections import deque
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.broker.flow import Flow
+from penstock.broker.group import Group, Mode
+from penstock.broker.intake import Receipt, Stored
+from penstock.broker.member import Member, Place
+from penstock.broker.partition import Partition
+from penstock.broker.start import Start
+from penstock.broker.topic import ServedTopic
+from penstock.errors import BadRequest, OffsetOutOfRange, PenstockError, StaleCommit, Unauthorized, UnknownTopic
+from penstock.headers import lines
+from penstock.run import Run
+from penstock.server import calls
+from penstock.storage.log import State
+from penstock.storage.policy import PARTITIONS_MAX
+from penstock.storage.store import outcome
+from penstock.wire import prefixed
+from penstock.wire.prefixed import Command, Packing, Records
+
+if TYPE_CHECKING:
+    from penstock.server.prefixed import Frame, PrefixedSession
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_GROUP: Final = "default-group"
+DEFAULT_PARTITIONS: Final = 4
+# What one CONSUME gives: messages, and about so many bytes of them.
+CONSUME_MAX: Final = 8192
+CONSUME_BYTES_MAX: Final = 16 << 20
+WAIT_MS_MAX: Final = 60_000
+# Whoever waits for messages hears this often that the server is there, at the least.
+KEEP_ALIVE_S: Final = 5.0
+
+_KEEP_ALIVE: Final = prefixed.frame(b"")
+_STREAMS: Final = ("CONSUME", "STREAM")
+_HOUR_MS: Final = 3_600_000
+
+
+class Cursus:
+    def __init__(self, session: PrefixedSession) -> None:
+        self._session = session
+        self._broker = session.broker
+        self._packing = Packing.NONE
+        self._keep_alive_s = min(KEEP_ALIVE_S, session.server.config.server.heartbeat_s)
+        # What it is sent as batches, of what it has subscribed to.
+        self._by_name: set[str] = set()
+        # A CONSUME that goes on.
+        self._following: asyncio.Task[None] | None = None
+
+    def do(self, frames: deque[Frame]) -> Coroutine[Any, Any, None] | None:
+        self._stop_following()
+        try:
+            request = self._read(frames.popleft())
+        except PenstockError as error:
+            self._say_error(error)
+            return None
+        if not isinstance(request, Command):
+            return self._answer_later(self._publish_batch(request))
+        if request.verb != "AUTH" and not self._session.is_authorized:
+            self._session.server.counters.unauthorized += 1
+            self._say_error(Unauthorized("say AUTH user=<user> password=<password>, or AUTH token=<token>, first"))
+            self._session.peer.close()
+            return None
+        if request.verb == "PUBLISH":
+            return self._answer_later(self._publish(request, frames))
+        return self._answer_later(self._run(request), ends=request.verb in _STREAMS and not request.is_named)
+
+    async def _run(self, command: Command) -> None:
+        arguments = command.arguments
+        match command.verb:
+            case "CREATE":
+                self._say(await self._create(arguments))
+            case "DELETE":
+                self._say(await self._delete(arguments))
+            case "LIST":
+                names = sorted(topic.topic.name for topic in self._broker.topics if not topic.is_internal)
+                self._say(", ".join(names) or "(no topics)")
+            case "DESCRIBE":
+                self._say_json(self._describe(arguments))
+            case "SUBSCRIBE":
+                self._say(await self._subscribe(command))
+            case "CONSUME":
+                await self._consume(command)
+            case "STREAM":
+                self._follow(command)
+            case "REGISTER_GROUP":
+                topic, name = _needed(arguments, "topic"), _needed(arguments, "group")
+                await self._group(topic, name, Start.EARLIEST)
+                self._say(f"✅ Group '{name}' registered for topic '{topic}'")
+            case "JOIN_GROUP":
+                self._say(await self._join(arguments))
+            case "SYNC_GROUP":
+                group, member = self._member(arguments)
+                self._say(f"OK assignments={_assignments(group, member)}")
+            case "LEAVE_GROUP":
+                self._broker.leave(*self._member(arguments))
+                self._say(f"✅ Left group '{arguments['group']}'")
+            case "HEARTBEAT":
+                self._member(arguments)
+                self._say("OK")
+            case "COMMIT_OFFSET":
+                entry = (_number(arguments, "partition", "invalid partition ID"), _offset(arguments))
+                await self._commit(arguments, [entry])
+                self._say("OK")
+            case "BATCH_COMMIT":
+                entries = _read_offsets(_needed(arguments, "offsets"))
+                self._member(arguments)
+                await self._commit(arguments, entries)
+                self._say(f"OK batched={len(entries)}")
+            case "FETCH_OFFSET":
+                self._say(str(await self._committed(arguments)))
+            case "GROUP_STATUS":
+                self._say_json(self._status(arguments))
+            case "AUTH":
+                if not self._session.authorize(arguments):
+                    raise Unauthorized("the broker does not know this user or token")
+                self._say("OK")
+            case "HELP":
+                self._say("\n".join(["Available commands:", *(f"  {prefixed.usage(verb)}" for verb in prefixed.VERBS)]))
+            case "EXIT":
+                self._session.peer.close()
+
+    def _read(self, frame: Frame) -> Command | Records:
+        assert isinstance(frame, bytes), "it is Cursus that is spoken"
+        payload, packing = prefixed.unpack(frame)
+        if payload:
+            self._packing = packing
+        if prefixed.is_batch(payload):
+            return prefixed.read_batch(payload)
+        topic, payload = prefixed.open_envelope(payload)
+        if topic and not prefixed.is_command(payload):
+            return Records(topic, -1, [prefixed.Record(0, payload)], acks="0")
+        return prefixed.read_command(payload)
+
+    # Topics.
+
+    async def _create(self, arguments: Mapping[str, str]) -> str:
+        name = _needed(arguments, "topic")
+        wrong = "partitions must be a positive integer"
+        partitions = _number(arguments, "partitions", wrong, default=DEFAULT_PARTITIONS)
+        if not 0 < partitions <= PARTITIONS_MAX:
+            raise BadRequest(f"{wrong}, {PARTITIONS_MAX} at the most")
+        policy: dict[str, int] = {}
+        if hours := _number(arguments, "retention_hours", "retention_hours must be an integer", default=0):
+            policy["retain_ms"] = hours * _HOUR_MS
+        if size := _number(arguments, "retention_bytes", "retention_bytes must be an integer", default=0):
+            policy["retain_bytes"] = size
+        there = self._broker.topics.get(name.encode())
+        if there is not None:
+            partitions = max(partitions, there.topic.partitions)
+        call = "create_topic" if there is None else "alter_topic"
+        request = {"call": call, "name": name, "partitions": partitions, "policy": policy}
+        topic = await calls.call(self._session.server, request)
+        return f"✅ Topic '{name}' now has {topic['partitions']} partitions"
+
+    async def _delete(self, arguments: Mapping[str, str]) -> str:
+        name = _needed(arguments, "topic")
+        try:
+            await self._broker.delete_topic(name.encode())
+        except UnknownTopic:
+            raise UnknownTopic(f"topic '{name}' not found") from None
+        return f"🗑️ Topic '{name}' deleted"
+
+    def _describe(self, arguments: Mapping[str, str]) -> dict[str, Any]:
+        topic = self._session.topic_of(_needed(arguments, "topic").encode())
+        here = self._address
+        return {
+            "status": "OK",
+            "topic": topic.topic.name,
+            "partitions": [
+                {
+                    "id": partition.number,
+                    "leader": here,
+                    "replicas": [here],
+                    "isr": [here],
+                    "leo": partition.end,
+                    "hwm": partition.log.committed,
+                }
+                for partition in topic.partitions
+            ],
+        }
+
+    @property
+    def _address(self) -> str:
+        server = self._session.server
+        return f"{server.config.server.host}:{server.ports.get('quiet', 0)}"
+
+    # In.
+
+    async def _publish(self, command: Command, frames: deque[Frame]) -> None:
+        """This one and those right behind it go together; each has its answer, in order."""
+        run = Run([], [])
+        # The index in the run of each that is in it, or why it is not.
+        outcomes: list[tuple[Command, int | PenstockError]] = []
+        while True:
+            try:
+                single = self._message(command)
+            except PenstockError as error:
+                outcomes.append((command, error))
+            else:
+                outcomes.append((command, len(run)))
+                run.extend(single)
+                run.partition = single.partition
+            following = self._next_publish(frames) if run.partition is None else None
+            if following is None:
+                break
+            command = following
+            frames.popleft()
+        stored = await self._store(run) if run.values else []
+        parts = []
+        for asked, found in outcomes:
+            parts.append(self._packed(_told(asked, stored[found] if isinstance(found, int) else found, self._address)))
+        self._session.peer.answer(b"".join(parts))
+
+    def _next_publish(self, frames: deque[Frame]) -> Command | None:
+        """What is published next in turn, and may go wherever the broker wants."""
+        try:
+            request = self._read(frames[0]) if frames else None
+        except PenstockError:
+            return None
+        is_publish = isinstance(request, Command) and request.verb == "PUBLISH" and "partition" not in request.arguments
+        return request if is_publish and isinstance(request, Command) else None
+
+    def _message(self, command: Command) -> Run:
+        arguments = command.arguments
+        topic = _needed(arguments, "topic").encode()
+        self._session.check(topic, len(command.message))
+        if arguments.get("acks", "1") not in ("0", "1", "-1", "all"):
+            raise BadRequest("invalid acks: 0, 1, -1 or all")
+        run = Run([topic], [command.message])
+        if "key" in arguments:
+            run.keys[0] = arguments["key"].encode()
+        if "partition" in arguments:
+            run.partition = _number(arguments, "partition", "invalid partition ID")
+        sequence = _number(arguments, "seqNum", "invalid seqNum", default=0)
+        epoch = _number(arguments, "epoch", "invalid epoch", default=0)
+        if arguments.get("isIdempotent", "").lower() == "true" or sequence:
+            run.headers[0] = _identity(_needed(arguments, "producerId"), epoch, sequence)
+        return run
+
+    async def _publish_batch(self, records: Records) -> None:
+        """A producer's batch: all of it, or what is not stored is told."""
+        run = Run([], [])
+        for record in records.records:
+            self._session.check(records.topic, len(record.value))
+            if records.is_idempotent:
+                producer = record.producer.decode(errors="replace")
+                run.headers[len(run)] = _identity(producer, record.epoch, record.sequence)
+            if record.key:
+                run.keys[len(run)] = record.key
+            run.subjects.append(records.topic)
+            run.values.append(record.value)
+        if records.partition >= 0:
+            run.partition = records.partition
+        stored = await self._store(run) if run.values else []
+        failure = next((each for each in stored if isinstance(each, PenstockError)), None)
+        if failure is not None:
+            raise failure
+        if records.acks == "0":
+            self._say("OK")
+            return
+        offsets = [each.offset for each in stored if isinstance(each, Stored)]
+        first, last = (records.records[0], records.records[-1]) if records.records else (None, None)
+        self._say_json(
+            {
+                "status": "OK",
+                "last_offset": max(offsets, default=0),
+                "producer_id": first.producer.decode(errors="replace") if first else "",
+                "producer_epoch": first.epoch if first else 0,
+                "seq_start": first.sequence if first else 0,
+                "seq_end": last.sequence if last else 0,
+                "leader": self._address,
+            }
+        )
+
+    async def _store(self, run: Run) -> list[Stored | PenstockError]:
+        """What became of each message, when it is decided."""
+        decided: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        waits = self._session.publish(run, decided.set_result)
+        if waits is not None:
+            await waits
+        return (await decided).stored()
+
+    # Out: SUBSCRIBE.
+
+    async def _subscribe(self, command: Command) -> str:
+        arguments = command.arguments
+        topic, name = _needed(arguments, "topic"), arguments.get("group", DEFAULT_GROUP)
+        consumers = _number(arguments, "consumers", "consumers must be a positive integer", default=1)
+        if not 0 < consumers <= PARTITIONS_MAX:
+            raise BadRequest(f"consumers must be a positive integer, {PARTITIONS_MAX} at the most")
+        group = await self._group(topic, name, Start.LATEST)
+        membership = _group_name(topic, name)
+        if membership in self._session.memberships:
+            raise BadRequest(f"subscribed to '{topic}' already")
+        if command.is_named:
+            self._by_name.add(membership)
+        flow = self._session.server.flow
+        await self._session.join(
+            membership, group, [Member(b"%d" % number, self._session, flow) for number in range(consumers)]
+        )
+        return f"✅ Subscribed to '{topic}'"
+
+    def send(self, member: Member, place: Place, run: Run, _attempts: Mapping[int, int] | None) -> None:
+        name, group = self._session.group_of(member)
+        self._write_run(place.name, place.number, run, by_name=name in self._by_name)
+        with suppress(StaleCommit):
+            # It is shared out anew, and whoever has the partition now gets this again.
+            group.commit((place.topic_id, place.number), run.end, group.generation, _nobody_asked)
+
+    def fail(self, member: Member, error: PenstockError) -> None:
+        name, _ = self._session.group_of(member)
+        self._session.leave(name)
+        self._say_error(error)
+
+    def _write_run(self, topic: bytes, partition: int, run: Run, *, by_name: bool) -> None:
+        if by_name:
+            data = self._packed(prefixed.run_batch(topic, partition, run))
+        elif self._packing is Packing.NONE:
+            data = b"".join([prefixed.frame(value) for value in run.values])
+        else:
+            data = b"".join([self._packed(value) for value in run.values])
+        self._session.peer.write(data)
+
+    # Out: CONSUME.
+
+    async def _consume(self, command: Command) -> None:
+        arguments = command.arguments
+        match arguments.get("follow", "false").lower():
+            case "follow" | "tail" | "true":
+                self._follow(command)
+                return
+            case "false":
+                pass
+            case _:
+                raise BadRequest(f"invalid CONSUME syntax. Expected: {prefixed.usage('CONSUME')}")
+        partitions = self._partitions(command)
+        count = _number(arguments, "batch", "invalid batch", default=CONSUME_MAX)
+        wait_ms = _number(arguments, "wait_ms", "invalid wait_ms", default=0)
+        places = [(partition, self._begin(partition, arguments)) for partition in partitions]
+        sent = await self._send_ranges(places, count, command)
+        if not sent and wait_ms:
+            await _any_grown(places, min(wait_ms, WAIT_MS_MAX))
+            sent = await self._send_ranges(places, count, command)
+        if not command.is_named:
+            self._session.peer.close()
+        elif not sent:
+            self._write_run(partitions[0].name, partitions[0].number, Run([], []), by_name=True)
+
+    async def _send_ranges(self, places: list[tuple[Partition, int]], count: int, command: Command) -> int:
+        count_max = min(max(1, count), CONSUME_MAX)
+        return sum([await self._send_range(partition, offset, count_max, command) for partition, offset in places])
+
+    async def _send_range(self, partition: Partition, offset: int, count_max: int, command: Command) -> int:
+        """What there is from an offset on, up to so many; how many it were. By name it is one batch."""
+        gathered = Run([], [])
+        offsets: list[int] = []
+        sent = size = 0
+        while sent < count_max and size < CONSUME_BYTES_MAX and not self._session.peer.is_closing:
+            found = await partition.read(offset)
+            if found is None:
+                break
+            run, offset = found
+            if sent + len(run) > count_max:
+                run = run.select(range(count_max - sent))
+            if not run.values:
+                continue
+            sent += len(run)
+            size += sum(map(len, run.values))
+            if command.is_named:
+                gathered.extend(run)
+                offsets += run.all_offsets()
+            else:
+                self._write_run(partition.name, partition.number, run, by_name=False)
+                await self._session.peer.drained()
+        if offsets:
+            gathered.base_offset, gathered.offsets = offsets[0], offsets
+            self._write_run(partition.name, partition.number, gathered, by_name=True)
+        self._session.peer.out_messages += sent
+        return sent
+
+    def _partitions(self, command: Command) -> list[Partition]:
+        """Of the topic that is asked for, or of those whose names match."""
+        name = _needed(command.arguments, "topic")
+        number = _number(command.arguments, "partition", "invalid partition ID")
+        topics: Iterable[ServedTopic]
+        if len(name) > prefixed.PATTERN_CHARS_MAX:
+            raise BadRequest(f"a topic has at most {prefixed.PATTERN_CHARS_MAX} characters here")
+        if "*" in name or "?" in name:
+            pattern = re.compile(".*".join(".".join(map(re.escape, part.split("?"))) for part in name.split("*")))
+            topics = [
+                topic
+                for topic in self._broker.topics
+                if not topic.is_internal and topic.refusal is None and pattern.fullmatch(topic.topic.name)
+            ]
+        else:
+            topics = [self._session.topic_of(name.encode())]
+        found = [topic.partitions[number] for topic in topics if number < len(topic.partitions)]
+        if not topics:
+            raise UnknownTopic(f"topic '{name}' does not exist")
+        if not found:
+            raise BadRequest("invalid partition ID")
+        return found
+
+    def _begin(self, partition: Partition, arguments: Mapping[str, str]) -> int:
+        """An offset that is asked for; else where the group has come to; else what it says for that case."""
+        offset = _offset(arguments, default=0)
+        if offset:
+            return offset
+        group = self._broker.groups.get(_group_name(partition.name.decode(), arguments.get("group", "")).encode())
+        position = group.positions.get((partition.topic_id, partition.number)) if group is not None else None
+        if position is not None:
+            return position.inflight.floor
+        return partition.served if arguments.get("autoOffsetReset", "").lower() == "latest" else 0
+
+    # Out: CONSUME that follows, and STREAM.
+
+    def _follow(self, command: Command) -> None:
+        partitions = self._partitions(command)
+        if len(partitions) > 1:
+            raise BadRequest("one topic can be followed, not several")
+        begin = self._begin(partitions[0], command.arguments)
+        by_name = command.is_named or command.verb == "STREAM"
+        self._following = self._session.server.spawn(self._supervise(partitions[0], begin, by_name=by_name))
+
+    async def _supervise(self, partition: Partition, offset: int, *, by_name: bool) -> None:
+        try:
+            await self._stream(partition, offset, by_name=by_name)
+        except PenstockError as error:
+            self._say_error(error)
+            self._session.peer.close()
+        except Exception:  # a fault of ours in what one client asked for must not end the others
+            logger.exception("connection %d", self._session.id)
+            self._session.peer.close()
+
+    async def _stream(self, partition: Partition, offset: int, *, by_name: bool) -> None:
+        peer = self._session.peer
+        while not peer.is_closing:
+            await peer.drained()
+            found = await partition.read(offset)
+            if found is not None:
+                run, offset = found
+                if run.values:
+                    self._write_run(partition.name, partition.number, run, by_name=by_name)
+                    peer.out_messages += len(run)
+                continue
+            if partition.log.state is State.CLOSED:
+                if by_name:
+                    self._say(f"STREAM_CONTROL type=CLOSE reason=removed offset={offset}")
+                peer.close()
+                return
+            try:
+                async with asyncio.timeout(self._keep_alive_s):
+                    await partition.grown(offset)
+            except TimeoutError:
+                peer.write(_KEEP_ALIVE)
+
+    def _stop_following(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            self._following = None
+
+    # Groups that read for themselves.
+
+    async def _group(self, topic: str, name: str, start: Start) -> Group:
+        self._session.topic_of(topic.encode())
+        full = _group_name(topic, name).encode()
+        group = self._broker.groups.get(full)
+        if group is None:
+            group = await self._broker.create_group(full, topic.encode(), Mode.PARTITIONED, start=start)
+        if group.mode is not Mode.PARTITIONED:
+            raise BadRequest(f"the group '{name}' of '{topic}' is a shared one: use another name")
+        return group
+
+    async def _join(self, arguments: Mapping[str, str]) -> str:
+        topic, name, wanted = (_needed(arguments, each) for each in ("topic", "group", "member"))
+        group = await self._group(topic, name, Start.EARLIEST)
+        given = f"{wanted}-{secrets.randbelow(10_000):04d}"
+        member = Member(given.encode(), self._session, Flow())
+        # It is pushed nothing.
+        member.credit = 0
+        await self._session.join(f"{_group_name(topic, name)}/{given}", group, [member])
+        return f"OK generation={group.generation} member={given} assignments={_assignments(group, member)}"
+
+    def _member(self, arguments: Mapping[str, str]) -> tuple[Group, Member]:
+        """Whoever asks: a client may say HEARTBEAT over another connection."""
+        topic, name, wanted = (_needed(arguments, each) for each in ("topic", "group", "member"))
+        group = self._broker.groups.get(_group_name(topic, name).encode())
+        if group is None:
+            raise BadRequest(f"group '{name}' not found")
+        for member in group.members:
+            if member.sid == wanted.encode() and type(member.sink) is type(self._session):
+                generation = arguments.get("generation", str(group.generation))
+                if generation != str(group.generation):
+                    raise StaleCommit(f"GEN_MISMATCH expected={group.generation} actual={generation}")
+                return group, member
+        raise BadRequest(f"member {wanted} not found in group")
+
+    async def _commit(self, arguments: Mapping[str, str], entries: list[tuple[int, int]]) -> None:
+        topic, name = _needed(arguments, "topic"), _needed(arguments, "group")
+        member = None
+        if "member" in arguments:
+            group, member = self._member(arguments)
+        else:
+            group = await self._group(topic, name, Start.EARLIEST)
+        places = [(self._place(group, number), number, offset) for number, offset in entries]
+        for place, number, offset in places:
+            floor = group.positions[place].inflight.floor
+            if member is not None and member not in group.owner(group.positions[place]):
+                raise StaleCommit(f"NOT_OWNER partition={number} member={arguments['member']}")
+            if offset < floor:
+                raise BadRequest(f"offset_regression partition={number} committed={floor} offset={offset}")
+        waits = []
+        for place, _, offset in places:
+            settled, done = outcome()
+            try:
+                group.commit(place, offset, group.generation, partial(done, offset))
+            except OffsetOutOfRange as error:
+                raise BadRequest(f"invalid offset: {error}") from None
+            waits.append(settled)
+        await asyncio.gather(*waits)
+
+    def _place(self, group: Group, number: int) -> tuple[int, int]:
+        for place, position in group.positions.items():
+            if position.partition.number == number:
+                return place
+        raise BadRequest("invalid partition ID")
+
+    async def _committed(self, arguments: Mapping[str, str]) -> int:
+        topic, name = _needed(arguments, "topic"), _needed(arguments, "group")
+        number = _number(arguments, "partition", "invalid partition ID")
+        partitions = self._session.topic_of(topic.encode()).partitions
+        if number >= len(partitions):
+            raise BadRequest("invalid partition ID")
+        group = self._broker.groups.get(_group_name(topic, name).encode())
+        return 0 if group is None else group.positions[self._place(group, number)].inflight.floor
+
+    def _status(self, arguments: Mapping[str, str]) -> dict[str, Any]:
+        name, topic = _needed(arguments, "group"), arguments.get("topic")
+        groups = [group for group in self._broker.groups.values() if topic in (None, group.pattern.decode())]
+        found = [group for group in groups if group.name == _group_name(group.pattern.decode(), name).encode()]
+        if not found:
+            raise BadRequest(f"group '{name}' not found")
+        if len(found) > 1:
+            raise BadRequest(f"group '{name}' is there for {len(found)} topics: say topic=<topic>, too")
+        [group] = found
+        return {
+            "group_name": name,
+            "topic_name": group.pattern.decode(),
+            "state": "Stable" if group.members else "Empty",
+            "generation": group.generation,
+            "member_count": len(group.members),
+            "partition_count": len(group.positions),
+            "members": [
+                {"member_id": member.sid.decode(errors="replace"), "assignments": _partitions_of(group, member)}
+                for member in group.members
+            ],
+        }
+
+    # Answers.
+
+    def refuse(self, error: PenstockError) -> None:
+        self._say_error(error)
+
+    def beat(self, _silent_s: float) -> float:
+        if self._session.memberships:
+            self._session.peer.write(_KEEP_ALIVE)
+        return self._keep_alive_s
+
+    def end(self) -> None:
+        self._stop_following()
+
+    async def _answer_later(self, coroutine: Coroutine[Any, Any, None], *, ends: bool = False) -> None:
+        """`ends`: whoever asked reads to the end of the connection, also when it is refused."""
+        try:
+            await coroutine
+        except PenstockError as error:
+            self._say_error(error)
+            if ends:
+                self._session.peer.close()
+
+    def _say(self, text: str) -> None:
+        self._session.peer.answer(self._packed(text.encode()))
+
+    def _say_json(self, value: object) -> None:
+        self._say(json.dumps(value))
+
+    def _say_error(self, error: PenstockError) -> None:
+        self._say(f"ERROR: {error}")
+
+    def _packed(self, payload: bytes) -> bytes:
+        return prefixed.frame(prefixed.pack(payload, self._packing))
+
+
+def _told(command: Command, outcome: Stored | PenstockError, address: str) -> bytes:
+    """What a publisher is told, in the form in which it asked."""
+    arguments = command.arguments
+    if isinstance(outcome, PenstockError):
+        return f"ERROR: {outcome}".encode()
+    if not command.is_named:
+        return f"📤 Published to '{arguments['topic']}'".encode()
+    if arguments.get("acks") == "0":
+        return b"OK"
+    sequence = int(arguments.get("seqNum", "0"))
+    return json.dumps(
+        {
+            "status": "OK",
+            "last_offset": outcome.offset,
+            "producer_id": arguments.get("producerId", ""),
+            "producer_epoch": int(arguments.get("epoch", "0")),
+            "seq_start": sequence,
+            "seq_end": sequence,
+            "leader": address,
+        }
+    ).encode()
+
+
+def _identity(producer: str, epoch: int, sequence: int) -> bytes:
+    """A number that a producer gave makes the message one that is stored once."""
+    return lines(Msg_ID=f"{producer}/{epoch}/{sequence}")
+
+
+async def _any_grown(places: list[tuple[Partition, int]], wait_ms: int) -> None:
+    waits = [asyncio.ensure_future(partition.grown(offset)) for partition, offset in places]
+    await asyncio.wait(waits, timeout=wait_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _group_name(topic: str, group: str) -> str:
+    return f"{topic}:{group}"
+
+
+def _partitions_of(group: Group, member: Member) -> list[int]:
+    positions = sorted(group.positions.values(), key=lambda position: position.partition.number)
+    return [position.partition.number for position in positions if member in group.owner(position)]
+
+
+def _assignments(group: Group, member: Member) -> str:
+    return f"[{','.join(map(str, _partitions_of(group, member)))}]"
+
+
+def _needed(arguments: Mapping[str, str], name: str) -> str:
+    value = arguments.get(name)
+    if not value:
+        raise BadRequest("missing topic name" if name == "topic" else f"missing {name} parameter")
+    return value
+
+
+def _number(arguments: Mapping[str, str], name: str, wrong: str, *, default: int | None = None) -> int:
+    value = arguments.get(name, None if default is None else str(default))
+    if value is None or not value.isascii() or not value.isdigit() or len(value) > 18:
+        raise BadRequest(wrong)
+    return int(value)
+
+
+def _offset(arguments: Mapping[str, str], *, default: int | None = None) -> int:
+    return _number(arguments, "offset", "invalid offset", default=default)
+
+
+def _read_offsets(text: str) -> list[tuple[int, int]]:
+    """P0:100,P1:200"""
+    found = []
+    for entry in text.split(","):
+        matched = re.fullmatch(r"P(\d{1,9}):(\d{1,18})", entry)
+        if matched is None:
+            raise BadRequest(f"invalid offsets: {entry!r} is not like P0:100")
+        found.append((int(matched[1]), int(matched[2])))
+    return found
+
+
+def _nobody_asked(_error: PenstockError | None) -> None:
+    pass

@@ -1,0 +1,295 @@
+"""A connection at the prefixed door: frames to whoever speaks its protocol, and back.
+
+`qb.py` and `cursus.py` are the two protocols. This is what they share: the connection, what is published, and the
+groups that it is a member of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from penstock.broker.group import Group
+from penstock.broker.intake import Receipt
+from penstock.broker.member import Member, Place
+from penstock.broker.topic import RESERVED, ServedTopic
+from penstock.errors import BadSubject, BatchTooLarge, Closed, PenstockError, UnknownTopic
+from penstock.run import Run
+from penstock.server.cursus import Cursus
+from penstock.server.owing import Owing
+from penstock.server.peer import Peer, Traffic
+from penstock.server.qb import Qb
+from penstock.subject import is_subject
+from penstock.wire.prefixed import FRAME_BYTES_MAX, Dialect, FrameReader, Message, Style
+
+if TYPE_CHECKING:
+    from penstock.server.server import Server
+
+logger = logging.getLogger(__name__)
+
+# A frame of somebody who may not be allowed to say anything.
+SILENT_BYTES_MAX: Final = 64 << 10
+
+Frame = Message | bytes
+
+
+class Speaker(Protocol):
+    """One of the two protocols, for one connection."""
+
+    def do(self, frames: deque[Frame]) -> Coroutine[Any, Any, None] | None:
+        """Take one frame, or several that go together; what those behind them must wait for, if they must."""
+        ...
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None: ...
+
+    def fail(self, member: Member, error: PenstockError) -> None: ...
+
+    def refuse(self, error: PenstockError) -> None:
+        """Say what is wrong, where it is nobody's answer."""
+        ...
+
+    def beat(self, silent_s: float) -> float:
+        """A sign of life is due, after so long without one of the peer's; when the next one is, in seconds."""
+        ...
+
+    def end(self) -> None:
+        """The connection is gone."""
+        ...
+
+
+class PrefixedSession(asyncio.Protocol):
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.broker = server.broker
+        self.id = 0
+        self.name = ""
+        self.address = ""
+        self.ping_at = 0.0
+        self.echo = True
+        self.has_spoken = False
+        self.is_authorized = not server.needs_auth
+        self.peer = Peer(server)
+        self.owing = Owing(server, self.peer, self._stopped)
+        # The groups that it is a member of, by what it calls them; one may have it as several members.
+        self.memberships: dict[str, list[tuple[Member, Group]]] = {}
+        self._reader = FrameReader(FRAME_BYTES_MAX if self.is_authorized else SILENT_BYTES_MAX)
+        self._speaker: Speaker | None = None
+        self._heard_at = 0.0
+        # Why it is closed, when the answers that are owed are given.
+        self._goodbye: PenstockError | None = None
+        # Frames that wait for one that is being awaited; None: none is.
+        self._waiting: deque[Frame] | None = None
+
+    # From the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.peer.connect(cast(asyncio.Transport, transport))
+
+    def data_received(self, data: bytes) -> None:
+        self.peer.in_bytes += len(data)
+        self._heard_at = asyncio.get_running_loop().time()
+        frames = self._reader.feed(data)
+        if self.peer.is_closing:
+            return
+        if self._speaker is None and self._reader.dialect is not None:
+            self._speaker = Qb(self) if self._reader.dialect is Dialect.QB else Cursus(self)
+            self.ping_at = self._heard_at + self._speaker.beat(0)
+        if frames:
+            self.has_spoken = True
+            if self._waiting is not None:
+                self._waiting.extend(frames)
+            else:
+                self._handle(deque(frames))
+        elif self._reader.refusal is not None:
+            self._refuse(self._reader.refusal)
+
+    def pause_writing(self) -> None:
+        self.peer.pause()
+
+    def resume_writing(self) -> None:
+        self.peer.resume()
+        self._read_on()
+        for memberships in list(self.memberships.values()):
+            for _, group in memberships:
+                group.wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.peer.lose()
+        if self._speaker is not None:
+            self._speaker.end()
+        for name in list(self.memberships):
+            self.leave(name)
+        self.server.remove(self)
+
+    def _read_on(self) -> None:
+        if self._waiting is None and not self.owing.is_stopping:
+            self.peer.read_on()
+
+    # From the broker.
+
+    @property
+    def is_open(self) -> bool:
+        return self.peer.is_open
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+        assert self._speaker is not None, "it has subscribed"
+        self.peer.out_messages += len(run)
+        self._speaker.send(member, place, run, attempts)
+
+    def has_published(self, place: Place, offset: int) -> bool:
+        return False  # it hears itself
+
+    def fail(self, member: Member, error: PenstockError) -> None:
+        assert self._speaker is not None, "it has subscribed"
+        self._speaker.fail(member, error)
+
+    # For the server.
+
+    def ping(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._speaker is not None:
+            self.ping_at = now + self._speaker.beat(now - self._heard_at)
+
+    def expire(self) -> None:
+        self.server.counters.silent += 1
+        self._refuse(Closed("no whole frame came in time"))
+
+    def stop(self) -> None:
+        """The server stops: no more frames, but the answers to what was published."""
+        if self.peer.is_connected and not self.owing.is_stopping:
+            self.peer.hold()
+            self.owing.stop()
+
+    def _stopped(self) -> None:
+        # Whoever awaits something has not answered it yet.
+        if self._waiting is None:
+            self._close()
+
+    def _close(self) -> None:
+        if self._goodbye is not None and self._speaker is not None and not self.peer.is_closing:
+            self._speaker.refuse(self._goodbye)
+        self.peer.close()
+
+    def abort(self) -> None:
+        self.peer.abort()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.peer.traffic
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "cid": self.id,
+            "ip": self.address,
+            "name": self.name,
+            **self.traffic._asdict(),
+            "subscriptions": [
+                {
+                    "id": name,
+                    "subject": group.pattern.decode(),
+                    "active": self.is_open,
+                    "unacknowledged": member.out,
+                    "buffered": group.lag(),
+                    "delivered": member.delivered,
+                }
+                for name, memberships in self.memberships.items()
+                for member, group in memberships
+            ],
+        }
+
+    # Frames.
+
+    def _handle(self, frames: deque[Frame]) -> None:
+        assert self._speaker is not None, "there are frames"
+        while frames and not (self.peer.is_closing or self.owing.is_stopping):
+            waits = self._speaker.do(frames)
+            if waits is not None:
+                self._waiting = frames
+                self.peer.hold()
+                self.server.spawn(self._wait(waits))
+                return
+        if not frames and self._reader.refusal is not None:
+            self._refuse(self._reader.refusal)
+
+    async def _wait(self, waits: Coroutine[Any, Any, None]) -> None:
+        """Let something take its time; what comes behind it waits."""
+        try:
+            await waits
+        except Exception:  # a fault of ours in what one client asked for must not end the others
+            logger.exception("connection %d", self.id)
+            self._refuse(PenstockError("internal error"))
+        frames, self._waiting = self._waiting or deque(), None
+        if self.owing.is_stopping:
+            self._close()
+        elif not self.peer.is_closing:
+            self._handle(frames)
+            self._read_on()
+
+    def _refuse(self, error: PenstockError) -> None:
+        """Give the answers that are owed, say why, and close."""
+        self.server.counters.protocol_errors += 1
+        self._goodbye = error
+        self.stop()
+
+    # For the two protocols.
+
+    @property
+    def style(self) -> Style:
+        return self._reader.style
+
+    def authorize(self, options: Mapping[str, str]) -> bool:
+        """Whether it may speak, with what it says of itself."""
+        names = {"user": "user", "password": "pass", "token": "auth_token"}
+        if not self.is_authorized:
+            self.is_authorized = self.server.authorizes({theirs: options.get(name) for name, theirs in names.items()})
+            self.server.counters.unauthorized += not self.is_authorized
+            self._reader.bytes_max = FRAME_BYTES_MAX
+        return self.is_authorized
+
+    def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
+        return self.owing.publish(run, told)
+
+    def check(self, subject: bytes, size: int) -> None:
+        """Raise unless a message can be published there: these protocols make no topic by publishing to it."""
+        self.topic_of(subject)
+        limit = self.server.config.server.payload_bytes_max
+        if size > limit:
+            raise BatchTooLarge(f"a message of {size} bytes, {limit} are allowed")
+
+    def topic_of(self, subject: bytes) -> ServedTopic:
+        if not is_subject(subject) or subject.startswith(RESERVED):
+            raise BadSubject(f"{subject.decode(errors='replace')!r} cannot be the name of a topic")
+        topic = self.broker.topics.owner(subject)
+        if topic is None:
+            raise UnknownTopic(f"topic '{subject.decode()}' does not exist")
+        if topic.refusal is not None:
+            raise topic.refusal
+        return topic
+
+    async def join(self, name: str, group: Group, members: list[Member]) -> None:
+        """Become these members of a group; what it sends them comes behind the answer to this."""
+        assert group.name is not None, "it has one"
+        self.memberships[name] = [(member, group) for member in members]
+        try:
+            for member in members:
+                await self.broker.join(group.name, group.pattern, member, group.mode)
+        except PenstockError:
+            self.leave(name)
+            raise
+        if not self.peer.is_connected:
+            self.leave(name)
+
+    def leave(self, name: str) -> None:
+        for member, group in self.memberships.pop(name, ()):
+            self.broker.leave(group, member)
+
+    def group_of(self, member: Member) -> tuple[str, Group]:
+        for name, memberships in self.memberships.items():
+            for each, group in memberships:
+                if each is member:
+                    return name, group
+        raise AssertionError("it is a member")
