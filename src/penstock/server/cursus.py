@@ -215,20 +215,16 @@ class Cursus:
         run = Run([], [])
         # The index in the run of each that is in it, or why it is not.
         outcomes: list[tuple[Command, int | PenstockError]] = []
-        while True:
+        # Topics that messages can go to, so that each is looked up once.
+        known: dict[str, bytes] = {}
+        following: Command | None = command
+        while following is not None:
             try:
-                single = self._message(command)
+                self._add(run, following, known)
+                outcomes.append((following, len(run) - 1))
             except PenstockError as error:
-                outcomes.append((command, error))
-            else:
-                outcomes.append((command, len(run)))
-                run.extend(single)
-                run.partition = single.partition
+                outcomes.append((following, error))
             following = self._next_publish(frames) if run.partition is None else None
-            if following is None:
-                break
-            command = following
-            frames.popleft()
         stored = await self._store(run) if run.values else []
         parts = []
         for asked, found in outcomes:
@@ -236,36 +232,50 @@ class Cursus:
         self._session.peer.answer(b"".join(parts))
 
     def _next_publish(self, frames: deque[Frame]) -> Command | None:
-        """What is published next in turn, and may go wherever the broker wants."""
+        """Take the next command, if it publishes, and to wherever the broker wants."""
+        if not frames or not isinstance(frames[0], bytes) or not frames[0].startswith(b"PUBLISH "):
+            return None
         try:
-            request = self._read(frames[0]) if frames else None
+            command = prefixed.read_command(frames[0])
         except PenstockError:
             return None
-        is_publish = isinstance(request, Command) and request.verb == "PUBLISH" and "partition" not in request.arguments
-        return request if is_publish and isinstance(request, Command) else None
+        if "partition" in command.arguments:
+            return None
+        frames.popleft()
+        return command
 
-    def _message(self, command: Command) -> Run:
+    def _add(self, run: Run, command: Command, known: dict[str, bytes]) -> None:
         arguments = command.arguments
-        topic = _needed(arguments, "topic").encode()
-        self._session.check(topic, len(command.message))
+        topic = _needed(arguments, "topic")
+        if topic not in known:
+            self._session.topic_of(topic.encode())
+            known[topic] = topic.encode()
+        self._session.check_size(len(command.message))
+        index = len(run)
+        if command.is_named:
+            self._add_named(run, index, arguments)
+        run.subjects.append(known[topic])
+        run.values.append(command.message)
+
+    def _add_named(self, run: Run, index: int, arguments: Mapping[str, str]) -> None:
+        """What can only be said by name."""
         if arguments.get("acks", "1") not in ("0", "1", "-1", "all"):
             raise BadRequest("invalid acks: 0, 1, -1 or all")
-        run = Run([topic], [command.message])
-        if "key" in arguments:
-            run.keys[0] = arguments["key"].encode()
-        if "partition" in arguments:
-            run.partition = _number(arguments, "partition", "invalid partition ID")
         sequence = _number(arguments, "seqNum", "invalid seqNum", default=0)
         epoch = _number(arguments, "epoch", "invalid epoch", default=0)
+        partition = _number(arguments, "partition", "invalid partition ID") if "partition" in arguments else None
         if arguments.get("isIdempotent", "").lower() == "true" or sequence:
-            run.headers[0] = _identity(_needed(arguments, "producerId"), epoch, sequence)
-        return run
+            run.headers[index] = _identity(_needed(arguments, "producerId"), epoch, sequence)
+        if "key" in arguments:
+            run.keys[index] = arguments["key"].encode()
+        run.partition = partition
 
     async def _publish_batch(self, records: Records) -> None:
         """A producer's batch: all of it, or what is not stored is told."""
         run = Run([], [])
+        self._session.topic_of(records.topic)
         for record in records.records:
-            self._session.check(records.topic, len(record.value))
+            self._session.check_size(len(record.value))
             if records.is_idempotent:
                 producer = record.producer.decode(errors="replace")
                 run.headers[len(run)] = _identity(producer, record.epoch, record.sequence)

@@ -253,14 +253,13 @@ class PrefixedSession(asyncio.Protocol):
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         return self.owing.publish(run, told)
 
-    def check(self, subject: bytes, size: int) -> None:
-        """Raise unless a message can be published there: these protocols make no topic by publishing to it."""
-        self.topic_of(subject)
+    def check_size(self, size: int) -> None:
         limit = self.server.config.server.payload_bytes_max
         if size > limit:
             raise BatchTooLarge(f"a message of {size} bytes, {limit} are allowed")
 
     def topic_of(self, subject: bytes) -> ServedTopic:
+        """The one that stores a subject: these protocols make no topic by publishing to it."""
         if not is_subject(subject) or subject.startswith(RESERVED):
             raise BadSubject(f"{subject.decode(errors='replace')!r} cannot be the name of a topic")
         topic = self.broker.topics.owner(subject)
