@@ -1,14 +1,15 @@
-"""Any bytes for the codecs of both doors, from a seed: only protocol errors may come out, however they are cut."""
+"""Any bytes for the codecs of all doors, from a seed: only protocol errors may come out, however they are cut."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 from penstock.batch import Buffer, accept, encode
-from penstock.errors import BadFrame, PeerError
+from penstock.errors import BadFrame, BadRequest, PeerError
 from penstock.run import Run
+from penstock.wire import prefixed
 from penstock.wire.binary import (
     HEAD,
     Append,
@@ -44,6 +45,8 @@ from penstock.wire.binary import (
 from penstock.wire.events import Event, Refused
 from penstock.wire.text import Parser
 
+_Read = TypeVar("_Read")
+
 _PIECES: Final = [
     b"PUB a 1\r\nx\r\n", b"PUB a.b 3\r\nabc\r\n", b"PUB a r 0\r\n\r\n", b"HPUB a 8 9\r\nA: b\r\n\r\nx\r\n",
     b"HPUB a 22 22\r\nNATS/1.0\r\nB: cccccc\r\n\r\n", b"SUB a.> 1\r\n", b"SUB a q 2\r\n", b"UNSUB 1 5\r\n",
@@ -78,6 +81,31 @@ _READERS: Final[dict[int, Callable[[Buffer], object]]] = {
     Type.BATCHES: read_batches,
     Type.MESSAGES: read_messages,
 }
+
+
+def _messages(style: prefixed.Style) -> list[bytes]:
+    """As one client writes them; and two that are no messages, or too large."""
+    parts = [
+        (prefixed.Kind.PUBLISH, b"topic=a\0k=v\0", b"value"), (prefixed.Kind.PUBLISH, b"topic=a\0", b""),
+        (prefixed.Kind.HEARTBEAT, b"", b""), (prefixed.Kind.ACK, b"offset=1\0topic=a", bytes(40)),
+        (prefixed.Kind.CREATE_TOPIC, b"topic=\xff\0", b"\xff"), (prefixed.Kind.SUBSCRIBE, b"topic\0", b"x"),
+        (prefixed.Kind.DATA, b"a=\0b=\0", b"\0\0\0\x20"), (prefixed.Kind.UNSUBSCRIBE, b"", bytes(40)),
+    ]  # fmt: skip
+    made = [prefixed.message(kind, 7, 1_700_000_000_000, block, body, style) for kind, block, body in parts]
+    return [*made * 4, prefixed.frame(b""), prefixed.message(prefixed.Kind.DATA, 1, 2, b"", bytes(1200), style)]
+
+
+_RECORDS: Final = prefixed.batch(b"a", 0, [prefixed.Record(1, b"value", b"key", b"me", 1, 2), prefixed.Record(2, b"")])
+_PAYLOADS: Final = [
+    b"CREATE a 4", b"CREATE topic=a partitions=4", b"DELETE a", b"LIST", b"PUBLISH a hello \xff", b"HELP", b"",
+    b"PUBLISH topic=a key=k message=hello message=\xff", b"CONSUME a 0 0 follow", b"CONSUME topic=a partition=0",
+    b"SUBSCRIBE a g 2", b"BATCH_COMMIT topic=a group=g member=m generation=1 P0:1,P1:2", b"AUTH user=u", b"hi",
+    b"AUTH me", b"nonsense", b"\xff", b"\0\x01aPUBLISH a hello", b"\0\0LIST", b"\x1f\xffLIST", _RECORDS, bytes(5),
+    prefixed.pack(b"LIST", prefixed.Packing.GZIP), prefixed.pack(_RECORDS, prefixed.Packing.GZIP),
+    prefixed.pack(_RECORDS, prefixed.Packing.LZ4), b"\x82SNAPPY\0", b"\x1f\x8b", b"\x04\x22\x4d\x18", bytes(1200),
+]  # fmt: skip
+_COMMANDS: Final = [prefixed.frame(payload) for payload in _PAYLOADS]
+
 # Small, so that there are frames larger than scratch, and some too large.
 _SCRATCH_BYTES: Final = 128
 _FRAME_BYTES_MAX: Final = 1 << 10
@@ -87,7 +115,7 @@ def fuzz(seed: int, rounds: int, progress: Callable[[int], None] = lambda _: Non
     """How many bytes were parsed. Raises AssertionError with the seed of the round that went wrong."""
     total = 0
     for number in range(rounds):
-        for door, pieces, judge in (("text", _PIECES, _judge_text), ("binary", _FRAMES, _judge_binary)):
+        for door, pieces, judge in _DOORS:
             source = random.Random(f"{seed}/{number}")
             data = _damaged(pieces, source)
             try:
@@ -186,3 +214,65 @@ def _open(found: Frame) -> object:
         return _READERS.get(found.type, read_json)(found.payload)
     except PeerError as error:
         return error
+
+
+# The prefixed door.
+
+
+class _Seen(NamedTuple):
+    frames: list[prefixed.Message | bytes]
+    is_refused: bool
+    # Of no meaning behind a refusal: it may come before enough bytes to know them.
+    dialect: prefixed.Dialect | None
+    style: prefixed.Style | None
+
+
+def _judge_prefixed(data: bytes, source: random.Random) -> None:
+    whole = _read_prefixed([data])
+    assert _read_prefixed(_cut(data, source)) == whole, "cut otherwise, it is read otherwise"
+    for found in whole.frames:
+        if isinstance(found, prefixed.Message):
+            _refused_or_read(prefixed.read_properties, found.properties)
+        else:
+            _open_payload(found)
+
+
+def _read_prefixed(parts: Iterable[bytes]) -> _Seen:
+    reader = prefixed.FrameReader(_FRAME_BYTES_MAX)
+    seen: list[prefixed.Message | bytes] = []
+    for part in parts:
+        was_refused = reader.refusal is not None
+        found = reader.feed(part)
+        assert not (was_refused and found), "something came behind the end"
+        seen += found
+    if reader.refusal is not None:
+        return _Seen(seen, True, None, None)
+    return _Seen(seen, False, reader.dialect, reader.style)
+
+
+def _open_payload(payload: bytes) -> None:
+    """As the server does, and then every reader with whatever it is."""
+    for data in {payload, (_refused_or_read(prefixed.unpack, payload) or (b"",))[0]}:
+        _refused_or_read(prefixed.read_batch, data)
+        _refused_or_read(prefixed.read_properties, data)
+        command = _refused_or_read(prefixed.read_command, data)
+        assert command is None or prefixed.is_command(data), "it is a command, or not"
+        _, rest = _refused_or_read(prefixed.open_envelope, data) or (b"", b"")
+        _refused_or_read(prefixed.read_command, rest)
+
+
+def _refused_or_read(read: Callable[[bytes], _Read], data: bytes) -> _Read | None:
+    try:
+        return read(data)
+    except (BadFrame, BadRequest):
+        return None
+
+
+_Judge = Callable[[bytes, random.Random], None]
+_DOORS: Final[list[tuple[str, Sequence[bytes], _Judge]]] = [
+    ("text", _PIECES, _judge_text),
+    ("binary", _FRAMES, _judge_binary),
+    ("prefixed, QB", _messages(prefixed.Style()), _judge_prefixed),
+    ("prefixed, QB otherwise", _messages(prefixed.Style(counts_itself=False, lengths_first=True)), _judge_prefixed),
+    ("prefixed, Cursus", _COMMANDS, _judge_prefixed),
+]

@@ -2,7 +2,7 @@
 --drivers 5`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
-appends, then `--fuzz` rounds of any bytes for the parsers of both doors, then `--serves` times kill -9 of a server
+appends, then `--fuzz` rounds of any bytes for the parsers of all doors, then `--serves` times kill -9 of a server
 under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections; and
 then `--drivers` times kill -9 of a Spark driver between its sink's commit and Spark's own. A failure names the seed
 that shows it again.

@@ -119,7 +119,8 @@ class FrameReader:
                 frames.append(self._message(data, at, size) if is_qb else data[at + _LENGTH.size : at + size])
                 at += size
         except BadFrame as error:
-            self.refusal = error
+            # Without the frames of this, which hold the bytes.
+            self.refusal = error.with_traceback(None)
             at = len(data)
         rest = data[at:]
         self._parts, self._have = [rest] if rest else [], len(rest)
