@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from penstock.app import App, Consumer, Retry
 from penstock.cli import app
 from penstock.client.message import Message
+from penstock.client.qb import BrokerClient, BrokerMessage
 from penstock.client.sync import Client, Producer, Stage, Subscription, Transaction
 from penstock.client.values import (
     DeadLetter,
@@ -65,6 +66,8 @@ _CLASSES: Final[tuple[type, ...]] = (
     GroupMember,
     GroupPosition,
     DeadLetter,
+    BrokerClient,
+    BrokerMessage,
     Broker,
     App,
     Retry,

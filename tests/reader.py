@@ -171,7 +171,8 @@ class Reader:
 
     def _with_ports(self, text: str) -> str:
         for door, port in _PORTS.items():
-            text = text.replace(f"127.0.0.1:{port}", f"127.0.0.1:{self._running().ports[door]}")
+            for before in ("127.0.0.1:", "--port "):
+                text = text.replace(f"{before}{port}", f"{before}{self._running().ports[door]}")
         return text
 
     def _without_ports(self, text: str) -> str:

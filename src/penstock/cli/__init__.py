@@ -29,6 +29,8 @@ MODULES: Final = {
     "group": (_CLIENT, "Make, list, reset and delete groups; see how far they are behind."),
     "fetch": (_CLIENT, "Read what is stored: as lines, JSON, CSV or Parquet."),
     "dlq": (_CLIENT, "List dead letters, look at them, and send them again."),
+    "client": (_CLIENT, "Talk to a server as the Python broker's command line does."),
+    "shell": (_CLIENT, "Type Cursus' commands, with history and completion."),
     "top": (_CLIENT, "Watch the rates of topics and the lag of groups."),
     "pipeline": (_CLIENT, "Run topics through Spark: transform, aggregate, archive, replay and more."),
     "bench": (_CLIENT, "Measure a broker: throughput and latency."),
