@@ -87,12 +87,14 @@ def _form(payload: bytes) -> _Form:
         command = prefixed.read_command(payload)
     except PenstockError:
         return _Form.FRAME
-    follows = command.arguments.get("follow", "").lower() in ("follow", "tail", "true")
+    followed = _Form.BATCHES_FOLLOWED if command.is_named else _Form.MESSAGES_FOLLOWED
     match command.verb:
         case "STREAM":
             return _Form.BATCHES_FOLLOWED
-        case "SUBSCRIBE" | "CONSUME" if command.verb == "SUBSCRIBE" or follows:
-            return _Form.BATCHES_FOLLOWED if command.is_named else _Form.MESSAGES_FOLLOWED
+        case "SUBSCRIBE":
+            return followed
+        case "CONSUME" if command.arguments.get("follow", "").lower() in ("follow", "tail", "true"):
+            return followed
         case "CONSUME":
             return _Form.BATCHES if command.is_named else _Form.MESSAGES
         case _:
@@ -103,7 +105,8 @@ def _run_all(broker: _Broker, lines: Iterator[bytes] | list[bytes]) -> bool:
     """Whether none was refused. What only an interruption ends is done when it comes, and with it all of them."""
     is_done = True
     for line in lines:
-        command = line.strip()
+        # Blanks at its end belong to what is published.
+        command = line.lstrip().rstrip(b"\r\n")
         if _word(command) in _ENDS:
             break
         if command:
@@ -157,7 +160,7 @@ def _print_batches(broker: _Broker) -> bool:
     while True:
         frame = broker.answer()
         if prefixed.is_batch(frame):
-            _print_message(frame)
+            _print_batch(frame)
         elif frame.startswith(_ERROR):
             _print_answer(frame)
             is_done = False
@@ -170,9 +173,11 @@ def _print_messages(broker: _Broker, form: _Form) -> bool:
     count, is_refused = 0, False
     try:
         while (frame := broker.frame()) is not None:
-            # What is empty is a sign of life, where messages are waited for.
-            if frame or form is _Form.MESSAGES:
-                _print_message(frame)
+            if form is _Form.BATCHES_FOLLOWED and prefixed.is_batch(frame):
+                _print_batch(frame)
+            elif frame or form is _Form.MESSAGES:
+                # Where messages are waited for, what is empty is a sign of life.
+                print(shown(frame, alone=True), flush=True)
             is_refused = frame.startswith(_ERROR) and not count
             if is_refused and form is _Form.BATCHES_FOLLOWED:
                 break  # it is no batch, and nothing comes behind it
@@ -182,10 +187,7 @@ def _print_messages(broker: _Broker, form: _Form) -> bool:
     return not is_refused
 
 
-def _print_message(frame: bytes) -> None:
-    if not prefixed.is_batch(frame):
-        print(shown(frame, alone=True), flush=True)
-        return
+def _print_batch(frame: bytes) -> None:
     records = prefixed.read_batch(frame)
     for record in records.records:
         key = shown(record.key, alone=False) if record.key else "-"
@@ -217,7 +219,7 @@ def _prompt(broker: _Broker) -> None:
             except EOFError:
                 print()
                 return
-            command = line.strip().encode(errors="surrogateescape")
+            command = line.lstrip().encode(errors="surrogateescape")
             if _word(command) in _ENDS:
                 return
             if command:
