@@ -18,7 +18,9 @@
     │   ├── UnknownGroup       no group has that name
     │   ├── GroupConflict      the group exists, and is another one
     │   ├── StaleCommit        the group has been reset or shared out anew since
-    │   └── StageLost          what a transaction staged is not there any more
+    │   ├── StageLost          what a transaction staged is not there any more
+    │   ├── BadTopology        a place in the tree of brokers that cannot be taken
+    │   └── UnknownNode        the registry has no node of that id
     ├── BrokerError            this process cannot do it now: try again
     │   ├── Overloaded         too many bytes wait for the disk
     │   ├── Closed             stopped, or stopping
@@ -134,6 +136,14 @@ class StaleCommit(PeerError):
 
 class StageLost(PeerError):
     code = "STAGE_LOST"
+
+
+class BadTopology(PeerError):
+    code = "BAD_TOPOLOGY"
+
+
+class UnknownNode(PeerError):
+    code = "UNKNOWN_NODE"
 
 
 class BrokerError(PenstockError):
