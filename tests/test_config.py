@@ -62,6 +62,8 @@ DEFAULTS = {
     "flow.buffer": 1000,
     "flow.mode": "block",
     "dlq.prefix": "DLQ",
+    "registry.url": None,
+    "registry.poll_ms": 30_000,
 }
 
 # The example configurations of the brokers whose files and variables are understood.
@@ -228,7 +230,8 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
 def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None:
     setting = SETTINGS[key]
     other = [choice for choice in setting.choices if choice != setting.default]
-    value = other[0] if other else "some" if setting.low is None else setting.low + 1
+    text = "http://some" if key == "registry.url" else "some"
+    value = other[0] if other else text if setting.low is None else setting.low + 1
     partner = {"auth.user": "PENSTOCK_AUTH_PASSWORD", "auth.password": "PENSTOCK_AUTH_USER"}.get(key)
     name = "PENSTOCK_" + key.upper().replace(".", "_")
     loaded = place.load(environ={name: str(value)} | ({partner: "other"} if partner else {}))
@@ -249,6 +252,7 @@ def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None
         ("BROKER_PORT", "9093", "server.quiet_port", 9093),
         ("DATA_DIR", "/var/lib/broker", "storage.data_dir", "/var/lib/broker"),
         ("HTTP_PORT", "8081", "server.http_port", 8081),
+        ("REGISTRY_URL", "http://registry.example.com", "registry.url", "http://registry.example.com"),
     ],
 )
 def test_variables_of_other_brokers_are_understood(place: Place, name: str, value: str, key: str, meant: Any) -> None:
@@ -260,12 +264,6 @@ def test_variables_of_other_brokers_are_understood(place: Place, name: str, valu
     loaded = place.load(environ={name: "", own: value})
     assert changed(loaded) == {key: meant}
     assert loaded.origins[key] == f"environment {own}"
-
-
-def test_a_variable_that_has_no_effect_is_warned_of(place: Place) -> None:
-    loaded = place.load(environ={"REGISTRY_URL": "http://registry.example.com", "HOME": "/root"})
-    assert loaded.warnings == ["REGISTRY_URL (environment) has no effect yet"]
-    assert changed(loaded) == {}
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CONFIG", "QB_CONFIG_FILE"])
@@ -485,8 +483,6 @@ def test_a_wrong_value_under_another_name_is_refused_by_that_name(
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("registry.url", "yet"),
-        ("registry.poll-interval", "yet"),
         ("pipe.poll-interval", "yet"),
         ("pipe.batch-size", "yet"),
         ("cluster.node_id", "yet"),
@@ -529,13 +525,13 @@ def test_the_yaml_example(place: Place) -> None:
         "storage.data_dir": "./data",
         "storage.reader": "mmap",
         "topic.segment_bytes": 1 << 30,
+        "registry.url": "http://localhost:8080",
+        "registry.poll_ms": 30_000,
     }
     assert changed(loaded) == expected
     assert [warning.split()[0] for warning in loaded.warnings] == [
         "broker.network.threads.boss",
         "broker.network.threads.worker",
-        "broker.registry.url",
-        "broker.registry.poll-interval",
         "broker.pipe.poll-interval",
         "broker.pipe.batch-size",
     ]
@@ -733,6 +729,7 @@ BOUNDS = [
     ("flow.rate", 0, None),
     ("flow.burst", 1, None),
     ("flow.buffer", 1, None),
+    ("registry.poll_ms", 100, 86_400_000),
 ]
 
 
@@ -747,6 +744,15 @@ def test_bounds_are_allowed_and_what_is_beyond_them_is_refused(
         if value is not None:
             [problem] = place.problems({key: value})
             assert problem.startswith(f"{key} (file FILE) is {value}: ")
+
+
+@pytest.mark.parametrize(
+    "url", ["registry:8080", "ftp://registry", "http://", "http://user:pass@registry", "http://a?b"]
+)
+def test_a_registry_that_is_no_url_is_refused(place: Place, url: str) -> None:
+    [problem] = place.problems({"registry": {"url": url}})
+    assert problem.startswith(f"registry.url (file FILE) is {url!r}: ")
+    assert problem.endswith(": a URL like http://host:8080")
 
 
 def test_every_number_is_in_the_table_of_bounds() -> None:
@@ -901,7 +907,7 @@ def test_secrets_are_not_shown(place: Place) -> None:
 
 def penstock(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """With nothing in the environment that would be a setting."""
-    inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
     return subprocess.run(
         [sys.executable, "-m", "penstock", "config", *map(str, arguments)],
         capture_output=True,
@@ -914,14 +920,16 @@ def penstock(*arguments: str | Path, **environment: str) -> subprocess.Completed
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "config.yml"
-    path.write_text("auth: {token: hush}\nstorage: {dir: '[red]x'}\nregistry: {url: x}\ntopics: {t: {partitions: 2}}\n")
+    path.write_text(
+        "auth: {token: hush}\nstorage: {dir: '[red]x'}\ncluster: {node_id: x}\ntopics: {t: {partitions: 2}}\n"
+    )
     return path
 
 
 def test_the_command_shows_every_value_and_its_origin(file: Path) -> None:
     result = penstock("--config", file, QB_LOG_LEVEL="ERROR")
     assert result.returncode == 0
-    assert result.stderr == f"warning: registry.url (file {file}) has no effect yet\n"
+    assert result.stderr == f"warning: cluster.node_id (file {file}) has no effect yet\n"
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines() if "." in line}
     assert rows["auth.token"] == f"*** file {file}"
     assert rows["storage.data_dir"] == f"[red]x file {file}"
@@ -935,7 +943,7 @@ def test_the_command_shows_every_value_and_its_origin(file: Path) -> None:
 def test_the_command_tells_programs_the_same(file: Path) -> None:
     result = penstock("--json", PENSTOCK_CONFIG=str(file))
     assert result.returncode == 0
-    assert result.stderr.startswith("warning: registry.url ")
+    assert result.stderr.startswith("warning: cluster.node_id ")
     document = json.loads(result.stdout)
     assert document["auth.token"] == {"value": "***", "from": f"file {file}"}
     assert document["server.port"] == {"value": 4222, "from": "default"}

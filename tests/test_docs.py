@@ -71,7 +71,7 @@ def test_every_setting_can_be_set_as_its_page_says() -> None:
     rows = [row for section in sections for row in table(page, f"### {section}")]
     variables = {name: variable for name, *_, variable in rows}
     # What it says is the default; where that is none, something that is allowed.
-    given = {variable: "1" if default == "none" else default for _, default, *_, variable in rows}
+    given = {variable: some(name) if default == "none" else default for name, default, *_, variable in rows}
 
     loaded = load(path=None, environ=given, flags={})
 
@@ -81,12 +81,17 @@ def test_every_setting_can_be_set_as_its_page_says() -> None:
     assert unlike == {name for name, default, *_ in rows if default == "none"}
 
 
+def some(setting: str) -> str:
+    """What may be set where nothing is by default."""
+    return "http://127.0.0.1:1" if SETTINGS[setting].pattern else "1"
+
+
 def test_the_names_of_other_brokers_are_known(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
     for alias, meant in table((DOCS / "configuration.md").read_text(), "## Names that other brokers use"):
         setting = re.findall(r"[a-z_]+\.[a-z_]+", meant)[0]
         is_switch = alias.endswith((".enabled", "_on_write"))
-        path.write_text(json.dumps({alias: is_switch or SETTINGS[setting].default or 1000}))
+        path.write_text(json.dumps({alias: is_switch or SETTINGS[setting].default or some(setting)}))
 
         loaded = load(path=path, environ={}, flags={})
 
@@ -95,7 +100,7 @@ def test_the_names_of_other_brokers_are_known(tmp_path: Path) -> None:
 
 def test_the_variables_of_other_brokers_are_known() -> None:
     for alias, setting in table((DOCS / "configuration.md").read_text(), "### In the environment"):
-        loaded = load(path=None, environ={alias: str(SETTINGS[setting].default)}, flags={})
+        loaded = load(path=None, environ={alias: str(SETTINGS[setting].default or some(setting))}, flags={})
 
         assert loaded.origins[setting] == f"environment {alias}"
 

@@ -23,6 +23,7 @@ _CLIENT: Final = "Talk to a server"
 # Modules with commands of their own, by name: where they are listed, and what for.
 MODULES: Final = {
     "log": (_SERVER, "Look into the logs of a data directory; nothing is changed."),
+    "registry": (_SERVER, "Tell the brokers of a tree their roles and parents, from a file that is watched."),
     "topic": (_CLIENT, "Make, list, change and delete topics."),
     "publish": (_CLIENT, "Publish messages: from arguments, lines of stdin, or a file."),
     "subscribe": (_CLIENT, "Print messages as they come, alone or as a member of a group."),
@@ -32,6 +33,7 @@ MODULES: Final = {
     "client": (_CLIENT, "Talk to a server as the Python broker's command line does."),
     "shell": (_CLIENT, "Type Cursus' commands, with history and completion."),
     "top": (_CLIENT, "Watch the rates of topics and the lag of groups."),
+    "topology": (_CLIENT, "Draw the tree of brokers: roles, health, lag."),
     "pipeline": (_CLIENT, "Run topics through Spark: transform, aggregate, archive, replay and more."),
     "bench": (_CLIENT, "Measure a broker: throughput and latency."),
 }

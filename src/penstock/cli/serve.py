@@ -33,6 +33,8 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
     logging.basicConfig(
         level=loaded.config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
+    # It tells of every request that is made, and a registry is asked for ever.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     for warning in loaded.warnings:
         logger.warning(warning)
     # The workers that write and sync need the interpreter for some µs at a time, and all who wait for the disk wait for

@@ -127,6 +127,21 @@ class DlqConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryConfig:
+    """Who tells this broker where it stands in a tree of brokers."""
+
+    url: str | None = field(
+        default=None,
+        metadata=_about(
+            "registry that tells this broker its role and its parent",
+            pattern=r"https?://[^\s/?#@]+(/[^\s?#]*)?",
+            note="a URL like http://host:8080",
+        ),
+    )
+    poll_ms: int = field(default=30_000, metadata=_about("how often it is asked", 100, 86_400_000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
@@ -134,6 +149,7 @@ class Config:
     topic: TopicConfig = field(default_factory=TopicConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     dlq: DlqConfig = field(default_factory=DlqConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
     # Topics that are to exist, by name. What one does not set comes from `topic`.
     topics: Mapping[str, TopicConfig] = field(default_factory=dict)
 
@@ -344,6 +360,7 @@ _ALIASES: Final[dict[str, _Target]] = {
         "flow_control.rate": "flow.rate",
         "network.port": "server.quiet_port",
         "node.id": "server.node_id",
+        "registry.poll_interval": "registry.poll_ms",
         "server.data_dir": "storage.data_dir",
         "server.heartbeat_interval": "server.heartbeat_s",
         "server.max_connections": "server.connections_max",
@@ -374,8 +391,6 @@ _NO_EFFECT: Final[Mapping[str, str]] = {
     "network.threads.worker": "as there is one event loop",
     "pipe.batch_size": "yet",
     "pipe.poll_interval": "yet",
-    "registry.poll_interval": "yet",
-    "registry.url": "yet",
 }
 
 _PREFIX: Final = "PENSTOCK_"
@@ -390,8 +405,8 @@ _ENVIRONMENT_ALIASES: Final = {
     "QB_MAX_CONNECTIONS": "server.connections_max",
     "QB_SERVER_HOST": "server.host",
     "QB_SERVER_PORT": "server.quiet_port",  # its clients speak first
+    "REGISTRY_URL": "registry.url",
 }
-_ENVIRONMENT_NO_EFFECT: Final = ("REGISTRY_URL",)
 _PATH_NAMES: Final = ("PENSTOCK_CONFIG", "QB_CONFIG_FILE")
 # Where commands find a broker: not for the server, and no mistake.
 _CLIENT_NAMES: Final = ("PENSTOCK_SERVERS",)
@@ -523,8 +538,6 @@ def _from_environment(environ: Mapping[str, str], notes: _Notes) -> Iterator[_Gi
     for name in environ:
         if name.startswith(_PREFIX) and name not in (*_ENVIRONMENT, *_PATH_NAMES, *_CLIENT_NAMES):
             notes.problems.append(f"{name} (environment) is not a setting{_hint(name, [*_ENVIRONMENT, *_PATH_NAMES])}")
-        if name in _ENVIRONMENT_NO_EFFECT:
-            notes.warnings.append(f"{name} (environment) has no effect yet")
 
 
 def _from_flags(flags: Mapping[str, Any], notes: _Notes) -> Iterator[_Given]:

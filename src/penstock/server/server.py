@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
 from penstock.broker.flow import Flow, Overflow
 from penstock.clock import SystemClock
+from penstock.pipe.topology import Topology
 from penstock.server.config import Config, TopicConfig
 from penstock.server.door import Door
 from penstock.server.http import HttpPort
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 # Connections that the system keeps for us until we take them.
 BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
+# In the data directory: the last topology that the registry told.
+TOPOLOGY_NAME: Final = "topology.json"
 
 
 @dataclass(slots=True)
@@ -106,6 +109,8 @@ class Server:
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[asyncio.Server] = []
         self.ports: dict[str, int] = {}
+        # Who takes the topology that a registry tells.
+        self.follow: Callable[[Topology], Awaitable[None]] = _follow_nobody
 
     # Its life.
 
@@ -136,13 +141,24 @@ class Server:
             self.ports["http"] = http.port
             web = tasks.create_task(http.run())
         sweeper = tasks.create_task(self._sweep())
+        watcher = tasks.create_task(self._watch_registry())
         ready(self)
         await stop.wait()
+        watcher.cancel()
         sweeper.cancel()
         await self._stop_sessions()
         if http is not None and web is not None:
             http.stop()
             await web
+
+    async def _watch_registry(self) -> None:
+        url, poll_ms = self.config.registry.url, self.config.registry.poll_ms
+        if url is not None:
+            # An HTTP client takes as long to import as half of the rest: most brokers need none.
+            from penstock.pipe.registry import watch
+
+            path = Path(self.config.storage.data_dir) / TOPOLOGY_NAME
+            await watch(url, self.config.server.node_id, poll_ms, path, self.follow)
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -304,6 +320,10 @@ class Server:
             **totals._asdict(),
             "since_start": asdict(self.counters),
         }
+
+
+async def _follow_nobody(_: Topology) -> None:
+    pass
 
 
 def _same(given: object, wanted: str) -> bool:

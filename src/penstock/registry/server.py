@@ -1,0 +1,92 @@
+"""The registry's HTTP port.
+
+/registry/topology?nodeId=    what one node is told
+/registry/nodes               all nodes, and where they are
+/health                       200, and what is wrong with the file if anything is
+
+What cannot be answered is {"code", "text"}, as everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any, Final
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from penstock.errors import BadRequest, PenstockError, UnknownNode
+from penstock.registry.watched import Watched
+
+# A change is taken when it was seen twice.
+LOOK_S: Final = 0.5
+_STATUS: Final = {BadRequest.code: 400, UnknownNode.code: 404}
+
+
+async def serve(watched: Watched, host: str, port: int, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
+    """Answer until `stop`. `ready` is told the port."""
+    listener = socket.create_server((host, port))
+    config = uvicorn.Config(_app(watched), log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    # Signals are the command's affair.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+    async with asyncio.TaskGroup() as tasks:
+        web = tasks.create_task(server.serve(sockets=[listener]))
+        watcher = tasks.create_task(_watch(watched))
+        ready(listener.getsockname()[1])
+        await stop.wait()
+        watcher.cancel()
+        server.should_exit = True
+        await web
+
+
+async def _watch(watched: Watched) -> None:
+    while True:
+        await asyncio.sleep(LOOK_S)
+        await asyncio.to_thread(watched.look)
+
+
+def _app(watched: Watched) -> Starlette:
+    async def topology(request: Request) -> JSONResponse:
+        node_id = request.query_params.get("nodeId")
+        if not node_id:
+            raise BadRequest("say which node: /registry/topology?nodeId=…")
+        tree, version = watched.served
+        return JSONResponse(tree.document(node_id, version))
+
+    async def nodes(_: Request) -> JSONResponse:
+        tree, version = watched.served
+        return JSONResponse({"topologyVersion": version, "nodes": tree.documents(version)})
+
+    async def health(_: Request) -> JSONResponse:
+        tree, version = watched.served
+        found: dict[str, Any] = {"status": "ok", "topologyVersion": version, "nodes": len(tree.nodes)}
+        return JSONResponse(found | {"problems": list(watched.problems)})
+
+    return Starlette(
+        routes=[
+            Route("/registry/topology", topology),
+            Route("/registry/nodes", nodes),
+            Route("/health", health),
+        ],
+        exception_handlers={PenstockError: _refuse, HTTPException: _refuse_route},
+    )
+
+
+async def _refuse(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, PenstockError)
+    return JSONResponse({"code": error.code, "text": str(error)}, status_code=_STATUS[error.code])
+
+
+async def _refuse_route(_: Request, error: Exception) -> JSONResponse:
+    """What Starlette itself refuses: another path, another method."""
+    assert isinstance(error, HTTPException)
+    text = f"{error.detail}: there is GET /registry/topology, /registry/nodes and /health"
+    return JSONResponse({"code": BadRequest.code, "text": text}, status_code=error.status_code, headers=error.headers)
