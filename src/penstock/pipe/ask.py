@@ -9,7 +9,7 @@ from typing import Final
 
 import httpx
 
-from penstock.errors import BadTopology, NoBroker, TimedOut, from_wire
+from penstock.errors import BadTopology, ConnectionLost, NoBroker, TimedOut, from_wire
 
 ANSWER_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 1 << 20
@@ -30,16 +30,19 @@ async def ask(
     bytes_max: int = ANSWER_BYTES_MAX,
     answer_s: float = ANSWER_S,
 ) -> object:
-    """What is answered with 200. NoBroker, TimedOut or BadTopology if there is no such answer; if the other side says
-    what is wrong as Penstock does, that error."""
+    """What is answered with 200. NoBroker, ConnectionLost, TimedOut or BadTopology if there is no such answer; if the
+    other side says what is wrong as Penstock does, that error."""
     try:
         # Each read has its time with httpx, and who sends a byte now and then is never late.
         async with asyncio.timeout(answer_s), client.stream("GET", url, params=params) as response:
             data = await _body(response, url, bytes_max)
     except (TimeoutError, httpx.TimeoutException):
         raise TimedOut(f"{url} has not answered within {answer_s:g} s") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise NoBroker(f"nobody answers at {url}: {str(error) or type(error).__name__}") from None
+    except (httpx.ConnectError, httpx.InvalidURL) as error:
+        raise NoBroker(f"nobody answers at {url}: {error}") from None
+    except httpx.HTTPError as error:
+        # Its text tells how many bytes came, which is another number each time.
+        raise ConnectionLost(f"{url} has not answered to the end: {type(error).__name__}") from None
     document = _document(data)
     if response.status_code == httpx.codes.OK:
         if document is None:

@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.storage.files import OsFiles
+from penstock.storage.files import Files, OsFiles
 
 # None is nearly so large. What is larger is something else under our name.
 BYTES_MAX: Final = 4 << 20
+_DISK: Final = OsFiles()
+# It may be where nobody may write.
+_DISK_TO_READ: Final = OsFiles(read_only=True)
 
 
-def save(path: Path, document: dict[str, Any]) -> None:
+def save(path: Path, document: dict[str, Any], *, files: Files = _DISK) -> None:
     """Durable when it returns. OSError if that cannot be."""
-    files = OsFiles()
     aside = path.with_name(f"{path.name}.new")
     file = files.create(aside)
     try:
@@ -27,13 +29,16 @@ def save(path: Path, document: dict[str, Any]) -> None:
     files.sync_directory(path.parent)
 
 
-def load(path: Path) -> dict[str, Any] | None:
+def load(path: Path, *, files: Files = _DISK_TO_READ) -> dict[str, Any] | None:
     """None if there is none. OSError if it cannot be read, ValueError if it is no such document."""
     try:
-        with path.open("rb") as file:
-            data = file.read(BYTES_MAX + 1)
+        file = files.open(path)
     except FileNotFoundError:
         return None
+    try:
+        data = file.read(BYTES_MAX + 1, 0)
+    finally:
+        file.close()
     try:
         document = json.loads(data) if len(data) <= BYTES_MAX else None
     except (ValueError, RecursionError):
