@@ -21,6 +21,7 @@ from penstock.registry.file import read
 from penstock.registry.tree import Tree
 from penstock.registry.watched import Watched
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
+from tests.docs import DOCS, blocks
 from tests.registries import Registry, get, until
 from tests.server import clean_environment
 
@@ -133,6 +134,14 @@ def test_the_parent_of_a_node_is_known_by_id_or_by_url() -> None:
 def test_every_format_says_the_same(name: str, text: str) -> None:
     assert tree_of(text, name) == tree_of(TREE)
     assert tree_of(text, name).digest() == tree_of(TREE).digest()
+
+
+def test_the_file_and_the_answer_of_the_page_are_right() -> None:
+    file, _, answer, *_ = [block.text for block in blocks((DOCS / "tree.md").read_text()) if block.language == "text"]
+
+    document = json.loads(answer)
+
+    assert tree_of(file).document("shop-1", document["topologyVersion"]) == document
 
 
 def test_an_unknown_node_is_told_nothing() -> None:

@@ -442,29 +442,31 @@ def test_a_broker_keeps_its_place_while_the_registry_is_killed_and_comes_back(tm
     tree = tmp_path / "tree.toml"
     tree.write_text(TREE)
     path = tmp_path / "broker" / "data" / "topology.json"
-    with Registry(tree) as registry:
-        with Serve(tmp_path / "broker", registry_url=registry.url, server_node_id=NODE, registry_poll_ms=100) as server:
-            followed = f"topology, version {registry.version}: POS, follows http://127.0.0.1:1"
-            until(lambda: followed in server.stderr)
-            first = kept_in(path)
-            registry.kill()
-            until(lambda: "the registry is of no help: nobody answers" in server.stderr)
+    with (
+        Registry(tree) as registry,
+        Serve(tmp_path / "broker", registry_url=registry.url, server_node_id=NODE, registry_poll_ms=100) as server,
+    ):
+        followed = f"topology, version {registry.version}: POS, follows http://127.0.0.1:1"
+        until(lambda: followed in server.stderr)
+        first = kept_in(path)
+        registry.kill()
+        until(lambda: "the registry is of no help: nobody answers" in server.stderr)
 
-            # It starts without a registry, where it was.
-            server.kill()
-            server.restart()
-            until(lambda: followed in server.stderr)
-            assert kept_in(path) == first
+        # It starts without a registry, where it was.
+        server.kill()
+        server.restart()
+        until(lambda: followed in server.stderr)
+        assert kept_in(path) == first
 
-            # The registry comes back with another tree.
-            tree.write_text(TREE.replace('parent = "root"', ""))
-            registry.start()
-            until(lambda: "POS, follows nobody" in server.stderr)
-            assert kept_in(path) == topology(registry.version, parents=())
-            assert registry.version > first.version
-            assert "the registry answers again" in server.stderr
-            # What the HTTP client says of each request is not for this log.
-            assert "HTTP Request" not in server.stderr
+        # The registry comes back with another tree.
+        tree.write_text(TREE.replace('parent = "root"', ""))
+        registry.start()
+        until(lambda: "POS, follows nobody" in server.stderr)
+        assert kept_in(path) == topology(registry.version, parents=())
+        assert registry.version > first.version
+        assert "the registry answers again" in server.stderr
+        # What the HTTP client says of each request is not for this log.
+        assert "HTTP Request" not in server.stderr
 
 
 def test_a_broker_stops_cleanly_while_it_waits_for_an_answer(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def topology(
 
     if http is not None and registry is not None:
         # Who names a broker does not mean the registry of the environment.
-        if str(context.get_parameter_source("registry")).endswith("COMMANDLINE"):
+        source = context.get_parameter_source("registry")
+        if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter("give this or --http: one of them", param_hint="'--registry'")
         registry = None
     if registry is not None:
@@ -300,8 +301,10 @@ def _lines(node: Seen, nodes: Collection[Seen]) -> Iterator[str]:
         yield f"{node.reason}{since}"
     elif node.health is None and node.since:
         yield f"last seen {node.since}"
-    wanted = next((each.url for each in nodes if each.node == node.parent), node.parent)
-    if node.follows is not None and node.follows != wanted:
+    above = [each.url for each in nodes if each.node == node.parent]
+    if node.parent is not None and not above:
+        yield f"parent {node.parent}"
+    if node.follows is not None and node.follows not in (*above, node.parent):
         yield f"follows {node.follows}"
     if node.topics:
         behind = sorted(node.topics, key=lambda each: (-each.lag, each.topic))
