@@ -53,10 +53,9 @@ class Watched:
                 logger.error("%s", problem)
             logger.error("%s is wrong: version %d stays, as it was before", self.path, self.served.version)
             return
-        if self.problems or tree.digest() != self.served.tree.digest():
-            self.problems = ()
-            self.served = Served(tree, self._versions.of(tree))
-            logger.info("%s is taken: version %d, %d nodes", self.path, self.served.version, len(tree.nodes))
+        self.problems = ()
+        self.served = Served(tree, self._versions.of(tree))
+        logger.info("%s is taken: version %d, %d nodes", self.path, self.served.version, len(tree.nodes))
 
     def _read(self, data: bytes | str) -> Tree:
         if isinstance(data, str):
