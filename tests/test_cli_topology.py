@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from tests.registries import Answer, Answers, Registry, as_json
-from tests.test_cli_broker import Done, Penstock, at_terminal
+from tests.test_cli_broker import Penstock, at_terminal
 
 NOBODY: Final = "http://127.0.0.1:1"
 SINCE: Final = "2030-01-31T12:00:00Z"
@@ -31,8 +31,8 @@ def status(node: str, **more: object) -> dict[str, object]:
     } | more
 
 
-def lag(topic: str, lag: int, direction: str = "down", **more: object) -> dict[str, object]:
-    return {"topic": topic, "direction": direction, "lag": lag, "position": [0], "gaps": 0} | more
+def lag(topic: str, behind: int, direction: str = "down", **more: object) -> dict[str, object]:
+    return {"topic": topic, "direction": direction, "lag": behind, "position": [0], "gaps": 0} | more
 
 
 class Brokers:
@@ -156,36 +156,32 @@ def test_health_is_coloured_in_a_terminal(penstock: Penstock, tree: Registry) ->
         assert f"\x1b[{colour}m  {health}\x1b[0m" in shown
 
 
-def one_node(penstock: Penstock, tmp_path: Path, url: str) -> Done:
+JUNK: Final = {
+    "page": (Answer(b"<html>"), "URL/pipe/status answers with something that is no JSON"),
+    "nothing": (Answer(b"", 404), "URL/pipe/status answers with status 404"),
+    "list": (as_json([]), "it does not tell its health: is it a broker?"),
+    "fine": (as_json(status("fine", health="FINE")), "it does not tell its health: is it a broker?"),
+    "other": (as_json(status("another")), "URL is node another"),
+    "number": (as_json(status("number", topics=5)), "topics is 5: it must be a list of objects"),
+    "many": (as_json(status("many", topics=[lag("x", 0, lag="y")])), "lag is 'y': it must be a whole number"),
+    "nowhere": (as_json(status("nowhere", parent="nowhere")), "parent is 'nowhere': it must be "),
+    "stopping": (as_json({"code": "CLOSED", "text": "it is stopping"}, 503), "it is stopping"),
+}
+
+
+def test_nodes_that_answer_junk_are_unreachable(penstock: Penstock, brokers: Brokers, tmp_path: Path) -> None:
+    urls = {node: brokers.add(node, answer) for node, (answer, _) in JUNK.items()}
     path = tmp_path / "tree.json"
-    path.write_text(json.dumps({"nodes": [{"id": "a", "role": "L2", "url": url}]}))
+    path.write_text(json.dumps({"nodes": [{"id": node, "role": "L2", "url": url} for node, url in urls.items()]}))
     with Registry(path) as registry:
-        return penstock("topology", "--registry", registry.url, "--json")
+        nodes = {
+            each["node"]: each for each in penstock("topology", "--registry", registry.url, "--json").json["nodes"]
+        }
 
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (Answer(b"<html>"), "URL/pipe/status answers with something that is no JSON"),
-        (Answer(b"", 404), "URL/pipe/status answers with status 404"),
-        (as_json([]), "it does not tell its health: is it a broker?"),
-        (as_json(status("a", health="FINE")), "it does not tell its health: is it a broker?"),
-        (as_json(status("b")), "URL is node b"),
-        (as_json(status("a", topics=5)), "topics is 5: it must be a list of objects"),
-        (as_json(status("a", topics=[lag("x", 0) | {"lag": "many"}])), "lag is 'many': it must be a whole number"),
-        (as_json(status("a", parent="nowhere")), "parent is 'nowhere': it must be "),
-        (as_json({"code": "CLOSED", "text": "stopping"}, 503), "stopping"),
-    ],
-)
-def test_a_node_that_answers_junk_is_unreachable(
-    answer: Answer, reason: str, penstock: Penstock, brokers: Brokers, tmp_path: Path
-) -> None:
-    url = brokers.add("a", answer)
-
-    [node] = one_node(penstock, tmp_path, url).json["nodes"]
-
-    assert node["health"] == "UNREACHABLE"
-    assert node["reason"].startswith(reason.replace("URL", url))
+    assert nodes.keys() == JUNK.keys()
+    for node, (_, reason) in JUNK.items():
+        assert nodes[node]["health"] == "UNREACHABLE"
+        assert nodes[node]["reason"].startswith(reason.replace("URL", urls[node]))
 
 
 def test_many_topics_are_told_by_those_that_are_furthest_behind(
