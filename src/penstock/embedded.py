@@ -70,7 +70,7 @@ class _Host:
             host, _, port = listen.rpartition(":")
             settings |= {"server.host": host, "server.port": int(port), "server.quiet_port": 0, "server.http_port": 0}
         try:
-            self._config = load(path=None, environ={}, flags=settings).config
+            self._loaded = load(path=None, environ={}, flags=settings)
         except BadConfig:
             self._remove()
             raise
@@ -99,7 +99,7 @@ class _Host:
     def address(self) -> str | None:
         if not self._listens or self._server is None:
             return None
-        return f"{self._config.server.host}:{self._server.ports['text']}"
+        return f"{self._loaded.config.server.host}:{self._server.ports['text']}"
 
     async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
         """A connection to the server, for a client in whatever loop this is."""
@@ -139,7 +139,7 @@ class _Host:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = Server(self._config, listens=self._listens)
+        server = Server(self._loaded.config, listens=self._listens, settings=self._loaded.document())
         self._loop = asyncio.get_running_loop()
         await server.run(self._stop, self._tell_ready)
 

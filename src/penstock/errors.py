@@ -12,6 +12,7 @@
     │   ├── BadHeader          a header that asks for what cannot be done
     │   ├── BadFrame           bytes that are no frame of the protocol
     │   ├── BadRequest         a request that is not known, or lacks something
+    │   ├── RequestTooLarge    a request with a larger body than is read
     │   ├── Unauthorized       the broker wants a user or a token, and these are not they
     │   ├── TopicConflict      a topic of that name, or above or below it, exists
     │   ├── StaleLayout        the topic has more partitions than the producer knew
@@ -108,6 +109,10 @@ class BadFrame(PeerError):
 
 class BadRequest(PeerError):
     code = "BAD_REQUEST"
+
+
+class RequestTooLarge(PeerError):
+    code = "REQUEST_TOO_LARGE"
 
 
 class Unauthorized(PeerError):

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from penstock.batch import Batch
 from penstock.broker.deadletters import DeadLetters
 from penstock.broker.delay import DELAYED_TOPIC, Delays
+from penstock.broker.figures import Figures
 from penstock.broker.group import Group, Mode
 from penstock.broker.intake import LIVE, Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
@@ -67,6 +68,7 @@ class Broker:
         self.store = store
         self.clock = clock
         self.settings = settings or Settings()
+        self.figures = Figures(clock)
         self.topics = Topics()
         self.interest: Interest[Subscription] = Interest()
         # Partitions with messages that nobody was given yet.
@@ -74,7 +76,8 @@ class Broker:
         self._opened = Opened()
         self._subscriptions: dict[Subscription, None] = {}
         self._queues: dict[tuple[bytes, bytes], Subscription] = {}
-        self._intake = Intake(self, LivePartition(LIVE, self._deliver))
+        self.live = LivePartition(LIVE, self._deliver)
+        self._intake = Intake(self, self.live)
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
         self.delays: Delays | None = None
@@ -581,6 +584,16 @@ class Broker:
         """Topics that are not served, because a partition of theirs cannot be opened."""
         return [topic.topic.name for topic in self.topics if topic.refusal is not None]
 
+    @property
+    def failed(self) -> list[str]:
+        """Topics that are read, and take nothing more: an fsync of theirs failed."""
+        return [topic.topic.name for topic in self.topics if any(p.log.failure for p in topic.partitions)]
+
+    @property
+    def slow_readers(self) -> int:
+        """Subscriptions that are behind, because their connections do not take what they are given."""
+        return sum(bool(subscription.behind) for subscription in self._subscriptions)
+
     def is_served(self, subject: bytes) -> bool:
         """Whether there is anyone who gets what is published there now."""
         return bool(self.interest.match(subject)) or self.groups_reading(subject) > 0
@@ -598,9 +611,12 @@ class Broker:
         else:
             return
         subject = run.subject
+        was_sent = False
         if subject is not None:
             for subscription in self.interest.match(subject):
-                subscription.deliver(target, run)
+                was_sent |= subscription.deliver(target, run)
+            if was_sent:
+                self.figures.delivered(run)
             return
         wanted: dict[Subscription, list[int]] = {}
         match = self.interest.match
@@ -611,7 +627,9 @@ class Broker:
                 else:
                     wanted[subscription] = [index]
         for subscription, indices in wanted.items():
-            subscription.deliver(target, run if len(indices) == len(run) else run.select(indices))
+            was_sent |= subscription.deliver(target, run if len(indices) == len(run) else run.select(indices))
+        if was_sent:
+            self.figures.delivered(run)
 
     def _pass_over(self, partition: Partition) -> None:
         """What is committed next is too much to be handed out: whoever wants it reads it from the disk."""

@@ -69,7 +69,18 @@ class Host(Loop, Protocol):
 class Position:
     """How far a group has come in one partition."""
 
-    __slots__ = ("backlog", "buried", "burying", "graves", "inflight", "partition")
+    __slots__ = (
+        "acked",
+        "backlog",
+        "buried",
+        "burying",
+        "failed",
+        "graves",
+        "inflight",
+        "partition",
+        "retried",
+        "sent",
+    )
 
     def __init__(self, partition: Partition, inflight: Inflight) -> None:
         self.partition = partition
@@ -80,6 +91,8 @@ class Position:
         self.burying: list[tuple[int, int]] | None = None
         # The last ones that became dead letters: who acknowledges one of them is too late.
         self.graves: dict[int, None] = {}
+        # Since the broker started: deliveries, those that were not the first, and what members said or failed to say.
+        self.sent = self.retried = self.acked = self.failed = 0
 
     def is_done(self, offset: int) -> bool:
         """Whether it was acknowledged, as far as is known."""
@@ -133,6 +146,8 @@ class Group:
         # begins with the time, so that those from before a restart do not either.
         self.generation = host.clock.now_us()
         self.members: list[Member] = []
+        # When there were members again, after there was none.
+        self._since_us = 0
         self.positions: dict[tuple[int, int], Position] = {}
         self.redelivered = 0
         self.dead_lettered = 0
@@ -157,6 +172,8 @@ class Group:
         self._numbers += 1
         member.number = self._numbers
         member.out = 0
+        if not self.members:
+            self._since_us = self._host.clock.now_us()
         self.members.append(member)
         self._rebalance()
 
@@ -235,6 +252,7 @@ class Group:
             if len(refused) == len(offsets):
                 return refused
         if count:
+            position.acked += count
             for owner, held in owners.items():
                 self._gets_back(owner, held)
             self.wake()
@@ -263,6 +281,7 @@ class Group:
         owner = position.inflight.owner(offset)
         if not position.inflight.nack(offset, self._host.clock.monotonic_us() + delay_us):
             return False
+        position.failed += 1
         self._gets_back(owner)
         self._save(position, saved)
         self.wake()
@@ -299,6 +318,7 @@ class Group:
         owner = position.inflight.owner(offset)
         if not position.inflight.kill(offset):
             return False
+        position.failed += 1
         self._gets_back(owner)
         self._save(position, saved)
         self.wake()
@@ -319,7 +339,7 @@ class Group:
         if offset > position.partition.served:
             raise OffsetOutOfRange(offset, position.partition.start, position.partition.served)
         if offset > position.inflight.floor:
-            position.inflight.ack_upto(offset - 1)
+            position.acked += position.inflight.ack_upto(offset - 1)
             if offset > position.inflight.next:
                 # Who keeps its position elsewhere was not delivered anything here.
                 position.inflight.take([], offset, 0, 0)
@@ -383,7 +403,8 @@ class Group:
         inflight, partition = position.inflight, position.partition
         if partition.start > inflight.floor:
             self._lose(position)
-        if inflight.expire(self._host.clock.monotonic_us()):
+        if expired := inflight.expire(self._host.clock.monotonic_us()):
+            position.failed += expired
             self._save(position, None)
         is_shared = self.mode is Mode.SHARED
         if is_shared and partition.policy.dead_letters and not self._host.is_dead_letters(partition.name):
@@ -431,7 +452,10 @@ class Group:
             offsets = part.all_offsets()
             inflight.retake(offsets, share.member.number, self._due_us(position))
             attempts = {index: inflight.attempts(offset) for index, offset in enumerate(offsets)}
+            position.sent += len(part)
+            partition.sent += len(part)
             share.member.gets(partition, part, attempts)
+        position.retried += shared
         self.redelivered += shared
         if shared:
             self._save(position, None)
@@ -472,7 +496,11 @@ class Group:
             # All of it is from those who do not want to hear themselves.
             inflight.take([], upto, 0, 0)
         for member, part in taken:
+            position.sent += len(part)
+            partition.sent += len(part)
             member.gets(partition, part)
+        if taken:
+            self._host.figures.delivered(run, self._since_us)
         return shared == len(run)
 
     def _skip(self, position: Position) -> int:
@@ -481,6 +509,7 @@ class Group:
         if self.name is None and self.members and self.members[0].flow is not None:
             begin = position.backlog.begin(self.members[0].flow, inflight.next, position.partition.served)
             if begin > inflight.next:
+                self._host.figures.dropped += begin - inflight.next
                 for member in self.members:
                     member.dropped += begin - inflight.next
                 inflight.take([], begin, 0, 0)

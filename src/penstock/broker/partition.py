@@ -71,6 +71,8 @@ class Partition:
         "log",
         "name",
         "number",
+        "received",
+        "sent",
         "served",
         "since",
         "topic_id",
@@ -97,6 +99,8 @@ class Partition:
         self.name = name
         self.log = log
         self.served = log.committed
+        # Messages since the broker started: that were taken, and that went to connections.
+        self.received = self.sent = 0
         # Who is told of each commit, and reads for itself: groups, and whoever waits for more.
         self.groups: dict[Callable[[], None], None] = {}
         self._reader = reader
@@ -124,11 +128,15 @@ class Partition:
 
     def append(self, run: Run, done: Done | None) -> int:
         self._unserved[self] = None
-        return self.log.gather(run, done)
+        count, offset = len(run), self.log.gather(run, done)
+        self.received += count
+        return offset
 
     def append_batch(self, batch: Batch, source: int, position: int, done: Done | None) -> int:
         self._unserved[self] = None
-        return self.log.append(batch, source=source, position=position, done=done)
+        offset = self.log.append(batch, source=source, position=position, done=done)
+        self.received += batch.count
+        return offset
 
     async def read(self, offset: int) -> tuple[Run, int] | None:
         """The messages of the next batch from `offset` on, and where to read on; None at `served`.
@@ -187,7 +195,7 @@ class Partition:
 class LivePartition:
     """What is published here goes to those who wait for it now, and nowhere else: inboxes."""
 
-    __slots__ = ("_deliver", "keeps", "name", "served", "since", "topic_id")
+    __slots__ = ("_deliver", "keeps", "name", "received", "sent", "served", "since", "topic_id")
 
     number = 0
     start = 0
@@ -198,6 +206,7 @@ class LivePartition:
         self.since: dict[object, int] = {}
         self.name = name
         self.served = 0
+        self.received = self.sent = 0
         self._deliver = deliver
 
     @property
@@ -207,6 +216,7 @@ class LivePartition:
     def append(self, run: Run, done: Done | None) -> int:
         offset = run.base_offset = self.served
         run.offsets = None
+        self.received += len(run)
         self._deliver(self, run)
         self.served = offset + len(run)
         if done is not None:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from penstock.broker.figures import Figures
 from penstock.broker.flow import Backlog, Overflow
 from penstock.broker.member import Member, share_out
 from penstock.broker.partition import LivePartition, Partition
@@ -28,6 +29,7 @@ class Loop(Protocol):
     """Who runs what cannot be done at once."""
 
     clock: Clock
+    figures: Figures
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
@@ -37,12 +39,13 @@ class Loop(Protocol):
 
 
 class Subscription:
-    __slots__ = ("_loop", "_reading", "_turn", "_woken", "_backlogs", "behind", "members", "pattern")
+    __slots__ = ("_loop", "_reading", "_since_us", "_turn", "_woken", "_backlogs", "behind", "members", "pattern")
 
     def __init__(self, pattern: bytes, loop: Loop) -> None:
         self.pattern = pattern
         self.members: list[Member] = []
         self._loop = loop
+        self._since_us = loop.clock.now_us()
         # Where it stopped, in each partition where it is behind.
         self.behind: dict[Partition, int] = {}
         # Of a member that does not want to wait: what it skips where it is behind.
@@ -52,25 +55,25 @@ class Subscription:
         self._woken = False
         self._turn = 0
 
-    def deliver(self, partition: Partition | LivePartition, run: Run) -> None:
-        """`run` was committed, and all of it matches."""
+    def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
+        """`run` was committed, and all of it matches; whether any of it went to a connection."""
         if self.behind and partition in self.behind:
-            return
+            return False
         if partition.since:
             begin = partition.since.get(self, 0)
             if run.end <= begin:
-                return
+                return False
             if run.offset(0) < begin:
                 run = run.select([index for index in range(len(run)) if run.offset(index) >= begin])
         shared = self._share_out(partition, run)
         if shared == len(run):
-            return
+            return True
         if isinstance(partition, LivePartition):
-            for member in self.members:
-                member.dropped += len(run) - shared
+            self._skipped(len(run) - shared)
         else:
             self.behind[partition] = run.offset(shared)
             self._wait()
+        return shared > 0
 
     def wake(self) -> None:
         """A member may have room again."""
@@ -93,7 +96,9 @@ class Subscription:
         shares, shared = share_out(partition, run, self.members, self._turn, self._loop.clock.monotonic_us())
         self._turn += shared
         for share in shares:
-            share.member.gets(partition, share.of(run))
+            part = share.of(run)
+            partition.sent += len(part)
+            share.member.gets(partition, part)
         return shared
 
     async def _read_on(self) -> None:
@@ -132,6 +137,8 @@ class Subscription:
             run, following = run.below(until), until
         run = select_matching(run, self.pattern) if run.values else run
         shared = self._share_out(partition, run) if run.values else 0
+        if shared:
+            self._loop.figures.delivered(run, self._since_us)
         self.behind[partition] = following if shared == len(run) else run.offset(shared)
         return shared == len(run)
 
@@ -145,10 +152,14 @@ class Subscription:
         return begin
 
     def _drop(self, count: int) -> None:
-        for member in self.members:
-            member.dropped += count
+        self._skipped(count)
         if count:
             logger.warning("a reader of %s is too slow: %d messages skipped", self.pattern.decode(), count)
+
+    def _skipped(self, count: int) -> None:
+        self._loop.figures.dropped += count
+        for member in self.members:
+            member.dropped += count
 
     def _wait(self) -> None:
         """Until a connection takes more, which wakes us, or a member's rate does."""

@@ -24,16 +24,12 @@ def run(path: Path | None, *, as_json: bool) -> bool:
             print(f"error: {problem}", file=sys.stderr)
         return False
     if as_json:
-        output.print_json(_document(loaded))
+        output.print_json(loaded.document())
     else:
         output.console().print(_table(loaded))
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return True
-
-
-def _document(loaded: Loaded) -> dict[str, Any]:
-    return {key: {"value": value, "from": loaded.origins[key]} for key, value in loaded.shown().items()}
 
 
 def _table(loaded: Loaded) -> Table:

@@ -43,7 +43,7 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
     # Messages are in no cycles: looking for those costs a few percent, and finds nothing.
     gc.set_threshold(100_000, 20, 20)
     try:
-        server = Server(loaded.config)
+        server = Server(loaded.config, settings=loaded.document())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(server))
     except (PenstockError, OSError, ValueError, ExceptionGroup) as error:

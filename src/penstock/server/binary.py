@@ -19,6 +19,7 @@ from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
 from penstock.broker.member import Member, Place
+from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
 from penstock.broker.topic import RESERVED
 from penstock.errors import (
@@ -39,7 +40,6 @@ from penstock.run import Run, open_batch
 from penstock.server import calls, provider
 from penstock.server.owing import Owing
 from penstock.server.peer import Peer, Traffic
-from penstock.storage.log import Log
 from penstock.subject import is_pattern, is_subject, owns
 from penstock.wire import binary
 from penstock.wire.binary import Frame, FrameReader, Type, Verb
@@ -205,7 +205,7 @@ class BinarySession(asyncio.BufferedProtocol):
     def traffic(self) -> Traffic:
         return self._peer.traffic
 
-    def statistics(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "cid": self.id,
@@ -213,6 +213,11 @@ class BinarySession(asyncio.BufferedProtocol):
             "name": self.name,
             **self.traffic._asdict(),
             "unanswered": len(self._requests),
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            **self.summary(),
             "subscriptions": [
                 {
                     "id": str(number),
@@ -480,7 +485,7 @@ class BinarySession(asyncio.BufferedProtocol):
             served = partition.served
             batches = await self.broker.store.read(log, fetch.offset, bytes_max)
             if batches or not fetch.wait_ms:
-                self._send_batches(number, fetch, log, batches)
+                self._send_batches(number, fetch, partition, batches)
                 return
         try:
             async with asyncio.timeout(min(fetch.wait_ms, FETCH_WAIT_MS_MAX) / 1000):
@@ -489,11 +494,15 @@ class BinarySession(asyncio.BufferedProtocol):
             pass
         async with self._fetching:
             await self._peer.drained()
-            self._send_batches(number, fetch, log, await self.broker.store.read(log, fetch.offset, bytes_max))
+            batches = await self.broker.store.read(log, fetch.offset, bytes_max)
+            self._send_batches(number, fetch, partition, batches)
 
-    def _send_batches(self, number: int, fetch: binary.Fetch, log: Log, batches: list[Batch]) -> None:
+    def _send_batches(self, number: int, fetch: binary.Fetch, partition: Partition, batches: list[Batch]) -> None:
+        log = partition.log
         parts = [batch.data for batch in batches if not fetch.end or batch.base_offset < fetch.end]
-        self._peer.out_messages += sum(batch.count for batch in batches[: len(parts)])
+        count = sum(batch.count for batch in batches[: len(parts)])
+        self._peer.out_messages += count
+        partition.sent += count
         length = sum(map(len, parts))
         self._peer.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
 

@@ -45,6 +45,10 @@ class ServerConfig:
     # A batch is at most 64 MiB, and a payload shares it with a header, a subject and headers.
     payload_bytes_max: int = field(default=1 << 20, metadata=_about("largest payload", 1, (64 << 20) - 4096))
     stop_s: int = field(default=10, metadata=_about("bound on a clean stop", 1, 3600))
+    test_endpoints: bool = field(default=False, metadata=_about("whether the HTTP door has /test, which fills topics"))
+    test_data_dir: str | None = field(
+        default=None, metadata=_about("directory from which /test/load-from-sqlite may read; none: it may not")
+    )
     log_level: Literal["debug", "info", "warning", "error"] = field(
         default="info", metadata=_about("least severity that is logged")
     )
@@ -167,6 +171,10 @@ class Loaded:
         values = {key: flat[key] for key in self.origins}
         secrets = [key for key, setting in SETTINGS.items() if setting.secret and values[key] is not None]
         return values | dict.fromkeys(secrets, "***")
+
+    def document(self) -> dict[str, dict[str, Any]]:
+        """The same, with where each value came from."""
+        return {key: {"value": value, "from": self.origins[key]} for key, value in self.shown().items()}
 
 
 def load(*, path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Loaded:

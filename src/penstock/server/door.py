@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from penstock.broker.group import Group
+from penstock.broker.member import Member
+from penstock.broker.subscription import Subscription
 from penstock.server.binary import BinarySession
 from penstock.server.peer import Traffic
 from penstock.server.prefixed import PrefixedSession
@@ -30,12 +33,13 @@ class Door(asyncio.Protocol):
         self.ping_at = 0.0
         self.has_spoken = False
         self.traffic = Traffic()
+        self.subscriptions: dict[int, tuple[Member, Subscription | Group]] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self.address = peer[0] if peer else ""
-        refusal = self._server.add(self)
+        refusal = self._server.add(self, peer[1] if peer else 0)
         if refusal is not None:
             self._refuse(refusal)
         elif self._greets:
@@ -80,7 +84,7 @@ class Door(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def statistics(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         return {"id": self.id, "cid": self.id, "ip": self.address, "name": "", **self.traffic._asdict()}
 
     def _refuse(self, reason: str) -> None:

@@ -1,9 +1,4 @@
-"""The HTTP port: whether the server is well, and what it has done.
-
-/healthz    200 {"status": "ok"}, or 503 with the reason
-/varz       the server's figures
-/connz      a row for each connection
-"""
+"""The HTTP port: health, metrics and the admin API, in the loop of the broker."""
 
 from __future__ import annotations
 
@@ -12,10 +7,10 @@ import socket
 from typing import TYPE_CHECKING
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
+
+from penstock.server import monitor, routes
+from penstock.server.metrics import Metrics, pipe_metrics
+from penstock.server.routes import Endpoint
 
 if TYPE_CHECKING:
     from penstock.server.server import Server
@@ -28,7 +23,13 @@ class HttpPort:
         self._socket = socket.create_server((host, port))
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            _app(server), log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1
+            routes.application(server, endpoints(server)),
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            limit_concurrency=server.config.server.connections_max,
         )
         self._uvicorn = uvicorn.Server(config)
         self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
@@ -40,18 +41,7 @@ class HttpPort:
         self._uvicorn.should_exit = True
 
 
-def _app(server: Server) -> Starlette:
-    async def healthz(_: Request) -> JSONResponse:
-        reason = server.ill()
-        if reason is None:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unavailable", "error": reason}, status_code=503)
-
-    async def varz(_: Request) -> JSONResponse:
-        return JSONResponse(server.statistics())
-
-    async def connz(_: Request) -> JSONResponse:
-        rows = [session.statistics() for session in server.sessions]
-        return JSONResponse({"num_connections": len(rows), "connections": rows})
-
-    return Starlette(routes=[Route("/healthz", healthz), Route("/varz", varz), Route("/connz", connz)])
+def endpoints(server: Server) -> tuple[Endpoint, ...]:
+    """All there are: what describes them is one of them."""
+    metrics = Metrics(server, [lambda: pipe_metrics(None), *server.metric_sources])
+    return (*monitor.endpoints(metrics), *server.endpoints)

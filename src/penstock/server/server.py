@@ -5,25 +5,36 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
+import resource
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
 from penstock.broker.flow import Flow, Overflow
+from penstock.broker.group import Group
+from penstock.broker.member import Member
+from penstock.broker.subscription import Subscription
 from penstock.clock import SystemClock
 from penstock.pipe.topology import Topology
 from penstock.server.config import Config, TopicConfig
 from penstock.server.door import Door
 from penstock.server.http import HttpPort
+from penstock.server.moments import elapsed, iso
 from penstock.server.peer import Traffic
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
 from penstock.wire.binary import SCRATCH_BYTES
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+    from penstock.server.routes import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +72,9 @@ class Connection(Protocol):
     @property
     def traffic(self) -> Traffic: ...
 
+    @property
+    def subscriptions(self) -> Mapping[Any, tuple[Member, Subscription | Group]]: ...
+
     def ping(self) -> None:
         """Ask whether anyone is there; whoever does not answer twice is not."""
         ...
@@ -75,15 +89,33 @@ class Connection(Protocol):
 
     def abort(self) -> None: ...
 
-    def statistics(self) -> dict[str, Any]: ...
+    def summary(self) -> dict[str, Any]:
+        """Who it is and what it has done, without its subscriptions."""
+        ...
+
+
+class Came(NamedTuple):
+    """From where a connection came, and when."""
+
+    port: int
+    time_us: int
 
 
 class Server:
-    def __init__(self, config: Config, *, listens: bool = True) -> None:
-        """Open the data directory, which may take a while after a crash. Without ports if it does not listen."""
+    def __init__(
+        self, config: Config, *, listens: bool = True, settings: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Open the data directory, which may take a while after a crash. Without ports if it does not listen.
+
+        `settings`: the configuration as people may see it, each value with where it came from.
+        """
         self.config = config
+        self.settings = settings or {}
         self._listens = listens
         self.counters = Counters()
+        # What other rooms serve at the HTTP port, and what they add to the metrics.
+        self.endpoints: list[Endpoint] = []
+        self.metric_sources: list[Callable[[], Iterable[Metric]]] = []
         self.flow = Flow(
             rate=config.flow.rate,
             burst=config.flow.burst,
@@ -95,7 +127,10 @@ class Server:
         self.broker = Broker(self._store, clock=clock, settings=_broker_settings(config))
         self.id = secrets.token_hex(8)
         self.version = metadata.version("penstock")
+        self._start_us = clock.now_us()
         self._sessions: dict[Connection, None] = {}
+        # By the number of the connection.
+        self._came: dict[int, Came] = {}
         # What binary connections are read into: one at a time, since they are all of one loop.
         self.scratch = bytearray(SCRATCH_BYTES)
         # Those that have not sent a command yet, the oldest first, with when they came.
@@ -217,10 +252,11 @@ class Server:
 
     # For sessions.
 
-    def add(self, session: Connection) -> str | None:
-        """A new connection; why it cannot stay, if it cannot."""
+    def add(self, session: Connection, port: int) -> str | None:
+        """A new connection, from a port of its own; why it cannot stay, if it cannot."""
         self._last_id += 1
         session.id = self._last_id
+        self._came[session.id] = Came(port, self.broker.clock.now_us())
         self.counters.connections += 1
         now = asyncio.get_running_loop().time()
         session.ping_at = now + self.config.server.heartbeat_s
@@ -241,6 +277,7 @@ class Server:
     def remove(self, session: Connection) -> None:
         if session in self._sessions:
             del self._sessions[session]
+            del self._came[session.id]
             self.totals += session.traffic
         self._silent.pop(session, None)
         if self._is_stopping and not self._sessions:
@@ -292,22 +329,46 @@ class Server:
     def sessions(self) -> list[Connection]:
         return list(self._sessions)
 
+    def came(self, session: Connection) -> Came:
+        return self._came[session.id]
+
     def ill(self) -> str | None:
         """Why it cannot do what it should, if it cannot."""
         if self._is_stopping:
             return "stopping"
         if self.broker.refused:
             return f"partitions that cannot be opened: {', '.join(self.broker.refused)}"
+        if self.broker.failed:
+            return f"an fsync failed, restart: these topics take nothing more: {', '.join(self.broker.failed)}"
         return None
 
     def statistics(self) -> dict[str, Any]:
+        """All that is counted, under the names that nats-server has where it has the same."""
         totals = self.totals
         for session in self._sessions:
             totals += session.traffic
+        server, now_us = self.config.server, self.broker.clock.now_us()
         return {
             "server_id": self.id,
+            "server_name": server.node_id,
             "version": self.version,
+            "host": server.host,
+            "port": self.ports.get("text", 0),
+            "quiet_port": self.ports.get("quiet", 0),
+            "http_port": self.ports.get("http", 0),
+            "max_connections": server.connections_max,
+            "max_payload": server.payload_bytes_max,
+            "auth_required": self.needs_auth,
+            "start": iso(self._start_us),
+            "now": iso(now_us),
+            "uptime": elapsed(now_us - self._start_us),
+            "mem": _resident_bytes(),
+            "cores": os.cpu_count() or 1,
             "connections": len(self._sessions),
+            "total_connections": self.counters.connections,
+            "subscriptions": sum(len(session.subscriptions) for session in self._sessions),
+            "slow_consumers": self.broker.slow_readers,
+            "dropped": self.broker.figures.dropped,
             "topics": len(self.broker.topics),
             "groups": len(self.broker.groups),
             "delayed": len(self.broker.delays) if self.broker.delays is not None else 0,
@@ -324,6 +385,14 @@ class Server:
 
 async def _follow_nobody(_: Topology) -> None:
     pass
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        # Not Linux: the most that it ever had.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _same(given: object, wanted: str) -> bool:

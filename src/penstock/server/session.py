@@ -526,7 +526,7 @@ class Session(asyncio.Protocol):
     def traffic(self) -> Traffic:
         return self._peer.traffic
 
-    def statistics(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "cid": self.id,
@@ -534,6 +534,11 @@ class Session(asyncio.Protocol):
             "name": self.name,
             **self.traffic._asdict(),
             "unanswered": len(self._answers),
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            **self.summary(),
             "subscriptions": [self._member_statistics(sid) for sid in self.subscriptions],
         }
 
@@ -608,6 +613,7 @@ class Session(asyncio.Protocol):
         if not self._parser.is_nats:
             self._peer.write(text.numbered_messages(run, sid, self._sequences(partition, run)))
             self._peer.out_messages += len(run)
+            partition.sent += len(run)
             return len(run)
         sent = 0
         for member, reader in self.subscriptions.values():
@@ -616,6 +622,7 @@ class Session(asyncio.Protocol):
                 self._peer.write(text.messages(part, member.sid, has_headers=self._has_headers))
                 sent += len(part)
         self._peer.out_messages += sent
+        partition.sent += sent
         return sent
 
     # Answers.

@@ -150,6 +150,8 @@ class Log:
         self._held_bytes = 0
         # Below this offset nobody needs anything any more: for a log of the broker's own.
         self.unneeded = 0
+        # What was written since it was opened.
+        self.stored_messages = self.stored_bytes = 0
         self._unsynced_messages = 0
         self._unsynced_since_us: int | None = None
         self._compacted_base = -1
@@ -644,7 +646,10 @@ class Log:
     def _note_unsynced(self, write: Write) -> None:
         if not write.done:
             return
-        self._unsynced_messages += sum(batch.count for batch in write.done)
+        count = sum(batch.count for batch in write.done)
+        self.stored_messages += count
+        self.stored_bytes += sum(batch.size for batch in write.done)
+        self._unsynced_messages += count
         if self._unsynced_since_us is None:
             self._unsynced_since_us = self._clock.monotonic_us()
 

@@ -52,6 +52,7 @@ from penstock.errors import (
 )
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
+from penstock.storage.histogram import MESSAGES, SECONDS, Histogram
 from penstock.storage.log import Done, Log
 from penstock.storage.log import State as LogState
 from penstock.storage.meta import Change, Meta, SegmentRow
@@ -108,6 +109,9 @@ class Store:
         # Logs with batches that no round has taken yet.
         self._dirty: dict[Log, None] = {}
         self.unflushed_bytes = 0
+        # Of each round: how long it took to write and to sync, and how many messages were in it.
+        self.write_seconds, self.sync_seconds = Histogram(SECONDS), Histogram(SECONDS)
+        self.round_messages = Histogram(MESSAGES)
         # Done when there is room for more again, if anyone waits for that.
         self._room: asyncio.Future[None] | None = None
         # Logs with batches that are written and not yet synced.
@@ -215,8 +219,8 @@ class Store:
 
     def flush(self) -> None:
         """Write and sync all that was appended, here and now."""
-        self._drive(Round(self._files, self._take_writes(None), [], sync=True))
-        self._drive(Round(self._files, [], self._take_syncs(None), sync=True))
+        self._drive(self._round(self._take_writes(None), [], sync=True))
+        self._drive(self._round([], self._take_syncs(None), sync=True))
 
     async def run(self) -> None:
         """Drive the rounds and the upkeep, until cancelled; `close` does the rest."""
@@ -307,6 +311,11 @@ class Store:
             self._unsynced[write.log] = None
         for sync, error in zip(round_.syncs, round_.errors, strict=True):
             sync.log.finish_sync(sync, error)
+        if round_.writes:
+            self.write_seconds.observe(round_.write_us / 1e6)
+            self.round_messages.observe(sum(batch.count for write in round_.writes for batch in write.done))
+        if round_.syncs:
+            self.sync_seconds.observe(round_.sync_us / 1e6)
 
     def _sync_due_us(self, log: Log) -> int | None:
         return log.sync_due_us(self.settings.flush_messages, self.settings.flush_ms * 1000)
@@ -319,11 +328,14 @@ class Store:
     def _take_synced_round(self) -> Round | None:
         writes = self._take_writes(Durability.FSYNC)
         syncs = self._take_syncs(self._clock.monotonic_us())
-        return Round(self._files, writes, syncs, sync=True) if writes or syncs else None
+        return self._round(writes, syncs, sync=True) if writes or syncs else None
 
     def _take_written_round(self) -> Round | None:
         writes = self._take_writes(Durability.FLUSH)
-        return Round(self._files, writes, [], sync=False) if writes else None
+        return self._round(writes, [], sync=False) if writes else None
+
+    def _round(self, writes: list[Write], syncs: list[Sync], *, sync: bool) -> Round:
+        return Round(self._files, self._clock, writes, syncs, sync=sync)
 
     def _write_state(self, changes: list[Change]) -> None:
         if self._state_log.busy:
@@ -702,12 +714,15 @@ def _segment_rows(projection: _Projection) -> Iterator[SegmentRow]:
 class Round:
     """Writes and syncs of several logs, for a worker."""
 
-    def __init__(self, files: Files, writes: list[Write], syncs: list[Sync], *, sync: bool) -> None:
+    def __init__(self, files: Files, clock: Clock, writes: list[Write], syncs: list[Sync], *, sync: bool) -> None:
         self._files = files
+        self._clock = clock
         self._sync = sync
         self.writes = writes
         self.syncs = syncs
         self.errors: list[OSError | None] = []
+        # How long it took.
+        self.write_us = self.sync_us = 0
 
     @property
     def is_quick(self) -> bool:
@@ -719,14 +734,18 @@ class Round:
         )
 
     def run(self) -> None:
+        begun_us = self._clock.monotonic_us()
         for write in self.writes:
             write.run()
+        written_us = self._clock.monotonic_us()
+        self.write_us = written_us - begun_us
         if self._sync:
             self.syncs += [
                 write.sync() for write in self.writes if write.done and not isinstance(write.error, LogFailed)
             ]
         if self.syncs:
             self.errors = self._files.sync([sync.file for sync in self.syncs])
+            self.sync_us = self._clock.monotonic_us() - written_us
 
 
 class _Lane:

@@ -1,0 +1,155 @@
+"""How the server is, for people and for machines that watch it: health, figures, metrics.
+
+`/varz`, `/connz` and `/subsz` have the shape that nats-server gives them, so what reads those reads these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final
+
+from starlette.responses import JSONResponse, Response
+
+from penstock.broker.group import Group
+from penstock.broker.member import Member
+from penstock.broker.subscription import Subscription
+from penstock.server.metrics import Metrics
+from penstock.server.moments import elapsed, iso
+from penstock.server.routes import Asked, Endpoint, Field, Json
+
+if TYPE_CHECKING:
+    from penstock.server.server import Connection, Server
+
+# Rows of one answer: unless it says so, and at the most.
+ROWS: Final = 1024
+ROWS_MAX: Final = 10_000
+
+_PAGE: Final = (
+    Field(name="limit", kind="number", about=f"rows of one answer, at most {ROWS_MAX}", place="query", default=ROWS),
+    Field(name="offset", kind="number", about="rows to pass over", place="query", default=0),
+)
+
+
+def endpoints(metrics: Metrics) -> tuple[Endpoint, ...]:
+    async def expose(asked: Asked) -> Response:
+        content, media = await metrics.expose(asked.request.headers.get("accept", ""))
+        return Response(content, media_type=media)
+
+    return (
+        Endpoint(
+            method="GET", path="/healthz", about="Whether it is well; 503 with the reason if not", answer=_healthz
+        ),
+        Endpoint(method="GET", path="/health", about="As /healthz, in the words of other brokers", answer=_health),
+        Endpoint(
+            method="GET",
+            path="/metrics",
+            about="Figures for Prometheus",
+            answer=expose,
+            media="text/plain; version=0.0.4",
+        ),
+        Endpoint(method="GET", path="/varz", about="The server's figures", answer=_varz),
+        Endpoint(
+            method="GET",
+            path="/connz",
+            about="A row for each connection",
+            answer=_connz,
+            fields=(
+                *_PAGE,
+                Field(name="cid", kind="number", about="only the connection with this number", place="query"),
+                Field(name="subs", kind="flag", about="with the subjects of its subscriptions", place="query"),
+            ),
+        ),
+        Endpoint(method="GET", path="/subsz", about="A row for each subscription", answer=_subsz, fields=_PAGE),
+    )
+
+
+async def _healthz(asked: Asked) -> Response:
+    reason = asked.server.ill()
+    if reason is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "unavailable", "error": reason}, status_code=503)
+
+
+async def _health(asked: Asked) -> Response:
+    reason = asked.server.ill()
+    if reason is None:
+        return JSONResponse({"status": "OK"})
+    return JSONResponse({"status": "DOWN", "error": f"Broker not ready: {reason}"}, status_code=503)
+
+
+async def _varz(asked: Asked) -> Json:
+    return asked.server.statistics()
+
+
+async def _connz(asked: Asked) -> Json:
+    server = asked.server
+    limit, offset = _page(asked)
+    sessions = server.sessions
+    if "cid" in asked.fields:
+        sessions = [session for session in sessions if session.id == asked.fields["cid"]]
+    rows = [_row(server, session) for session in sessions[offset : offset + limit]]
+    if asked.fields.get("subs"):
+        for session, row in zip(sessions[offset : offset + limit], rows, strict=True):
+            subjects = (reader.pattern.decode(errors="replace") for _, reader in session.subscriptions.values())
+            row["subscriptions_list"] = list(islice(subjects, ROWS_MAX // max(1, len(rows))))
+    return {
+        "server_id": server.id,
+        "now": iso(server.broker.clock.now_us()),
+        "num_connections": len(rows),
+        "total": len(sessions),
+        "offset": offset,
+        "limit": limit,
+        "connections": rows,
+    }
+
+
+def _row(server: Server, session: Connection) -> Json:
+    came = server.came(session)
+    return {
+        **session.summary(),
+        "port": came.port,
+        "start": iso(came.time_us),
+        "uptime": elapsed(server.broker.clock.now_us() - came.time_us),
+        "subscriptions": len(session.subscriptions),
+    }
+
+
+async def _subsz(asked: Asked) -> Json:
+    server = asked.server
+    limit, offset = _page(asked)
+    sessions = server.sessions
+    every = chain.from_iterable(map(_subscriptions, sessions))
+    rows = [_subscription_row(*each) for each in islice(every, offset, offset + limit)]
+    total = sum(len(session.subscriptions) for session in sessions)
+    return {
+        "server_id": server.id,
+        "now": iso(server.broker.clock.now_us()),
+        "num_subscriptions": total,
+        "total": total,
+        "offset": offset,
+        "limit": limit,
+        "subscriptions_list": rows,
+    }
+
+
+def _subscriptions(session: Connection) -> Iterator[tuple[Connection, Member, Subscription | Group]]:
+    return ((session, member, reader) for member, reader in session.subscriptions.values())
+
+
+def _subscription_row(session: Connection, member: Member, reader: Subscription | Group) -> Json:
+    row: Json = {
+        "subject": reader.pattern.decode(errors="replace"),
+        "sid": member.sid.decode(errors="replace"),
+        "msgs": member.delivered,
+        "cid": session.id,
+        "dropped": member.dropped,
+        "buffered": reader.lag(),
+    }
+    if isinstance(reader, Group):
+        row |= {"group": (reader.name or b"").decode(errors="replace"), "unacknowledged": member.out}
+    return row
+
+
+def _page(asked: Asked) -> tuple[int, int]:
+    return min(asked.number("limit", ROWS), ROWS_MAX), asked.number("offset", 0)
