@@ -70,6 +70,11 @@ class Request:
     def flag(self, name: str) -> bool:
         return self._fields.get(name) is True
 
+    def page(self) -> slice:
+        """Which rows of a list are asked for; all, unless it says otherwise."""
+        first, limit = self.number("offset", default=0), self.number_or_none("limit")
+        return slice(first, None if limit is None else first + limit)
+
     def mode(self) -> Mode:
         value = self._fields.get("mode", Mode.SHARED)
         if value not in list(Mode):
@@ -136,8 +141,9 @@ async def _resolve(broker: Broker, request: Request) -> Json:
     return {"topic": topic.name, "id": topic.id, "partitions": topic.partitions}
 
 
-async def _topics(broker: Broker, _request: Request) -> Json:
-    return {"topics": [_describe_topic(topic) for topic in broker.topics if not topic.is_internal]}
+async def _topics(broker: Broker, request: Request) -> Json:
+    topics = [topic for topic in broker.topics if not topic.is_internal]
+    return {"topics": [_describe_topic(topic) for topic in topics[request.page()]], "total": len(topics)}
 
 
 async def _topic(broker: Broker, request: Request) -> Json:
@@ -190,8 +196,9 @@ async def _wait(broker: Broker, request: Request) -> Json:
 # Groups.
 
 
-async def _groups(broker: Broker, _request: Request) -> Json:
-    return {"groups": [_describe_group(group) for group in broker.groups.values()]}
+async def _groups(broker: Broker, request: Request) -> Json:
+    groups = list(broker.groups.values())
+    return {"groups": [_describe_group(group) for group in groups[request.page()]], "total": len(groups)}
 
 
 async def _group(broker: Broker, request: Request) -> Json:

@@ -1,0 +1,194 @@
+"""The admin API: topics, groups, dead letters, settings. Each endpoint is a call of the binary door, said in HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from penstock.server import calls
+from penstock.server.routes import Asked, Endpoint, Field, Json
+
+# Rows of one answer: unless it says so, and at the most.
+ROWS: Final = 100
+ROWS_MAX: Final = 1000
+
+_NAME: Final = Field(name="name", kind="text", about="its name", place="path", required=True)
+_PAGE: Final = (
+    Field(name="limit", kind="number", about=f"rows of one answer, at most {ROWS_MAX}", place="query", default=ROWS),
+    Field(name="offset", kind="number", about="rows to pass over", place="query", default=0),
+)
+_PARTITIONS: Final = Field(name="partitions", kind="number", about="how many logs it has; never fewer than before")
+_POLICY: Final = Field(
+    name="policy", kind="object", about="what differs from the settings in `topic`, such as durability and retain_ms"
+)
+_START: Final = Field(
+    name="start",
+    kind="any",
+    about='"earliest", "latest", {"offset": n}, {"time_us": n} or {"positions": [[topic id, partition, offset], ...]}',
+    default="latest",
+)
+
+
+def _call(name: str) -> Callable[[Asked], Awaitable[Json]]:
+    async def answer(asked: Asked) -> Json:
+        return await calls.call(asked.server, {**asked.fields, "call": name})
+
+    return answer
+
+
+def _list(name: str) -> Callable[[Asked], Awaitable[Json]]:
+    async def answer(asked: Asked) -> Json:
+        limit = min(asked.number("limit", ROWS), ROWS_MAX)
+        return await calls.call(asked.server, {**asked.fields, "limit": limit, "call": name})
+
+    return answer
+
+
+async def _settings(asked: Asked) -> Json:
+    return {"settings": asked.server.settings}
+
+
+async def _letters(asked: Asked) -> Json:
+    return await calls.call(asked.server, {"pattern": ">", **asked.fields, "call": "dead_letters"})
+
+
+ENDPOINTS: Final = (
+    Endpoint(
+        method="GET",
+        path="/admin/topics",
+        about="The topics, with their policies and positions",
+        answer=_list("topics"),
+        fields=_PAGE,
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/topics",
+        about="Create a topic",
+        answer=_call("create_topic"),
+        fields=(Field(name="name", kind="text", about="its name", required=True), _PARTITIONS, _POLICY),
+        status=201,
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/topics/{name:path}",
+        about="One topic",
+        answer=_call("topic"),
+        fields=(_NAME,),
+        guarded=True,
+    ),
+    Endpoint(
+        method="PATCH",
+        path="/admin/topics/{name:path}",
+        about="Change a topic's policy, or give it more partitions",
+        answer=_call("alter_topic"),
+        fields=(_NAME, _PARTITIONS, _POLICY),
+        guarded=True,
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/admin/topics/{name:path}",
+        about="Delete a topic and all that is in it",
+        answer=_call("delete_topic"),
+        fields=(_NAME,),
+        status=204,
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/groups",
+        about="The groups, with their members, positions and lag",
+        answer=_list("groups"),
+        fields=_PAGE,
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/groups",
+        about="Create a group",
+        answer=_call("create_group"),
+        fields=(
+            Field(name="name", kind="text", about="its name", required=True),
+            Field(name="pattern", kind="text", about="the subjects that it reads", required=True),
+            Field(name="mode", kind="text", about="shared or partitioned", default="shared"),
+            _START,
+        ),
+        status=201,
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/groups/{name:path}",
+        about="One group",
+        answer=_call("group"),
+        fields=(_NAME,),
+        guarded=True,
+    ),
+    Endpoint(
+        method="DELETE",
+        path="/admin/groups/{name:path}",
+        about="Forget a group and its positions",
+        answer=_call("delete_group"),
+        fields=(_NAME,),
+        status=204,
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/groups/{name:path}/reset",
+        about="Let a group go on from somewhere else",
+        answer=_call("reset_group"),
+        fields=(
+            _NAME,
+            _START,
+            Field(name="topic", kind="text", about="only in this topic"),
+            Field(name="partition", kind="number", about="only in this partition"),
+        ),
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/dead-letters",
+        about="Messages that groups could not handle, oldest first; values in base64",
+        answer=_letters,
+        fields=(
+            Field(name="pattern", kind="text", about="of their own subjects", place="query", default=">"),
+            Field(
+                name="limit",
+                kind="number",
+                about=f"rows of one answer, at most {calls.LETTERS_MAX}",
+                place="query",
+                default=100,
+            ),
+            Field(name="redriven", kind="flag", about="also those that were sent again", place="query", default=False),
+        ),
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/dead-letters/redrive",
+        about="Publish dead letters to their subjects again",
+        answer=_call("redrive"),
+        fields=(
+            Field(name="pattern", kind="text", about="of their own subjects", required=True),
+            Field(name="count", kind="number", about="at most so many; all, if it is not said"),
+            Field(name="offsets", kind="numbers", about="only those at these offsets"),
+        ),
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/config",
+        about="Every setting, its value and where that came from; secrets are hidden",
+        answer=_settings,
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/statistics",
+        about="The server's figures, as /varz has them",
+        answer=_call("statistics"),
+        guarded=True,
+    ),
+)
