@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from penstock.server import admin, monitor, openapi, routes
+from penstock.server import admin, monitor, openapi, routes, trial
 from penstock.server.metrics import Metrics, pipe_metrics
 from penstock.server.routes import Endpoint
 
@@ -44,5 +44,6 @@ class HttpPort:
 def endpoints(server: Server) -> tuple[Endpoint, ...]:
     """All there are: what describes them is one of them."""
     metrics = Metrics(server, [lambda: pipe_metrics(None), *server.metric_sources])
-    every = (*monitor.endpoints(metrics), *admin.ENDPOINTS, *server.endpoints)
+    trials = trial.ENDPOINTS if server.config.server.test_endpoints else ()
+    every = (*monitor.endpoints(metrics), *admin.ENDPOINTS, *trials, *server.endpoints)
     return openapi.with_description(every, server.version)
