@@ -291,7 +291,7 @@ def _of_a_server(**settings: object) -> Any:
     from types import SimpleNamespace
 
     config = SimpleNamespace(server=SimpleNamespace(**settings))
-    return cast(Any, SimpleNamespace(version="1.2.3", endpoints=[], metric_sources=[], config=config))
+    return cast(Any, SimpleNamespace(version="1.2.3", config=config))
 
 
 def test_every_route_is_described_and_nothing_else(tmp_path: Path) -> None:

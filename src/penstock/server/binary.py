@@ -215,22 +215,6 @@ class BinarySession(asyncio.BufferedProtocol):
             "unanswered": len(self._requests),
         }
 
-    def statistics(self) -> dict[str, Any]:
-        return {
-            **self.summary(),
-            "subscriptions": [
-                {
-                    "id": str(number),
-                    "subject": reader.pattern.decode(),
-                    "active": self.is_open,
-                    "unacknowledged": member.out,
-                    "buffered": reader.lag(),
-                    "delivered": member.delivered,
-                }
-                for number, (member, reader) in self.subscriptions.items()
-            ],
-        }
-
     # Frames.
 
     def _handle(self, frames: deque[Frame]) -> None:

@@ -43,7 +43,7 @@ class HttpPort:
 
 def endpoints(server: Server) -> tuple[Endpoint, ...]:
     """All there are: what describes them is one of them."""
-    metrics = Metrics(server, [lambda: pipe_metrics(None), *server.metric_sources])
+    metrics = Metrics(server, [lambda: pipe_metrics(None)])
     trials = trial.ENDPOINTS if server.config.server.test_endpoints else ()
-    every = (*monitor.endpoints(metrics), *admin.ENDPOINTS, *trials, *server.endpoints)
+    every = (*monitor.endpoints(metrics), *admin.ENDPOINTS, *trials)
     return openapi.with_description(every, server.version)

@@ -8,11 +8,11 @@ import logging
 import os
 import resource
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
@@ -30,11 +30,6 @@ from penstock.server.peer import Traffic
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
 from penstock.wire.binary import SCRATCH_BYTES
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric
-
-    from penstock.server.routes import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +108,6 @@ class Server:
         self.settings = settings or {}
         self._listens = listens
         self.counters = Counters()
-        # What other rooms serve at the HTTP port, and what they add to the metrics.
-        self.endpoints: list[Endpoint] = []
-        self.metric_sources: list[Callable[[], Iterable[Metric]]] = []
         self.flow = Flow(
             rate=config.flow.rate,
             burst=config.flow.burst,
