@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from penstock.server.config import load
+from tests.docs import table
 from tests.server import Flux, Serve
 from tests.web import get
 
@@ -101,6 +102,15 @@ def test_the_dashboard_shows_what_matters(exported: tuple[set[str], set[str]]) -
     ):
         assert re.search(rf"\b{name}\b", shown), name
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_every_figure_is_told_of(exported: tuple[set[str], set[str]]) -> None:
+    page = (OPS.parent / "docs" / "operations.md").read_text()
+    told = {name for row in table(page, "## Metrics") for name in re.findall(r"broker_\w+", row[0])}
+    names, _ = exported
+
+    # A histogram is one figure, and three series.
+    assert told == {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
 
 
 def test_no_panel_lies_upon_another() -> None:
