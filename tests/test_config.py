@@ -31,6 +31,8 @@ DEFAULTS = {
     "server.connections_max": 20_000,
     "server.payload_bytes_max": MIB,
     "server.stop_s": 10,
+    "server.test_endpoints": False,
+    "server.test_data_dir": None,
     "server.log_level": "info",
     "auth.user": None,
     "auth.password": None,

@@ -587,7 +587,13 @@ class Broker:
     @property
     def failed(self) -> list[str]:
         """Topics that are read, and take nothing more: an fsync of theirs failed."""
-        return [topic.topic.name for topic in self.topics if any(p.log.failure for p in topic.partitions)]
+        failed = self.store.failed
+        if not failed:
+            return []
+        names = [topic.topic.name for topic in self.topics if any(p.log in failed for p in topic.partitions)]
+        # What groups and topics are is in a log that is no topic's.
+        is_state = failed.keys() - {p.log for topic in self.topics for p in topic.partitions}
+        return [*names, "the broker's own state"] if is_state else names
 
     @property
     def slow_readers(self) -> int:

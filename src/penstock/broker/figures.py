@@ -20,11 +20,12 @@ class Figures:
         self.dropped = 0
 
     def delivered(self, run: Run, since_us: int = 0) -> None:
-        """The first messages of `run`, and of all that were read with it, went to connections for the first time.
+        """Messages of `run`, the first among them, went to connections, and not for the second time.
 
-        One that is older than its reader (`since_us`) is history: it was not on its way all that time.
+        One that is older than its reader (`since_us`) is history: it was not on its way all that time. One that is
+        not stored has no time.
         """
         stored_us = run.timestamp if run.timestamps is None else run.timestamps[0]
-        if stored_us > since_us:
+        if stored_us and stored_us >= since_us:
             # The clock of a producer may be ahead of ours.
             self.delivery_seconds.observe(max(0, self._clock.now_us() - stored_us) / 1e6)

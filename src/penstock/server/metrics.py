@@ -1,5 +1,8 @@
 """What Prometheus is told: the broker's own counters, read when it asks. Nothing is counted for it alone.
 
+The counters belong to the loop, so they are read there, a slice at a time: a table of numbers. To make metrics of the
+tables and to write those down takes ten times as long, and is done in another thread.
+
 How many series there are is bounded. The first TOPICS_MAX topics and the first CONSUMERS_MAX pairs of a group and a
 topic, in the order in which they were made, have series of their own; all others are summed under "other".
 
@@ -13,13 +16,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from operator import add
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from penstock.broker.group import Group, Position
+from penstock.broker.group import Position
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PenstockError
 from penstock.storage.histogram import Histogram
@@ -28,15 +32,13 @@ from penstock.storage.log import Log
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
-# Consumer, topic, group.
-Labels = tuple[str, str, str]
-
 TOPICS_MAX: Final = 200
 CONSUMERS_MAX: Final = 1000
+OTHER: Final = "other"
 # How old what a group has not acknowledged is may have to be read from the disk: so often for one answer.
 READS_MAX: Final = 256
-OTHER: Final = "other"
-_CONSUMER: Final = ("consumer", "topic", "group")
+# Topics, or positions of groups, that are read before others may use the loop: about a millisecond.
+SLICE: Final = 250
 _HEALTHS: Final = ("HEALTHY", "DEGRADED", "UNHEALTHY")
 
 
@@ -50,22 +52,18 @@ class Metrics:
     async def expose(self, accept: str) -> tuple[bytes, str]:
         """All of it in a form that the asker accepts, and what that form is."""
         encode, media = choose_encoder(accept)
-        # The counters belong to the loop. To write them down takes longer, and is done beside it.
-        families, ages = list(self._collect()), _Ages(self._server)
-        return await asyncio.to_thread(self._encode, encode, families, ages), media
-
-    def _collect(self) -> Iterator[Metric]:
         server = self._server
-        yield from _messages(server)
-        yield from _logs(server)
-        yield from _rounds(server)
-        yield from _connections(server)
-        yield from _consumers(server)
-        yield from chain.from_iterable(source() for source in self._sources)
+        ages = _Ages(server.broker.clock.now_us())
+        tables = [*await _topics(server), *await _groups(server, ages)]
+        families = [*_rounds(server), *_connections(server), *chain.from_iterable(each() for each in self._sources)]
+        return await asyncio.to_thread(self._encode, encode, tables, families, ages), media
 
-    def _encode(self, encode: Callable[[Any], bytes], families: list[Metric], ages: _Ages) -> bytes:
+    def _encode(
+        self, encode: Callable[[Any], bytes], tables: list[_Table], families: list[Metric], ages: _Ages
+    ) -> bytes:
+        told = chain.from_iterable(table.families() for table in (*tables, ages.table()))
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected([*families, ages.family(), *self._process.collect()]))
+        registry.register(_Collected([*told, *families, *self._process.collect()]))
         return encode(registry)
 
 
@@ -83,54 +81,98 @@ class _Collected:
         return ()
 
 
+class _Figure(NamedTuple):
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    name: str
+    about: str
+
+
+class _Table:
+    """Figures with the same labels: a row for each of what they label, a column for each figure."""
+
+    def __init__(self, labels: Sequence[str], rows_max: int, figures: Sequence[_Figure]) -> None:
+        self._labels = labels
+        self._rows_max = rows_max
+        self._figures = figures
+        self._rows: dict[tuple[str, ...], tuple[float, ...]] = {}
+
+    def add(self, labels: tuple[str, ...], numbers: tuple[float, ...]) -> None:
+        """Above what is there under these labels; or under `other`, when there are too many."""
+        rows = self._rows
+        if labels not in rows and len(rows) >= self._rows_max:
+            labels = (OTHER,) * len(labels)
+        before = rows.get(labels)
+        rows[labels] = numbers if before is None else tuple(map(add, before, numbers))
+
+    def families(self) -> Iterator[Metric]:
+        for column, figure in enumerate(self._figures):
+            family = figure.kind(figure.name, figure.about, labels=self._labels)
+            for labels, numbers in self._rows.items():
+                family.add_metric(labels, numbers[column])
+            yield family
+
+
 # Topics.
 
+_TRAFFIC: Final = (
+    _Figure(
+        CounterMetricFamily,
+        "broker_messages_received",
+        "Messages that publishers sent to a topic; _: live only, to inboxes.",
+    ),
+    _Figure(CounterMetricFamily, "broker_messages_sent", "Messages that were handed to connections."),
+)
+_STORED: Final = (
+    _Figure(CounterMetricFamily, "broker_messages_stored", "Messages that were written to the topic's logs."),
+    _Figure(CounterMetricFamily, "broker_stored_bytes", "Bytes that were written to the topic's logs."),
+    _Figure(CounterMetricFamily, "broker_dedup_checks", "Messages whose id or payload was looked for."),
+    _Figure(CounterMetricFamily, "broker_dedup_hits", "Messages that were stored before, and were not again."),
+    _Figure(GaugeMetricFamily, "broker_segments", "Files of the topic's logs, one of each being written to."),
+    _Figure(GaugeMetricFamily, "broker_log_bytes", "Bytes of the topic's logs."),
+    _Figure(GaugeMetricFamily, "broker_log_messages", "Offsets from the start to the end of the topic's logs."),
+    _Figure(GaugeMetricFamily, "broker_partitions", "Partitions."),
+    _Figure(
+        GaugeMetricFamily,
+        "broker_partitions_failed",
+        "Partitions that cannot be opened, or take nothing more: see /healthz.",
+    ),
+)
 
-def _messages(server: Server) -> Iterator[Metric]:
-    topics = _by_topic(server)
-    received = _counter(
-        "broker_messages_received", "Messages that publishers sent to a topic; _: live only, to inboxes.", "topic"
-    )
-    stored = _counter("broker_messages_stored", "Messages that were written to the topic's logs.", "topic")
-    stored_bytes = _counter("broker_stored_bytes", "Bytes that were written to the topic's logs.", "topic")
-    sent = _counter("broker_messages_sent", "Messages that were handed to connections.", "topic")
-    checked = _counter("broker_dedup_checks", "Messages whose id or payload was looked for.", "topic")
-    duplicates = _counter("broker_dedup_hits", "Messages that were stored before, and were not again.", "topic")
-    for name, several in topics.items():
-        partitions = [partition for topic in several for partition in topic.partitions]
-        dedups = [topic.dedup for topic in several if topic.dedup is not None]
-        found = sum(dedup.found for dedup in dedups)
-        received.add_metric([name], sum(partition.received for partition in partitions) + found)
-        stored.add_metric([name], sum(partition.log.stored_messages for partition in partitions))
-        stored_bytes.add_metric([name], sum(partition.log.stored_bytes for partition in partitions))
-        sent.add_metric([name], sum(partition.sent for partition in partitions))
-        checked.add_metric([name], sum(dedup.checked for dedup in dedups))
-        duplicates.add_metric([name], found)
+
+async def _topics(server: Server) -> tuple[_Table, ...]:
+    # Inboxes are one more.
+    traffic, stored = _Table(["topic"], TOPICS_MAX + 1, _TRAFFIC), _Table(["topic"], TOPICS_MAX, _STORED)
     live = server.broker.live
-    received.add_metric([live.name.decode()], live.received)
-    sent.add_metric([live.name.decode()], live.sent)
-    yield from (received, stored, stored_bytes, sent, checked, duplicates)
+    traffic.add((live.name.decode(),), (live.received, live.sent))
+    count = 0
+    for index, topic in enumerate(list(server.broker.topics)):
+        if not topic.is_internal:
+            found = 0 if topic.dedup is None else topic.dedup.found
+            received = sum(partition.received for partition in topic.partitions) + found
+            traffic.add((topic.topic.name,), (received, sum(partition.sent for partition in topic.partitions)))
+            stored.add((topic.topic.name,), _stored(topic))
+            count += 1
+        if index % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
+    total = _Table([], 1, [_Figure(GaugeMetricFamily, "broker_topics", "Topics.")])
+    total.add((), (count,))
+    return traffic, stored, total
 
 
-def _logs(server: Server) -> Iterator[Metric]:
-    segments = _gauge("broker_segments", "Files of the topic's logs, one of each being written to.", "topic")
-    size = _gauge("broker_log_bytes", "Bytes of the topic's logs.", "topic")
-    held = _gauge("broker_log_messages", "Offsets from the start to the end of the topic's logs.", "topic")
-    failed = _gauge(
-        "broker_partitions_failed", "Partitions that cannot be opened, or take nothing more: see /healthz.", "topic"
-    )
-    partitions = _gauge("broker_partitions", "Partitions.", "topic")
-    for name, several in _by_topic(server).items():
-        logs = [partition.log for topic in several for partition in topic.partitions]
-        segments.add_metric([name], sum(len(log.segments) for log in logs))
-        size.add_metric([name], sum(segment.size for log in logs for segment in log.segments))
-        held.add_metric([name], sum(log.committed - log.start for log in logs))
-        refused = sum(topic.topic.partitions for topic in several if topic.refusal is not None)
-        failed.add_metric([name], refused + sum(log.failure is not None for log in logs))
-        partitions.add_metric([name], sum(topic.topic.partitions for topic in several))
-    topics = _gauge("broker_topics", "Topics.")
-    topics.add_metric([], sum(not topic.is_internal for topic in server.broker.topics))
-    yield from (segments, size, held, failed, partitions, topics)
+def _stored(topic: ServedTopic) -> tuple[float, ...]:
+    messages = size = segments = log_bytes = held = failed = 0
+    for partition in topic.partitions:
+        log = partition.log
+        messages += log.stored_messages
+        size += log.stored_bytes
+        segments += len(log.segments)
+        log_bytes += sum(segment.size for segment in log.segments)
+        held += log.committed - log.start
+        failed += log.failure is not None
+    checked, found = (0, 0) if topic.dedup is None else (topic.dedup.checked, topic.dedup.found)
+    partitions = topic.topic.partitions
+    refused = partitions if topic.refusal is not None else 0
+    return messages, size, checked, found, segments, log_bytes, held, partitions, failed + refused
 
 
 def _rounds(server: Server) -> Iterator[Metric]:
@@ -145,18 +187,13 @@ def _rounds(server: Server) -> Iterator[Metric]:
         "older than its reader, do not count.",
         figures.delivery_seconds,
     )
-    unflushed = _gauge("broker_unflushed_bytes", "Bytes that wait for a write.")
-    unflushed.add_metric([], store.unflushed_bytes)
-    yield unflushed
+    yield GaugeMetricFamily("broker_unflushed_bytes", "Bytes that wait for a write.", store.unflushed_bytes)
 
 
-def _by_topic(server: Server) -> dict[str, list[ServedTopic]]:
-    """The topics under the name that their series have: their own, or that of all others together."""
-    named: dict[str, list[ServedTopic]] = {}
-    for topic in server.broker.topics:
-        if not topic.is_internal:
-            named.setdefault(topic.topic.name if len(named) < TOPICS_MAX else OTHER, []).append(topic)
-    return named
+def _histogram(name: str, about: str, histogram: Histogram) -> HistogramMetricFamily:
+    bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, histogram.cumulative(), strict=True))
+    return HistogramMetricFamily(name, about, buckets=buckets, sum_value=histogram.total)
 
 
 # Connections.
@@ -200,74 +237,74 @@ def _connections(server: Server) -> Iterator[Metric]:
 
 # Groups.
 
-
-def _consumers(server: Server) -> Iterator[Metric]:
-    offset = _gauge(
-        "broker_consumer_offset", "How far a group has come: all below is done; summed over partitions.", *_CONSUMER
-    )
-    lag = _gauge("broker_consumer_lag", "Messages that are not acknowledged, and those to come.", *_CONSUMER)
-    pending = _gauge("broker_consumer_pending", "Messages that are out with members, or wait to be again.", *_CONSUMER)
-    sent = _counter("broker_consumer_messages_sent", "Deliveries.", *_CONSUMER)
-    acks = _counter("broker_consumer_acks", "Messages that were acknowledged.", *_CONSUMER)
-    failures = _counter("broker_consumer_failures", "Deliveries that were refused, or not acknowledged.", *_CONSUMER)
-    retries = _counter("broker_consumer_retries", "Deliveries that were not the first of their message.", *_CONSUMER)
-    for labels, positions in _by_consumer(server).items():
-        offset.add_metric(labels, sum(position.inflight.floor for position in positions))
-        lag.add_metric(labels, sum(position.lag() for position in positions))
-        pending.add_metric(labels, sum(len(position.inflight) for position in positions))
-        sent.add_metric(labels, sum(position.sent for position in positions))
-        acks.add_metric(labels, sum(position.acked for position in positions))
-        failures.add_metric(labels, sum(position.failed for position in positions))
-        retries.add_metric(labels, sum(position.retried for position in positions))
-    yield from (offset, lag, pending, sent, acks, failures, retries)
-    members = _gauge("broker_consumer_members", "Members.", "consumer")
-    letters = _counter("broker_dead_letters", "Messages that a group could not handle, and that are kept.", "consumer")
-    lost = _counter(
-        "broker_consumer_lost", "Messages that retention dropped before they were acknowledged.", "consumer"
-    )
-    for name, groups in _by_group(server).items():
-        members.add_metric([name], sum(len(group.members) for group in groups))
-        letters.add_metric([name], sum(group.dead_lettered for group in groups))
-        lost.add_metric([name], sum(group.lost for group in groups))
-    yield from (members, letters, lost)
+_CONSUMER: Final = ("consumer", "topic", "group")
+_POSITION: Final = (
+    _Figure(
+        GaugeMetricFamily,
+        "broker_consumer_offset",
+        "How far a group has come: all below is done; summed over partitions.",
+    ),
+    _Figure(GaugeMetricFamily, "broker_consumer_lag", "Messages that are not acknowledged, and those to come."),
+    _Figure(GaugeMetricFamily, "broker_consumer_pending", "Messages that are out with members, or wait to be again."),
+    _Figure(CounterMetricFamily, "broker_consumer_messages_sent", "Deliveries."),
+    _Figure(CounterMetricFamily, "broker_consumer_acks", "Messages that were acknowledged."),
+    _Figure(CounterMetricFamily, "broker_consumer_failures", "Deliveries that were refused, or not acknowledged."),
+    _Figure(CounterMetricFamily, "broker_consumer_retries", "Deliveries that were not the first of their message."),
+)
+_GROUP: Final = (
+    _Figure(GaugeMetricFamily, "broker_consumer_members", "Members."),
+    _Figure(CounterMetricFamily, "broker_dead_letters", "Messages that a group could not handle, and that are kept."),
+    _Figure(
+        CounterMetricFamily,
+        "broker_consumer_lost",
+        "Messages that retention dropped before they were acknowledged.",
+    ),
+)
+_AGE: Final = _Figure(
+    GaugeMetricFamily,
+    "broker_consumer_oldest_unacknowledged_seconds",
+    "How long the oldest message that is not acknowledged is in the log; 0: there is none.",
+)
 
 
-def _by_group(server: Server) -> dict[str, list[Group]]:
-    named: dict[str, list[Group]] = {}
-    for name, group in server.broker.groups.items():
-        named.setdefault(name.decode(errors="replace") if len(named) < CONSUMERS_MAX else OTHER, []).append(group)
-    return named
-
-
-def _by_consumer(server: Server) -> dict[Labels, list[Position]]:
-    """The positions of each group in each topic, under the labels that they have here."""
-    named: dict[Labels, list[Position]] = {}
-    for name, group in server.broker.groups.items():
+async def _groups(server: Server, ages: _Ages) -> tuple[_Table, ...]:
+    positions, groups = _Table(_CONSUMER, CONSUMERS_MAX, _POSITION), _Table(["consumer"], CONSUMERS_MAX, _GROUP)
+    count = 0
+    for name, group in list(server.broker.groups.items()):
         consumer = name.decode(errors="replace")
-        for position in group.positions.values():
+        groups.add((consumer,), (len(group.members), group.dead_lettered, group.lost))
+        for position in list(group.positions.values()):
             topic = position.partition.name.decode(errors="replace")
             labels = (consumer, topic, consumer.removeprefix(f"{topic}:") or consumer)
-            if labels not in named and len(named) >= CONSUMERS_MAX:
-                labels = (OTHER, OTHER, OTHER)
-            named.setdefault(labels, []).append(position)
-    return named
+            lag = position.lag()
+            positions.add(labels, _position(position, lag))
+            ages.note(labels, position if lag else None)
+            count += 1
+            if count % SLICE == 0:
+                await asyncio.sleep(0)
+    return positions, groups
+
+
+def _position(position: Position, lag: int) -> tuple[float, ...]:
+    inflight = position.inflight
+    return inflight.floor, lag, len(inflight), position.sent, position.acked, position.failed, position.retried
 
 
 class _Ages:
     """Since when the oldest message of each group waits: from memory while the loop has it, else from the disk."""
 
-    def __init__(self, server: Server) -> None:
-        """On the loop."""
-        self._now_us = server.broker.clock.now_us()
-        self._oldest: dict[Labels, int] = {}
-        self._unread: list[tuple[Labels, Log, int]] = []
-        for labels, positions in _by_consumer(server).items():
-            self._oldest[labels] = self._now_us
-            for position in positions:
-                if position.lag():
-                    self._note(labels, position)
+    def __init__(self, now_us: int) -> None:
+        self._now_us = now_us
+        self._oldest: dict[tuple[str, ...], int] = {}
+        self._unread: list[tuple[tuple[str, ...], Log, int]] = []
 
-    def _note(self, labels: Labels, position: Position) -> None:
+    def note(self, labels: tuple[str, ...], position: Position | None) -> None:
+        """On the loop; None: there is nothing that waits."""
+        if labels not in self._oldest and len(self._oldest) >= CONSUMERS_MAX:
+            labels = (OTHER,) * len(labels)
+        self._oldest.setdefault(labels, self._now_us)
+        if position is None:
+            return
         log = position.partition.log
         offset = max(position.inflight.floor, log.start)
         batches = log.read_tail(offset, 1) if offset < log.committed else []
@@ -276,7 +313,7 @@ class _Ages:
         elif batches is None and len(self._unread) < READS_MAX:
             self._unread.append((labels, log, offset))
 
-    def family(self) -> Metric:
+    def table(self) -> _Table:
         """In any thread."""
         for labels, log, offset in self._unread:
             try:
@@ -285,54 +322,32 @@ class _Ages:
                 continue  # whoever reads there is told
             if batches:
                 self._oldest[labels] = min(self._oldest[labels], batches[0].append_time)
-        family = _gauge(
-            "broker_consumer_oldest_unacknowledged_seconds",
-            "How long the oldest message that is not acknowledged is in the log; 0: there is none.",
-            *_CONSUMER,
-        )
+        table = _Table(_CONSUMER, len(self._oldest), [_AGE])
         for labels, time_us in self._oldest.items():
-            family.add_metric(labels, (self._now_us - time_us) / 1e6)
-        return family
+            table.add(labels, ((self._now_us - time_us) / 1e6,))
+        return table
 
 
 # Pipes.
 
+_HEALTH: Final = _Figure(
+    GaugeMetricFamily, "broker_pipe_health", "1 for the state that the pipe from the parent is in."
+)
+_PIPE: Final = (
+    _Figure(GaugeMetricFamily, "broker_pipe_lag", "Messages that the other end has and this one has not."),
+    _Figure(CounterMetricFamily, "broker_pipe_gaps", "Gaps that retention left at the other end."),
+)
+_CHILDREN: Final = _Figure(GaugeMetricFamily, "broker_pipe_children", "Brokers that follow this one.")
+
 
 def pipe_metrics(status: Mapping[str, Any] | None) -> Iterator[Metric]:
     """What `GET /pipe/status` tells, as metrics; None: there are no pipes."""
-    health = _gauge("broker_pipe_health", "1 for the state that the pipe from the parent is in.", "health")
-    lag = _gauge("broker_pipe_lag", "Messages that the other end has and this one has not.", "topic", "direction")
-    gaps = _counter("broker_pipe_gaps", "Gaps that retention left at the other end.", "topic", "direction")
-    children = _gauge("broker_pipe_children", "Brokers that follow this one.")
+    health, children = _Table(["health"], len(_HEALTHS), [_HEALTH]), _Table([], 1, [_CHILDREN])
+    topics = _Table(["topic", "direction"], TOPICS_MAX, _PIPE)
     if status is not None:
         for state in _HEALTHS:
-            health.add_metric([state], int(status["health"] == state))
-        children.add_metric([], len(status["children"]))
-        summed: dict[tuple[str, str], tuple[int, int]] = {}
+            health.add((state,), (int(status["health"] == state),))
+        children.add((), (len(status["children"]),))
         for row in status["topics"]:
-            labels = (row["topic"], row["direction"])
-            if labels not in summed and len(summed) >= TOPICS_MAX:
-                labels = (OTHER, row["direction"])
-            behind, missing = summed.get(labels, (0, 0))
-            summed[labels] = (behind + row["lag"], missing + row["gaps"])
-        for labels, (behind, missing) in summed.items():
-            lag.add_metric(labels, behind)
-            gaps.add_metric(labels, missing)
-    yield from (health, lag, gaps, children)
-
-
-# Families.
-
-
-def _counter(name: str, about: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(name, about, labels=labels)
-
-
-def _gauge(name: str, about: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, about, labels=labels)
-
-
-def _histogram(name: str, about: str, histogram: Histogram) -> HistogramMetricFamily:
-    bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
-    buckets = list(zip(bounds, histogram.cumulative(), strict=True))
-    return HistogramMetricFamily(name, about, buckets=buckets, sum_value=histogram.total)
+            topics.add((row["topic"], row["direction"]), (row["lag"], row["gaps"]))
+    return chain.from_iterable(table.families() for table in (health, topics, children))

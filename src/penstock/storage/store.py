@@ -105,6 +105,8 @@ class Store:
         self._logs: dict[Place, Log] = {}
         # Logs that cannot be opened. The others are served all the same.
         self.refused: dict[Place, PenstockError] = {}
+        # Logs that take nothing more, because a sync of theirs failed.
+        self.failed: dict[Log, None] = {}
         self._topics: dict[int, Topic] = {}
         # Logs with batches that no round has taken yet.
         self._dirty: dict[Log, None] = {}
@@ -309,13 +311,19 @@ class Store:
         for write in round_.writes:
             write.log.finish_write(write)
             self._unsynced[write.log] = None
+            self._note_failure(write.log)
         for sync, error in zip(round_.syncs, round_.errors, strict=True):
             sync.log.finish_sync(sync, error)
+            self._note_failure(sync.log)
         if round_.writes:
             self.write_seconds.observe(round_.write_us / 1e6)
             self.round_messages.observe(sum(batch.count for write in round_.writes for batch in write.done))
         if round_.syncs:
             self.sync_seconds.observe(round_.sync_us / 1e6)
+
+    def _note_failure(self, log: Log) -> None:
+        if log.failure is not None and log.state is LogState.FAILED:
+            self.failed[log] = None
 
     def _sync_due_us(self, log: Log) -> int | None:
         return log.sync_due_us(self.settings.flush_messages, self.settings.flush_ms * 1000)
@@ -509,6 +517,7 @@ class Store:
             if log is not None:
                 self._dirty.pop(log, None)
                 self._unsynced.pop(log, None)
+                self.failed.pop(log, None)
                 log.abandon()
                 logs.append(log)
         return logs
