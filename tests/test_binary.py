@@ -129,6 +129,8 @@ DRAWN: Final[dict[Type, Drawn]] = {
         json_frame(Type.DISCONNECT, 0, {"reason": "é"}), "07 0000000000000000 00000013", b'{"reason":"\\u00e9"}'
     ),
     Type.HEARTBEAT: Drawn(frame(Type.HEARTBEAT, U64_MAX), "08 ffffffffffffffff 00000000", b""),
+    Type.RESET_ACK: Drawn(frame(Type.RESET_ACK, 5), "0b 0000000000000005 00000000", b""),
+    Type.READY_ACK: Drawn(frame(Type.READY_ACK, 6), "0c 0000000000000006 00000000", b""),
     Type.HELLO: Drawn(json_frame(Type.HELLO, 1, {"version": 1}), "10 0000000000000001 0000000d", b'{"version":1}'),
     Type.PUBLISH: Drawn(frame(Type.PUBLISH, 258, b"bat", b"ch"), "11 0000000000000102 00000005", b"batch"),
     Type.APPEND: Drawn(

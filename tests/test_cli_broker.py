@@ -172,6 +172,7 @@ def topic_names(client: Client) -> list[str]:
 def test_a_topic_is_made_as_it_is_asked_for(penstock: Penstock, client: Client) -> None:
     options = "--partitions 3 --durability flush --retain 7d --retain-bytes 5GB --segment-bytes 1MiB --dedup off"
     options += " --ack-deadline 2s --deliveries-max 2 --no-dead-letters --cleanup compact --tombstone 1h"
+    options += " --refresh-wait 90s"
     made = penstock("topic", "create", "made", *options.split(), "--json").json
     assert made == asdict(client.topic("made"))
     assert (made["name"], made["partitions"], made["refused"]) == ("made", 3, None)
@@ -188,6 +189,7 @@ def test_a_topic_is_made_as_it_is_asked_for(penstock: Penstock, client: Client) 
         "ack_deadline_ms": 2000,
         "deliveries_max": 2,
         "dead_letters": False,
+        "refresh_wait_ms": 90_000,
     }
 
 

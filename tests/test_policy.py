@@ -26,6 +26,7 @@ FULL = Policy(
     ack_deadline_ms=5,
     deliveries_max=6,
     dead_letters=False,
+    refresh_wait_ms=7,
 )
 
 
@@ -91,6 +92,7 @@ def test_unknown_names_are_refused() -> None:
         ("cleanup", "never", "one of delete, compact"),
         ("dedup", "sometimes", "one of off, id, payload"),
         ("dedup", None, "one of off, id, payload"),
+        ("refresh_wait_ms", 0, "at least 1"),
         ("dead_letters", 1, "true or false"),
         ("dead_letters", None, "true or false"),
     ],

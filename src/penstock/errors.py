@@ -19,6 +19,7 @@
     │   ├── UnknownGroup       no group has that name
     │   ├── GroupConflict      the group exists, and is another one
     │   ├── StaleCommit        the group has been reset or shared out anew since
+    │   ├── RefreshConflict    a member of the group does not understand a refresh
     │   ├── StageLost          what a transaction staged is not there any more
     │   ├── BadTopology        a place in the tree of brokers that cannot be taken
     │   └── UnknownNode        the registry has no node of that id
@@ -26,7 +27,8 @@
     │   ├── Overloaded         too many bytes wait for the disk
     │   ├── Closed             stopped, or stopping
     │   ├── TooManyTopics      no more topics are made by themselves
-    │   └── UnknownTopic       no such topic
+    │   ├── UnknownTopic       no such topic
+    │   └── RefreshAborted     a refresh was given up: what was there before it still counts
     ├── ClientError            between a client and its broker
     │   ├── NoBroker           nobody answers at the address
     │   ├── ConnectionLost     the answer did not come: it may or may not have been done
@@ -139,6 +141,10 @@ class StaleCommit(PeerError):
     code = "STALE_COMMIT"
 
 
+class RefreshConflict(PeerError):
+    code = "REFRESH_CONFLICT"
+
+
 class StageLost(PeerError):
     code = "STAGE_LOST"
 
@@ -169,6 +175,10 @@ class TooManyTopics(BrokerError):
 
 class UnknownTopic(BrokerError):
     code = "UNKNOWN_TOPIC"
+
+
+class RefreshAborted(BrokerError):
+    code = "REFRESH_ABORTED"
 
 
 class ClientError(PenstockError):

@@ -23,6 +23,7 @@ from penstock.broker.intake import LIVE, Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member
 from penstock.broker.partition import LivePartition, Opened, Partition
+from penstock.broker.refresh import Refresh, Refreshes
 from penstock.broker.start import Begin, Start, offset_of
 from penstock.broker.subscription import Subscription
 from penstock.broker.topic import RESERVED, ServedTopic, Target, Topics
@@ -95,6 +96,7 @@ class Broker:
             self._serve(topic)
         for name, value in store.state.items("group"):
             self._open_group(name, value)
+        self.refreshes = Refreshes(self)
 
     # Its life.
 
@@ -112,6 +114,7 @@ class Broker:
                 tasks.create_task(self.delays.run(), name="delays")
             for group in self.groups.values():
                 group.start()
+            self.refreshes.start()
             started.set()
 
     async def _own_topic(self, name: bytes) -> ServedTopic:
@@ -171,8 +174,17 @@ class Broker:
                     if group.name is not None:
                         positions.append(Change("position", group.key(partition), None))
             partition.close()
-        if positions:
-            await self.store.write_state(positions)
+        changes = [*positions, *self.refreshes.forget_topic(served.topic.id)]
+        if changes:
+            await self.store.write_state(changes)
+
+    async def refresh_topic(self, name: bytes) -> Refresh:
+        """Let all consumers of a topic that understand it begin anew; if that is under way, what is."""
+        return await self._to_its_end(self.refreshes.begin(self.topic(name)))
+
+    def refresh(self, name: bytes) -> Refresh | None:
+        """The last refresh of a topic; None if there was none."""
+        return self.refreshes.of(self.topic(name))
 
     def topic(self, name: bytes) -> ServedTopic:
         served = self.topics.get(name)
@@ -431,11 +443,16 @@ class Broker:
                 raise GroupConflict(
                     f"the group {name.decode()} is {group.mode} and reads {group.pattern.decode()}: use another name"
                 )
+            self.refreshes.check(group, member)
+            if member.hears is not None and not group.refreshes:
+                self._remember_refreshes(group)
         group.join(member)
+        self.refreshes.changed(group)
         return group
 
     def leave(self, group: Group, member: Member) -> None:
         group.leave(member)
+        self.refreshes.changed(group)
         if group.name is None and not group.members:
             del self._all_groups[group]
             group.stop()
@@ -473,8 +490,7 @@ class Broker:
         self._all_groups[group] = None
         self._attach(group, offsets)
         now_us = self.clock.monotonic_us()
-        value = {"pattern": group.pattern.decode(), "mode": group.mode, "identity": group.identity}
-        changes = [Change("group", group.name.decode(), value)]
+        changes = [Change("group", group.name.decode(), _describe(group))]
         changes += [Change("position", group.key(p.partition), p.to_json(now_us)) for p in group.positions.values()]
         try:
             await self.store.write_state(changes)
@@ -482,6 +498,15 @@ class Broker:
             del self._all_groups[group]
             group.stop()
             raise
+
+    def _remember_refreshes(self, group: Group) -> None:
+        """Its members are waited for from now on. Not waited for itself: who joins again says so again."""
+        assert group.name is not None
+        group.refreshes = True
+        try:
+            self.store.state.write([Change("group", group.name.decode(), _describe(group))])
+        except PenstockError as error:
+            logger.warning("that group %s can be refreshed is not remembered: %s", group.name.decode(), error)
 
     async def reset_group(
         self, name: bytes, start: Begin, *, topic: bytes | None = None, partition: int | None = None
@@ -515,6 +540,7 @@ class Broker:
             member.sink.fail(member, UnknownGroup(f"the group {name.decode()} was deleted"))
         changes = [Change("group", name.decode(), None)]
         changes += [Change("position", group.key(p.partition), None) for p in group.positions.values()]
+        changes += self.refreshes.forget_group(group)
         await self.store.write_state(changes)
 
     def _forget_group(self, group: Group) -> None:
@@ -546,6 +572,7 @@ class Broker:
         """As it was when the broker stopped."""
         pattern, mode = value["pattern"].encode(), Mode(value["mode"])
         group = self.groups[name.encode()] = Group(name.encode(), pattern, mode, self, value["identity"])
+        group.refreshes = value.get("refreshes", False)
         self._all_groups[group] = None
         for topic in self.topics:
             if group.matches(topic.name) and not topic.is_internal:
@@ -649,6 +676,16 @@ class Broker:
         for partition in self._unserved:
             if meets(subscription.pattern, partition.name):
                 partition.since[subscription] = partition.end
+
+
+def _describe(group: Group) -> dict[str, Any]:
+    """As it is remembered."""
+    return {
+        "pattern": group.pattern.decode(),
+        "mode": group.mode,
+        "identity": group.identity,
+        "refreshes": group.refreshes,
+    }
 
 
 def _stale(topic: ServedTopic, partitions: int) -> StaleLayout:

@@ -80,6 +80,7 @@ class Position:
         "partition",
         "retried",
         "sent",
+        "since",
     )
 
     def __init__(self, partition: Partition, inflight: Inflight) -> None:
@@ -93,6 +94,8 @@ class Position:
         self.graves: dict[int, None] = {}
         # Since the broker started: deliveries, those that were not the first, and what members said or failed to say.
         self.sent = self.retried = self.acked = self.failed = 0
+        # The group's generation when it was last moved by hand: what was delivered before comes again, or not at all.
+        self.since = 0
 
     def is_done(self, offset: int) -> bool:
         """Whether it was acknowledged, as far as is known."""
@@ -107,9 +110,10 @@ class Position:
         for offset in list(self.graves)[:-_GRAVES_MAX]:
             del self.graves[offset]
 
-    def reset(self, offset: int) -> None:
+    def reset(self, offset: int, generation: int) -> None:
         self.inflight.reset(offset)
         self.graves.clear()
+        self.since = generation
 
     def lag(self) -> int:
         return len(self.inflight) + max(0, self.partition.served - self.inflight.next)
@@ -120,6 +124,7 @@ class Position:
             "buried": self.buried,
             "burying": self.burying,
             "graves": list(self.graves),
+            "since": self.since,
         }
 
     @classmethod
@@ -127,6 +132,7 @@ class Position:
         position = cls(partition, Inflight.restore(data, now_us))
         position.buried = data["buried"]
         position.graves = dict.fromkeys(data.get("graves", ()))
+        position.since = data.get("since", 0)
         if data["burying"] is not None:
             position.burying = [(offset, attempts) for offset, attempts in data["burying"]]
         return position
@@ -153,6 +159,12 @@ class Group:
         self.dead_lettered = 0
         # Messages that retention dropped before they were acknowledged.
         self.lost = 0
+        # Whether a member of it has ever understood what a refresh is: then one that is away is waited for.
+        self.refreshes = False
+        # Topics of which nothing is delivered for now.
+        self.held: set[int] = set()
+        # Who is told when it may have come further.
+        self.watchers: dict[Callable[[], None], None] = {}
         self._host = host
         self._numbers = 0
         self._turn = 0
@@ -211,6 +223,8 @@ class Group:
             position = Position(partition, Inflight(start))
         else:
             position = Position.from_json(partition, data, self._host.clock.monotonic_us())
+            # Also if the clock was set back.
+            self.generation = max(self.generation, position.since)
         self.positions[place] = position
         partition.groups[self.wake] = None
         self.wake()
@@ -222,6 +236,9 @@ class Group:
             self._unsaved.pop(position, None)
             partition.groups.pop(self.wake, None)
 
+    def positions_of(self, topic_id: int) -> list[Position]:
+        return [position for place, position in self.positions.items() if place[0] == topic_id]
+
     def matches(self, topic: bytes) -> bool:
         return meets(self.pattern, topic)
 
@@ -230,6 +247,11 @@ class Group:
         return sum(position.lag() for position in self.positions.values())
 
     # What members say.
+
+    def is_stale(self, place: tuple[int, int], generation: int) -> bool:
+        """Whether what was delivered under a generation is nothing to be spoken of, because the group was reset."""
+        position = self.positions.get(place)
+        return position is not None and generation < position.since
 
     def ack(self, place: tuple[int, int], offset: int, saved: Saved) -> bool:
         """It is done; `saved` is called when that is stored, also if it was done before.
@@ -349,9 +371,21 @@ class Group:
     def reset(self, place: tuple[int, int], offset: int, saved: Saved) -> None:
         """Go on from `offset`, which may lie before what is done."""
         position = self._position(place)
-        position.reset(offset)
         self._rebalance()
+        position.reset(offset, self.generation)
         self._save(position, saved)
+
+    def restart(self, topic_id: int) -> None:
+        """Go back to the start of a topic. Whoever asks for it writes that: see `changes`."""
+        self._rebalance()
+        for position in self.positions_of(topic_id):
+            position.reset(position.partition.start, self.generation)
+
+    def changes(self, topic_id: int) -> list[Change]:
+        """Where it is in a topic, to be written together with something else."""
+        now_us = self._host.clock.monotonic_us()
+        positions = self.positions_of(topic_id)
+        return [Change("position", self.key(each.partition), each.to_json(now_us)) for each in positions]
 
     def _position(self, place: tuple[int, int]) -> Position:
         if place not in self.positions:
@@ -398,9 +432,13 @@ class Group:
                 except Exception:  # a fault of ours in one group must not end the others
                     logger.exception("group %s fails at %s", self.name, position.partition.name.decode())
             self._set_timer()
+        for watcher in list(self.watchers):
+            watcher()
 
     async def _serve(self, position: Position) -> None:
         inflight, partition = position.inflight, position.partition
+        if self._is_held(position):
+            return
         if partition.start > inflight.floor:
             self._lose(position)
         if expired := inflight.expire(self._host.clock.monotonic_us()):
@@ -427,6 +465,8 @@ class Group:
         if not first or not self._has_room(position, now_us):
             return False
         found = await partition.read(first[0])
+        if self._is_held(position):
+            return False
         # Others acted meanwhile: only what is still back counts.
         members = self.owner(position)
         room = max((member.flow.buffer for member in members if member.flow), default=0) * len(members)
@@ -469,6 +509,8 @@ class Group:
         if not inflight.room() or not self._has_room(position, now_us):
             return False
         found = await partition.read(begin)
+        if self._is_held(position):
+            return False
         if found is None or inflight.next != begin:
             return inflight.next != begin
         run, following = found
@@ -515,7 +557,12 @@ class Group:
                 inflight.take([], begin, 0, 0)
         return inflight.next
 
+    def _is_held(self, position: Position) -> bool:
+        return position.partition.topic_id in self.held
+
     def _has_room(self, position: Position, now_us: int) -> bool:
+        if self._is_held(position):
+            return False
         for member in self.owner(position):
             room = member.room(1, now_us)
             member.refund(room)
@@ -550,7 +597,8 @@ class Group:
     def _set_timer(self) -> None:
         """Wake when a deadline is over, a delay is, or a member's rate allows more."""
         now_us = self._host.clock.monotonic_us()
-        moments = [moment for p in self.positions.values() if (moment := p.inflight.next_us()) is not None]
+        served = [position for position in self.positions.values() if not self._is_held(position)]
+        moments = [moment for position in served if (moment := position.inflight.next_us()) is not None]
         moments += [moment for member in self.members if (moment := member.ready_us(now_us)) is not None]
         if self._retry_us > now_us:
             moments.append(self._retry_us)

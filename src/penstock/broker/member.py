@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from penstock.broker.flow import Flow, TokenBucket
@@ -49,8 +51,36 @@ class Sink(Protocol):
         ...
 
 
+class Word(StrEnum):
+    """What is said in a refresh."""
+
+    RESET = "RESET"  # forget what you have of the topic: all of it comes again
+    READY = "READY"  # it has
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Notice:
+    """A word about a topic. `answered` is called when the member has done what it must."""
+
+    word: Word
+    topic: bytes
+    answered: Callable[[], None]
+
+
 class Member:
-    __slots__ = ("bucket", "credit", "delivered", "dropped", "flow", "number", "out", "remaining", "sid", "sink")
+    __slots__ = (
+        "bucket",
+        "credit",
+        "delivered",
+        "dropped",
+        "flow",
+        "hears",
+        "number",
+        "out",
+        "remaining",
+        "sid",
+        "sink",
+    )
 
     def __init__(self, sid: bytes, sink: Sink, flow: Flow | None = None, number: int = 0) -> None:
         self.sid = sid
@@ -65,6 +95,8 @@ class Member:
         self.remaining: int | None = None
         # Messages that it has and has not acknowledged; None: it need not.
         self.out: int | None = None
+        # How it is told of a refresh; None: it would not understand.
+        self.hears: Callable[[Notice], None] | None = None
         self.delivered = 0
         self.dropped = 0
 

@@ -46,6 +46,9 @@ class TopicOptions:
         str | None, typer.Option(metavar="4", help="Deliveries of a message, with the first.")
     ] = None
     dead_letters: Annotated[bool | None, typer.Option(help="Keep what was delivered so often in vain.")] = None
+    refresh_wait: Annotated[
+        str | None, typer.Option(metavar="60s", help="How long a refresh waits for a consumer.")
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """As `create_topic` and `alter_topic` take it."""

@@ -9,7 +9,16 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -17,7 +26,7 @@ from typing import Any, Final, Literal, Self, overload
 
 from penstock.batch import BATCH_BYTES_MAX, OFFSET_MAX, Compression
 from penstock.client.bell import Bell, Within
-from penstock.client.feed import SHARED, Feed, Settlement, Start
+from penstock.client.feed import SHARED, Feed, Notice, Settlement, Start
 from penstock.client.link import Link, Servers, resolve
 from penstock.client.message import Message
 from penstock.client.outbox import Outbox
@@ -27,7 +36,7 @@ from penstock.client.producer import Batcher, Sealed, ServedTopic
 from penstock.client.protocol import Answer, Request
 from penstock.client.reader import Part, Place, messages_of, read, record_batches_of
 from penstock.client.transaction import AsyncStage, AsyncTransaction
-from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Topic, arguments
+from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Refresh, Topic, arguments
 from penstock.clock import SystemClock
 from penstock.errors import (
     BadRequest,
@@ -51,6 +60,8 @@ BUFFER: Final = 100
 Delay = float | timedelta | datetime | None
 Headers = Mapping[str, str] | None
 Moment = int | datetime | str
+# What is called with the name of a topic.
+Told = Callable[[str], Awaitable[None]]
 
 # When a subscription is asked for again that the broker could not go on with.
 REOPEN_S: Final = 0.2
@@ -221,16 +232,22 @@ class AsyncClient:
         mode: str = SHARED,
         start: Moment = "latest",
         buffer: int = BUFFER,
+        on_reset: Told | None = None,
+        on_ready: Told | None = None,
     ) -> AsyncSubscription:
         """Messages whose subject matches the pattern, as they come.
 
         Without a group each subscriber gets all of them. With one, its members share them and acknowledge each
         (`mode="shared"`), or have partitions of their own (`"partitioned"`). `start`: "latest", "earliest", an offset
         or a time; of a group that exists it counts for nothing. At most `buffer` messages are here unread.
+
+        `on_reset` and `on_ready` are for a refresh, and are awaited with a topic by whoever reads: forget what you have
+        of it, all of it comes again; it has come. Each may be called twice. While it runs no message is given out, and
+        if it raises the subscription ends.
         """
-        subscription = AsyncSubscription(self, pattern, group, mode, _start(start), buffer)
-        async with self._link.within(None, f"subscribe to {pattern}"):
-            await subscription._begin()
+        told = {"RESET": on_reset, "READY": on_ready}
+        subscription = self._subscription(pattern, group, mode, start, buffer, told)
+        await self._begin(subscription)
         return subscription
 
     @overload
@@ -308,6 +325,18 @@ class AsyncClient:
         """Delete a topic and all that it holds."""
         await self._call("delete_topic", name=name)
 
+    async def refresh_topic(self, topic: str) -> Refresh:
+        """Let all groups that read a topic and understand it (`on_reset`) forget it, and have all of it again.
+
+        Returns when it has begun; if one is under way already, with that. Raises RefreshConflict if some members of a
+        group understand it and others do not.
+        """
+        return Refresh.from_json(await self._call("refresh_topic", name=topic))
+
+    async def refresh_status(self, topic: str) -> Refresh:
+        """How far the last refresh of a topic is."""
+        return Refresh.from_json(await self._read("refresh_status", name=topic))
+
     async def offset_at(self, topic: str, partition: int, moment: datetime) -> int:
         """The first offset that was stored at a time or later."""
         found = await self._read("offset_at", name=topic, partition=partition, time_us=moment_us(moment))
@@ -375,6 +404,21 @@ class AsyncClient:
         """The broker's figures."""
         return await self._read("statistics")
 
+    def _subscription(
+        self,
+        pattern: str,
+        group: str | None,
+        mode: str,
+        start: Moment,
+        buffer: int,
+        told: Mapping[str, Callable[[str], Any] | None],
+    ) -> AsyncSubscription:
+        return AsyncSubscription(self, pattern, group, mode, _start(start), buffer, told)
+
+    async def _begin(self, subscription: AsyncSubscription) -> None:
+        async with self._link.within(None, f"subscribe to {subscription.pattern}"):
+            await subscription._begin()
+
     async def _layout(self, subject: str) -> Layout:
         return Layout.from_json(await self._read("resolve", subject=subject))
 
@@ -434,15 +478,32 @@ class AsyncSubscription:
     """
 
     def __init__(
-        self, client: AsyncClient, pattern: str, group: str | None, mode: str, start: Start, buffer: int
+        self,
+        client: AsyncClient,
+        pattern: str,
+        group: str | None,
+        mode: str,
+        start: Start,
+        buffer: int,
+        told: Mapping[str, Callable[[str], Any] | None],
     ) -> None:
-        """`AsyncClient.subscribe` makes them."""
+        """`AsyncClient.subscribe` makes them. `told`: who is told of what the broker says, by word."""
         self._client = client
         self._link = client._link
         self._bell = Bell()
         self._feed = Feed(
-            pattern, group, mode, start, buffer, lock=threading.Lock(), wake=self._wake, arrived=self._bell.ring
+            pattern,
+            group,
+            mode,
+            start,
+            buffer,
+            refreshes=any(told.values()),
+            lock=threading.Lock(),
+            wake=self._wake,
+            arrived=self._bell.ring,
         )
+        self._told = told
+        self._telling: asyncio.Task[None] | None = None
         self._is_woken = False
         # Whether the broker has agreed to it once.
         self._is_open = False
@@ -519,9 +580,15 @@ class AsyncSubscription:
         """No more messages: iteration ends. What is not acknowledged goes to other members of the group."""
         if self._feed.is_closed:
             return
+        if self._telling is not None and self._telling is not asyncio.current_task():
+            self._telling.cancel()
         self._feed.give_back()
         self._carry()
         self._detach()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Tell the broker that no more is wanted."""
         connection = self._link.connection
         if connection is None or not self._feed.number:
             return
@@ -583,7 +650,32 @@ class AsyncSubscription:
         self._bell.ring()
 
     async def _wait(self) -> None:
+        """Until a reader need not; what the application must be told on the way, it is told."""
         await self._bell.until(lambda: self._feed.is_ready)
+        if (notice := self._feed.notice()) is not None:
+            # By a task of its own: a reader that does not wait so long must not end it half done.
+            self._telling = asyncio.create_task(self._tell(notice))
+            await asyncio.wait([self._telling])
+
+    async def _tell(self, notice: Notice) -> None:
+        callback = self._told[notice.word]
+        try:
+            if callback is not None:
+                await callback(notice.topic)
+        except Exception as error:  # noqa: BLE001  whatever it is, who reads must know
+            await self._fail(notice, error)
+        else:
+            self._feed.heard(notice)
+
+    async def _fail(self, notice: Notice, error: BaseException) -> None:
+        """The application could not do what it must: the broker is not told that it did, but that it has left."""
+        failure = Closed(f"on_{notice.word.lower()} of {self.pattern} failed for {notice.topic}: {error!r}")
+        failure.__cause__ = error
+        self._feed.end(failure)
+        try:
+            await self._leave()
+        except PenstockError as left:
+            _LOG.warning("the broker does not know that %s has ended: %s", self.pattern, left)
 
     async def _next_many(self, count_max: int | None) -> list[Message]:
         """Empty if there will be none."""
@@ -608,6 +700,7 @@ class AsyncSubscription:
         connection.credit(self._feed)
         for since, about, offsets in self._feed.settlements():
             self._settle(since, about, offsets)
+        connection.answer(self._feed)
         self._link.flush_soon()
 
     def _settle(self, since: int, about: Settlement, offsets: list[int]) -> None:

@@ -6,6 +6,9 @@ them are. So a reader that stops is sent no more than `buffer`.
 
 Any thread may take messages and settle them; the rest belongs to the thread of the connection. How many were taken is
 what is neither credit nor unread.
+
+What the broker says of a refresh (RESET, READY) has its place among the messages: it is due when all before it were
+taken, and nothing behind it can be until the application has done what it must. Then the broker is told.
 """
 
 from __future__ import annotations
@@ -30,6 +33,17 @@ Start = str | dict[str, Any]
 _MADE_MAX: Final = 500
 
 
+class Notice:
+    """A word about a topic, RESET or READY, that is answered under its number."""
+
+    __slots__ = ("number", "topic", "word")
+
+    def __init__(self, word: str, number: int, topic: str) -> None:
+        self.word = word
+        self.number = number
+        self.topic = topic
+
+
 class Unread:
     """What has come and was not taken, in its order.
 
@@ -40,8 +54,8 @@ class Unread:
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self._lock = lock
         self._messages: deque[Message] = deque()
-        # What messages are made of when those are taken: a delivery, and how far it is used.
-        self._deliveries: deque[Delivery] = deque()
+        # What messages are made of when those are taken: a delivery, and how far it is used. And what is between them.
+        self._deliveries: deque[Delivery | Notice] = deque()
         self._used = 0
         self._waiting = 0
 
@@ -54,12 +68,30 @@ class Unread:
             messages, deliveries, used = list(self._messages), list(self._deliveries), self._used
         yield from messages
         for number, delivery in enumerate(deliveries):
-            yield from delivery.at(0 if number else used)
+            if isinstance(delivery, Delivery):
+                yield from delivery.at(0 if number else used)
 
     def add(self, delivery: Delivery) -> None:
         with self._lock:
             self._deliveries.append(delivery)
             self._waiting += len(delivery.values)
+
+    def add_notice(self, notice: Notice) -> None:
+        with self._lock:
+            self._deliveries.append(notice)
+
+    def notice(self) -> Notice | None:
+        """The one that is due: all before it were taken. It stays, and with it all behind it, until `remove`."""
+        with self._lock:
+            if self._messages or not self._deliveries:
+                return None
+            first = self._deliveries[0]
+            return first if isinstance(first, Notice) else None
+
+    def remove(self, notices: Callable[[Notice], bool]) -> None:
+        with self._lock:
+            kept = [each for each in self._deliveries if not (isinstance(each, Notice) and notices(each))]
+            self._deliveries = deque(kept)
 
     def take(self) -> Message | None:
         """A deque gives each message to one who asks: only who finds it empty needs the lock."""
@@ -83,11 +115,13 @@ class Unread:
                 taken = self._open(count_max)
         return taken
 
-    def clear(self) -> None:
-        """By who holds the lock."""
+    def clear(self, kept: Notice | None = None) -> None:
+        """By who holds the lock. What is `kept` is still in the way of all that comes."""
         self._messages.clear()
         self._deliveries.clear()
         self._used = self._waiting = 0
+        if kept is not None:
+            self._deliveries.append(kept)
 
     def _make(self) -> bool:
         """Whether there are messages."""
@@ -101,6 +135,8 @@ class Unread:
         if not self._deliveries:
             return []
         delivery = self._deliveries[0]
+        if isinstance(delivery, Notice):
+            return []
         made = delivery.at(self._used, count_max)
         self._waiting -= len(made)
         self._used += len(made)
@@ -134,12 +170,16 @@ class Feed:
         start: Start,
         buffer: int,
         *,
+        refreshes: bool = False,
         lock: AbstractContextManager[Any],
         wake: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:
-        """`wake` is called when there is something for the broker: see `credit` and `settlements`; `arrived` when
-        there is something for a reader, or will be nothing more."""
+        """`refreshes`: it wants to be told of a refresh. `wake` is called when there is something for the broker: see
+        `credit`, `settlements` and `answers`; `arrived` when there is something for a reader, or will be nothing more.
+        """
+        if refreshes and group is None:
+            raise ValueError("on_reset and on_ready are for groups: subscribe with group=")
         if mode not in (SHARED, PARTITIONED):
             raise ValueError(f"mode is {mode!r}, it must be {SHARED!r} or {PARTITIONED!r}")
         if buffer < 1:
@@ -154,6 +194,7 @@ class Feed:
         self.ended: PenstockError | None = None
         self.is_closed = False
         self.arrived = arrived
+        self._refreshes = refreshes
         self._start = start
         self._lock = lock
         self._wake = wake
@@ -169,6 +210,11 @@ class Feed:
         self._said: dict[_About, list[int]] = {}
         self._said_since = 0
         self._unsettled = Ledger()
+        # Of a refresh: what the broker said on the present connection and was not answered, what the application is
+        # busy with, and what is to be answered.
+        self._notices: set[Notice] = set()
+        self._told: Notice | None = None
+        self._answers: list[int] = []
         # Since `check_settled` was last asked: how many came too late, and the last error.
         self._late = 0
         self._failed: PenstockError | None = None
@@ -178,12 +224,12 @@ class Feed:
         if self.group is not None:
             # The broker gives them to this member or another one again.
             with self._lock:
-                self._unread.clear()
+                self._unread.clear(self._told)
         self._credit = self.buffer - len(self._unread)
         start = self._start
         if self._positions is not None:
             start = {"positions": [[*place, offset] for place, offset in self._positions.items()]}
-        return {
+        opening = {
             "subscription": number,
             "pattern": self.pattern,
             "group": self.group,
@@ -191,6 +237,7 @@ class Feed:
             "start": start,
             "credit": self._credit,
         }
+        return opening | {"refresh": True} if self._refreshes else opening
 
     def opened(self, number: int, positions: list[list[int]]) -> None:
         self.number = number
@@ -207,7 +254,20 @@ class Feed:
         self.number = 0
         if self.group is not None:
             with self._lock:
-                self._unread.clear()
+                self._unread.clear(self._told)
+                # The broker says it again, under another number.
+                self._notices.clear()
+                self._answers.clear()
+
+    def hear(self, word: str, number: int, topic: str) -> None:
+        """RESET or READY."""
+        if self.is_over:
+            return
+        notice = Notice(word, number, topic)
+        with self._lock:
+            self._notices.add(notice)
+        self._unread.add_notice(notice)
+        self.arrived()
 
     def received(self, payload: bytes | bytearray) -> None:
         """MESSAGES. Raises BadFrame if it is none, or more than there is credit for."""
@@ -236,10 +296,12 @@ class Feed:
             if self.ended is None:
                 self.ended = error
                 self._drop_said()
+        self._unread.remove(lambda notice: True)
         self.arrived()
 
     def give_back(self) -> None:
         """Nobody has looked at what is unread: it is not to count as delivered."""
+        self._unread.remove(lambda notice: True)
         while self.group is not None and self.mode != PARTITIONED and (message := self._unread.take()):
             message.release()
 
@@ -293,12 +355,42 @@ class Feed:
     @property
     def is_ready(self) -> bool:
         """Whether a reader need not wait: there is something, or there will be nothing."""
-        return bool(self._unread) or self.is_over
+        if self.is_over:
+            return True
+        return self._told is None and (bool(self._unread) or self._unread.notice() is not None)
 
     @property
     def is_over(self) -> bool:
         """Whether there will be nothing more."""
         return self.is_closed or self.ended is not None
+
+    def notice(self) -> Notice | None:
+        """What the application must be told next, by who asks: `heard` must follow, or the end. None if nothing is due,
+        or somebody is at it."""
+        found = self._unread.notice()
+        with self._lock:
+            if found is None or self._told is not None:
+                return None
+            self._told = found
+            return found
+
+    def heard(self, notice: Notice) -> None:
+        """The application has done what it must: what is behind it can be taken, and the broker is told."""
+        self._unread.remove(lambda each: each is notice)
+        with self._lock:
+            self._told = None
+            # Unless it was on another connection: there it is said again.
+            if notice in self._notices:
+                self._notices.remove(notice)
+                self._answers.append(notice.number)
+                self._wake()
+        self.arrived()
+
+    def answers(self) -> list[int]:
+        """The numbers of what is to be answered now."""
+        with self._lock:
+            answers, self._answers = self._answers, []
+        return answers
 
     def credit(self) -> int:
         """How many more the broker may send from now on, if it is worth telling."""

@@ -151,6 +151,10 @@ class Connection:
         if (messages := feed.credit()) > 0:
             self._out.append(credit_frame(feed.number, messages))
 
+    def answer(self, feed: Feed) -> None:
+        """Tell the broker which of its words were heeded; behind what was said of the messages before them."""
+        self._out += [frame(Type.ACK, number) for number in feed.answers()]
+
     def tick(self, now: float) -> float:
         """Send a heartbeat if it is time to; when to ask again. Raises ConnectionLost if the broker is silent."""
         assert self.hello is not None, "heartbeats begin with HELLO's answer"
@@ -213,10 +217,20 @@ class Connection:
             case Type.ENDED:
                 if (feed := self._feeds.pop(number, None)) is not None:
                     feed.end(read_error(payload))
+            case Type.RESET | Type.READY:
+                self._hear(Type(kind).name, number, read_json(payload))
             case Type.DISCONNECT:
                 raise read_error(payload)
             case _:
                 raise BadFrame(f"a frame of type {kind:#x}, which no broker sends")
+
+    def _hear(self, word: str, number: int, fields: dict[str, Any]) -> None:
+        match fields:
+            case {"subscription": int(subscription), "topic": str(topic)}:
+                if (feed := self._feeds.get(subscription)) is not None:
+                    feed.hear(word, number, topic)
+            case _:
+                raise BadFrame(f"{word} lacks something: {fields}")
 
     def _answer(self, number: int, answer: Answer) -> None:
         request = self._pending.pop(number, None)

@@ -40,15 +40,18 @@ from penstock.client.aio import (
     Moment,
     closed_subscription,
 )
-from penstock.client.feed import SHARED
+from penstock.client.feed import SHARED, Notice
 from penstock.client.link import Servers
 from penstock.client.message import Message
 from penstock.client.outgoing import ABSENT
 from penstock.client.transaction import AsyncStage, AsyncTransaction
-from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Topic, arguments
+from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Refresh, Topic, arguments
 from penstock.errors import Closed, PenstockError, TimedOut
 
 T = TypeVar("T")
+
+# What is called with the name of a topic.
+Told = Callable[[str], None]
 
 # A thread that waits looks up so often: a signal that comes just when it begins to wait does not wake it.
 _WAIT_S: Final = 0.5
@@ -228,14 +231,22 @@ class Client:
         mode: str = SHARED,
         start: Moment = "latest",
         buffer: int = BUFFER,
+        on_reset: Told | None = None,
+        on_ready: Told | None = None,
     ) -> Subscription:
         """Messages whose subject matches the pattern, as they come.
 
         Without a group each subscriber gets all of them. With one, its members share them and acknowledge each
         (`mode="shared"`), or have partitions of their own (`"partitioned"`). `start`: "latest", "earliest", an offset
         or a time; of a group that exists it counts for nothing. At most `buffer` messages are here unread.
+
+        `on_reset` and `on_ready` are for a refresh, and are called with a topic by the thread that reads: forget what
+        you have of it, all of it comes again; it has come. Each may be called twice. While it runs no message is given
+        out, and if it raises the subscription ends.
         """
-        opened = self._run(self._async.subscribe(pattern, group=group, mode=mode, start=start, buffer=buffer))
+        told = {"RESET": on_reset, "READY": on_ready}
+        opened = self._async._subscription(pattern, group, mode, start, buffer, told)
+        self._run(self._async._begin(opened))
         subscription = Subscription(self, opened)
         self._inherited.add(subscription)
         return subscription
@@ -317,6 +328,18 @@ class Client:
     def delete_topic(self, name: str) -> None:
         """Delete a topic and all that it holds."""
         return self._run(self._async.delete_topic(name))
+
+    def refresh_topic(self, topic: str) -> Refresh:
+        """Let all groups that read a topic and understand it (`on_reset`) forget it, and have all of it again.
+
+        Returns when it has begun; if one is under way already, with that. Raises RefreshConflict if some members of a
+        group understand it and others do not.
+        """
+        return self._run(self._async.refresh_topic(topic))
+
+    def refresh_status(self, topic: str) -> Refresh:
+        """How far the last refresh of a topic is."""
+        return self._run(self._async.refresh_status(topic))
 
     def offset_at(self, topic: str, partition: int, moment: datetime) -> int:
         """The first offset that was stored at a time or later."""
@@ -492,7 +515,24 @@ class Subscription:
                 if left <= 0:
                     return False
                 self._arrival.wait(left)
-            return True
+        if (notice := self._feed.notice()) is not None:
+            self._tell(notice)
+        return True
+
+    def _tell(self, notice: Notice) -> None:
+        """Let the application do what the broker says, in this thread; the others that read wait for it."""
+        callback = self._async._told[notice.word]
+        try:
+            if callback is not None:
+                callback(notice.topic)
+        except BaseException as error:
+            # With the client its subscriptions have ended.
+            with suppress(Closed):
+                self._client._run(self._async._fail(notice, error))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._feed.heard(notice)
 
     def _arrived(self) -> None:
         self._async._bell.ring()

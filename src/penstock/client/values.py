@@ -143,6 +143,44 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class RefreshedGroup:
+    """`reason`: why it was given up, if it was. `waits_for`: members that are to answer, or to come back. `left`: how
+    many messages are to be replayed still."""
+
+    group: str
+    state: str
+    reason: str | None
+    waits_for: list[str]
+    left: int
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(found["group"], found["state"], found["reason"], list(found["waits_for"]), found["left"])
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """The last refresh of a topic. `state`: IDLE if there was none; RESET_SENT, WAITING_FOR_ACKS, REPLAYING or
+    READY_SENT, whichever the group is in that is furthest behind; COMPLETED, or ABORTED with the reason."""
+
+    topic: str
+    state: str
+    reason: str | None
+    started_us: int | None
+    groups: list[RefreshedGroup]
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        groups = [RefreshedGroup.from_json(each) for each in found["groups"]]
+        return cls(found["topic"], found["state"], found["reason"], found["started_us"], groups)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is under way."""
+        return self.state in ("IDLE", "COMPLETED", "ABORTED")
+
+
+@dataclass(frozen=True, slots=True)
 class DeadLetter:
     """`partition` and `offset` are its own; `topic`, `origin_partition` and `origin_offset` where the message was."""
 

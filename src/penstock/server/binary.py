@@ -18,7 +18,7 @@ from penstock.batch import Batch, accept
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
-from penstock.broker.member import Member, Place
+from penstock.broker.member import Member, Notice, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
 from penstock.broker.topic import RESERVED
@@ -87,6 +87,9 @@ class BinarySession(asyncio.BufferedProtocol):
         # One at a time reads and sends: what they have in memory waits for the client.
         self._fetching = asyncio.Lock()
         self._owing = Owing(server, self._peer, lambda: self._disconnect(Closed("the server stops")))
+        # What members were told of a refresh and have not answered, by the number of the frame; and the last number.
+        self._notices: dict[int, tuple[Member, Notice]] = {}
+        self._last_notice = 0
 
     # From the transport.
 
@@ -278,8 +281,13 @@ class BinarySession(asyncio.BufferedProtocol):
                     self.answer_frame(binary.frame(Type.HEARTBEAT, number))
             case Type.DISCONNECT:
                 self._peer.close()
-            case Type.DATA | Type.ACK | Type.SUBSCRIBE | Type.COMMIT_OFFSET if not self.is_hello:
+            case Type.DATA | Type.SUBSCRIBE | Type.COMMIT_OFFSET if not self.is_hello:
                 return self._provider.do(frame)
+            case Type.ACK | Type.RESET_ACK | Type.READY_ACK:
+                if self.is_hello:
+                    self._heard(number)
+                else:
+                    self._provider.heard(number)
             case _:
                 self._disconnect(BadFrame(f"a frame of type {kind:#04x}, which a client does not send"))
         return None
@@ -501,6 +509,10 @@ class BinarySession(asyncio.BufferedProtocol):
         flow = Flow(rate=0, burst=1, buffer=max(self.server.flow.buffer, min(credit, CREDIT_MAX)))
         member = Member(b"%d" % subscription, self, flow)
         member.credit = min(credit, CREDIT_MAX)
+        if request.flag("refresh"):
+            if group is None:
+                raise BadRequest("only members of a group are told of a refresh: name a group")
+            member.hears = lambda notice: self._tell(member, notice)
         reader: Subscription | Group
         if group is None:
             reader = await self.broker.subscribe_from(pattern, member, request.start())
@@ -526,10 +538,25 @@ class BinarySession(asyncio.BufferedProtocol):
         if held is None:
             return
         member, reader = held
+        self._notices = {key: told for key, told in self._notices.items() if told[0] is not member}
         if isinstance(reader, Group):
             self.broker.leave(reader, member)
         else:
             self.broker.unsubscribe(reader, member)
+
+    def _tell(self, member: Member, notice: Notice) -> None:
+        """A word of a refresh; the client answers under the number of the frame."""
+        self._last_notice += 1
+        self._notices[self._last_notice] = (member, notice)
+        fields = {"subscription": int(member.sid), "topic": notice.topic.decode()}
+        self.write(binary.json_frame(Type[notice.word], self._last_notice, fields))
+
+    def _heard(self, number: int) -> None:
+        if not 0 < number <= self._last_notice:
+            self._disconnect(BadFrame(f"an answer to {number}, which was not asked"))
+        # Or its subscription has ended meanwhile.
+        if (told := self._notices.pop(number, None)) is not None:
+            told[1].answered()
 
     def _settle(self, number: int, settle: binary.Settle) -> None:
         held = self.subscriptions.get(settle.subscription)
@@ -537,6 +564,10 @@ class BinarySession(asyncio.BufferedProtocol):
             raise BadRequest(f"there is no subscription {settle.subscription} of a group")
         member, group = held[0], held[1]
         place, offsets = (settle.topic_id, settle.partition), settle.offsets
+        if settle.verb != Verb.COMMIT and group.is_stale(place, settle.generation):
+            # These were delivered before the group was reset, and come again: what is said now is not of those.
+            self.answer(number, {"refused": list(offsets)})
+            return
         match Verb(settle.verb):
             case Verb.ACK:
                 self._ack(number, group, place, offsets)

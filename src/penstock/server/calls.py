@@ -11,6 +11,7 @@ from penstock.broker.broker import Broker
 from penstock.broker.deadletters import DeadLetter
 from penstock.broker.group import Group, Mode
 from penstock.broker.partition import Partition
+from penstock.broker.refresh import Refresh, State
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start
 from penstock.broker.topic import ServedTopic
 from penstock.errors import BadRequest, UnknownTopic
@@ -168,6 +169,16 @@ async def _delete_topic(broker: Broker, request: Request) -> Json:
     return {}
 
 
+async def _refresh_topic(broker: Broker, request: Request) -> Json:
+    name = request.name("name")
+    return _describe_refresh(name, await broker.refresh_topic(name))
+
+
+async def _refresh_status(broker: Broker, request: Request) -> Json:
+    name = request.name("name")
+    return _describe_refresh(name, broker.refresh(name))
+
+
 async def _offset_at(broker: Broker, request: Request) -> Json:
     log = _partition(broker, request).log
     return {"offset": await _in_thread(lambda: log.offset_at(request.number("time_us")))}
@@ -278,6 +289,8 @@ _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "create_topic": _create_topic,
     "alter_topic": _alter_topic,
     "delete_topic": _delete_topic,
+    "refresh_topic": _refresh_topic,
+    "refresh_status": _refresh_status,
     "offset_at": _offset_at,
     "offset_after": _offset_after,
     "wait": _wait,
@@ -310,6 +323,25 @@ def _describe_topic(topic: ServedTopic) -> Json:
                 "bytes": sum(segment.size for segment in partition.log.segments),
             }
             for partition in topic.partitions
+        ],
+    }
+
+
+def _describe_refresh(topic: bytes, refresh: Refresh | None) -> Json:
+    return {
+        "topic": topic.decode(),
+        "state": State.IDLE if refresh is None else refresh.state,
+        "reason": None if refresh is None else refresh.reason or None,
+        "started_us": None if refresh is None else refresh.started_us,
+        "groups": [
+            {
+                "group": name.decode(),
+                "state": course.state,
+                "reason": course.reason or None,
+                "waits_for": course.waits_for(),
+                "left": course.left,
+            }
+            for name, course in (refresh.courses if refresh is not None else {}).items()
         ],
     }
 

@@ -105,6 +105,7 @@ class TopicConfig:
     ack_deadline_ms: int = field(default=5000, metadata=_about("deliver again without an ack by then", 1))
     deliveries_max: int = field(default=4, metadata=_about("deliveries of a message, with the first", 1, 1000))
     dead_letters: bool = field(default=True, metadata=_about("keep what was delivered so often in vain"))
+    refresh_wait_ms: int = field(default=60_000, metadata=_about("a refresh waits so long for a consumer", 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

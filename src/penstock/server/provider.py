@@ -4,9 +4,10 @@
     ACK            of a DATA that the client was sent: all of its messages are done
     SUBSCRIBE      {topic, group} → ACK, then DATA from where the group has come to
     COMMIT_OFFSET  {topic, offset} → ACK: all below the offset is done
+    RESET, READY   to a client {topic} → ACK, or RESET_ACK and READY_ACK: forget the topic, it comes anew; it has come
 
 A group is one of Penstock's, named `<topic>:<group>`: it is shared, remembered, and begins with the first message that
-is there. RESET and READY are for brokers to send.
+is there. All clients are told of a refresh.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.broker.group import Group
 from penstock.broker.intake import Receipt
-from penstock.broker.member import Member, Place
+from penstock.broker.member import Member, Notice, Place
 from penstock.broker.start import Start
 from penstock.errors import BadRequest, BadSubject, PenstockError, UnknownGroup
 from penstock.run import Run
@@ -42,6 +43,8 @@ FRAMES_MAX: Final = 10_000
 class _Sent(NamedTuple):
     subscription: int
     place: tuple[int, int]
+    # The group's, when they were sent.
+    generation: int
     offsets: list[int]
 
 
@@ -50,6 +53,8 @@ class Provider:
         self._session = session
         # What was sent in each frame, by its id, oldest first.
         self._sent: dict[int, _Sent] = {}
+        # What it was told of a refresh and has not answered.
+        self._notices: dict[int, Notice] = {}
         self._last_id = 0
         self._subscriptions = 0
 
@@ -58,8 +63,6 @@ class Provider:
         match frame.type:
             case Type.DATA:
                 return self._publish(frame.id, binary.read_json(frame.payload))
-            case Type.ACK:
-                self._ack(frame.id)
             case Type.SUBSCRIBE:
                 return self._subscribe(frame.id, binary.read_json(frame.payload))
             case Type.COMMIT_OFFSET:
@@ -82,11 +85,21 @@ class Provider:
         self._send_frame(member, place, records, offsets)
 
     def _send_frame(self, member: Member, place: Place, records: list[str], offsets: list[int]) -> None:
+        number = int(member.sid)
+        held = self._session.subscriptions.get(number)
+        generation = held[1].generation if held is not None and isinstance(held[1], Group) else 0
+        sent = _Sent(number, (place.topic_id, place.number), generation, offsets)
         self._last_id += 1
-        self._sent[self._last_id] = _Sent(int(member.sid), (place.topic_id, place.number), offsets)
+        self._sent[self._last_id] = sent
         if len(self._sent) > FRAMES_MAX:
             del self._sent[next(iter(self._sent))]
         self._session.write(binary.frame(Type.DATA, self._last_id, f"[{','.join(records)}]".encode()))
+
+    def _tell(self, notice: Notice) -> None:
+        self._last_id += 1
+        self._notices[self._last_id] = notice
+        fields = {"topic": notice.topic.decode()}
+        self._session.write(binary.json_frame(Type[notice.word], self._last_id, fields))
 
     def _publish(self, number: int, record: dict[str, Any]) -> Coroutine[Any, Any, None] | None:
         subject = str(record.get("topic") or DEFAULT_TOPIC)
@@ -121,18 +134,26 @@ class Provider:
         self._subscriptions += 1
         subscription = self._subscriptions
         member = Member(b"%d" % subscription, session, session.server.flow)
+        member.hears = self._tell
         group = await session.broker.join(_group_name(topic, name), pattern, member, start=Start.EARLIEST)
         session.subscriptions[subscription] = (member, group)
         if not session.is_connected:
             session.unsubscribe(subscription)
         self._acknowledge(number)
 
-    def _ack(self, number: int) -> None:
-        sent = self._sent.pop(number, None)
-        held = self._session.subscriptions.get(sent.subscription) if sent is not None else None
-        if sent is not None and held is not None and isinstance(held[1], Group):
-            # What came too late is delivered again: there is no word for it here.
-            held[1].ack_many(sent.place, sent.offsets, lambda _: None)
+    def heard(self, number: int) -> None:
+        """The client has done what a frame brought."""
+        if (notice := self._notices.pop(number, None)) is not None:
+            notice.answered()
+        elif (sent := self._sent.pop(number, None)) is not None:
+            self._ack(sent)
+
+    def _ack(self, sent: _Sent) -> None:
+        held = self._session.subscriptions.get(sent.subscription)
+        if held is None or not isinstance(held[1], Group) or held[1].is_stale(sent.place, sent.generation):
+            return
+        # What came too late is delivered again: there is no word for it here.
+        held[1].ack_many(sent.place, sent.offsets, lambda _: None)
 
     def _commit(self, number: int, request: dict[str, Any]) -> None:
         topic, offset = str(request.get("topic") or DEFAULT_TOPIC), request.get("offset")

@@ -427,4 +427,5 @@ def _policy(topic: TopicConfig) -> Policy:
         ack_deadline_ms=topic.ack_deadline_ms,
         deliveries_max=topic.deliveries_max,
         dead_letters=topic.dead_letters,
+        refresh_wait_ms=topic.refresh_wait_ms,
     )

@@ -44,6 +44,7 @@ _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
     "dedup_window_ms": (1, None),
     "ack_deadline_ms": (1, None),
     "deliveries_max": (1, DELIVERIES_MAX),
+    "refresh_wait_ms": (1, None),
 }
 _OPTIONAL: Final = frozenset({"retain_ms", "retain_bytes", "dedup_window_ms"})
 _DEDUP_WINDOW_MS: Final = {Dedup.OFF: 0, Dedup.ID: 5 * 60 * 1000, Dedup.PAYLOAD: 30 * 60 * 1000}
@@ -66,6 +67,8 @@ class Policy:
     ack_deadline_ms: int = 5_000
     deliveries_max: int = 4
     dead_letters: bool = True
+    # A consumer that does not answer in a refresh, or is away, is waited for so long.
+    refresh_wait_ms: int = 60_000
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():

@@ -10,12 +10,13 @@ went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its req
     STAGE        u64 topic · u32 partition · u32 partitions · u64 number · u16 length · the name of a transaction
                  · a batch for it                                                        → RESULT: where it is staged
     FETCH        u64 topic · u32 partition · u32 wait_ms · u64 offset · u64 end · u32 bytes_max     → BATCHES
-    OPEN         JSON: a subscription, its pattern, group, mode, start, credit           → RESULT: its positions
+    OPEN         JSON: a subscription, its pattern, group, mode, start, credit, refresh  → RESULT: its positions
     END          u64 subscription                                                        → RESULT
     CREDIT       u64 subscription · u32 messages: so many more may come                  not answered
     SETTLE       u64 subscription · u8 verb · u64 generation · u64 delay_us
                  · u64 topic · u32 partition · u32 count · u64 offset[count]             → RESULT: those refused
     CALL         JSON: `call`, and what that needs                                       → RESULT
+    ACK          of a RESET or READY, under its id                                       not answered
 
     RESULT       JSON
     ERROR        JSON: code, text
@@ -23,6 +24,8 @@ went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its req
     MESSAGES     `id` is the subscription: u64 topic · u32 partition · u64 generation · u16 length of the topic's name
                  · u32 again · the name · (u32 index, u32 deliveries)[again] · a batch
     ENDED        `id` is the subscription. JSON: code, text: no more come
+    RESET        `id` is the server's. JSON: subscription, topic: forget the topic, it comes anew       → ACK
+    READY        the same: it has come                                                                  → ACK
 
 A batch travels as it is stored (see batch.py). 0x16 is not used: TLS begins with it.
 """
@@ -68,6 +71,9 @@ class Type(IntEnum):
     READY = 0x06
     DISCONNECT = 0x07
     HEARTBEAT = 0x08
+    # Answers to RESET and READY, of clients that have words of their own for them; ACK says the same.
+    RESET_ACK = 0x0B
+    READY_ACK = 0x0C
     HELLO = 0x10
     PUBLISH = 0x11
     APPEND = 0x12
