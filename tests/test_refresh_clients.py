@@ -22,6 +22,7 @@ from penstock.wire.binary import Type, Verb, json_frame
 from tests.frames import Frames, delivered, read_json
 from tests.server import PATIENCE_S, Serve
 from tests.shells import SHELLS, Shell, shell_of
+from tests.test_cli_broker import Penstock
 from tests.test_client_protocol import Wire, nothing
 from tests.test_client_protocol import delivered as delivery
 from tests.test_provider import ACK, READY, RESET
@@ -519,3 +520,44 @@ def test_one_that_never_answers_is_disconnected_with_the_reason(server: Serve, t
         assert goodbye["code"] == "REFRESH_ABORTED"
         assert "127.0.0.1 did not answer RESET within 0.2 s" in goodbye["text"]
         assert asker.call("refresh_status", name=topic)["state"] == "ABORTED"
+
+
+# ---- the command
+
+
+def test_the_command_begins_a_refresh_follows_it_and_names_who_is_waited_for(server: Serve, topic: str) -> None:
+    penstock = Penstock(address_of(server))
+    with shell_of("threads") as shell:
+        client = shell.client(address_of(server), name="replica")
+        fill(client, topic)
+        idle = penstock("topic", "refresh-status", topic)
+        assert (idle.code, idle.out) == (0, f"{topic}: IDLE\n")
+        with Replica(shell, client, topic) as replica:
+            wait_for(lambda: len(replica.copy) == 4)
+            replica.passes["RESET"].clear()
+            with penstock.begin("topic", "refresh", topic, "--wait", "--json") as process:
+                assert process.stderr is not None
+                lines = iter(process.stderr.readline, b"")
+                wanted = f"{topic}: WAITING_FOR_ACKS, waits for replica (127.0.0.1)\n".encode()
+                assert wanted in lines
+                status = penstock("topic", "refresh-status", topic)
+                assert status.lines[0].startswith(f"{topic}: WAITING_FOR_ACKS, begun 20")
+                assert any("waits for replica (127.0.0.1)" in line for line in status.lines[1:])
+                replica.passes["RESET"].set()
+                out, _ = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0
+            done = json.loads(out)
+            assert (done["state"], done["groups"][0]["state"]) == ("COMPLETED", "COMPLETED")
+            assert penstock("topic", "refresh-status", topic, "--json").json == done
+
+
+def test_the_command_fails_with_a_refresh_that_is_given_up(server: Serve, topic: str) -> None:
+    penstock = Penstock(address_of(server))
+    assert penstock("topic", "create", topic, "--refresh-wait", "100ms").code == 0
+    nobody = penstock("topic", "refresh", topic, "--wait")
+    assert (nobody.code, nobody.lines[1]) == (0, "no group reads it whose members understand a refresh")
+    with Frames(server) as client:
+        client.open(1, topic, group=topic, refresh=True)
+        aborted = penstock("topic", "refresh", topic, "--wait")
+    assert aborted.code == 1
+    assert "tests (127.0.0.1) did not answer RESET within 0.1 s" in aborted.out

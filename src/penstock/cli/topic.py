@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from penstock.cli.options import Address, Json, TopicName, Yes, confirm, convert, options
-from penstock.cli.text import counted, safe
+from penstock.cli.text import counted, iso, safe
 
 if TYPE_CHECKING:
-    from penstock.client.values import Topic
+    from penstock.client.sync import Client
+    from penstock.client.values import Refresh, RefreshedGroup, Topic
+
+# How often a refresh is looked at.
+_LOOK_S: Final = 0.2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -149,6 +155,64 @@ def delete(name: TopicName, *, yes: Yes = False, json: Json = False, at: Address
         confirm(f"Delete {name} and {counted(_messages(topic), 'message')}?", yes=yes)
         client.delete_topic(name)
     _tell("deleted", topic, as_json=json)
+
+
+@app.command("refresh")
+@options
+def refresh(
+    name: TopicName,
+    *,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it is over; exit code 1 if it was given up.")] = False,
+    json: Json = False,
+    at: Address,
+) -> None:
+    """Let the consumers that keep a copy of a topic forget it, and have all of it again."""
+    with at.client() as client:
+        found = client.refresh_topic(name)
+        while wait and not found.is_over:
+            found = _follow(client, found)
+    _tell_refresh(found, as_json=json)
+    if found.state == "ABORTED":
+        raise typer.Exit(1)
+
+
+@app.command("refresh-status")
+@options
+def refresh_status(name: TopicName, *, json: Json = False, at: Address) -> None:
+    """Show how far the last refresh of a topic is, and who is waited for."""
+    with at.client() as client:
+        _tell_refresh(client.refresh_status(name), as_json=json)
+
+
+def _follow(client: Client, before: Refresh) -> Refresh:
+    """Until something has changed, which whoever watches is told."""
+    for group in before.groups:
+        print(safe(f"{group.group}: {group.state}{_detail(group)}"), file=sys.stderr, flush=True)
+    while (found := client.refresh_status(before.topic)) == before:
+        time.sleep(_LOOK_S)
+    return found
+
+
+def _tell_refresh(refresh: Refresh, *, as_json: bool) -> None:
+    from penstock.cli import output
+
+    if as_json:
+        output.print_json(asdict(refresh))
+        return
+    since = "" if refresh.started_us is None else f", begun {iso(refresh.started_us)}"
+    print(safe(f"{refresh.topic}: {refresh.state}{since}"))
+    if refresh.groups:
+        rows = [(group.group, group.state, group.left, _detail(group).removeprefix(", ")) for group in refresh.groups]
+        output.console().print(output.table(("group", "state", "left", ""), rows, numbers=("left",)))
+    elif refresh.state != "IDLE":
+        print("no group reads it whose members understand a refresh")
+
+
+def _detail(group: RefreshedGroup) -> str:
+    if group.reason is not None:
+        return f", {group.reason}"
+    left = f", {counted(group.left, 'message')} left" if group.left else ""
+    return left + (f", waits for {', '.join(group.waits_for)}" if group.waits_for else "")
 
 
 def _tell(deed: str, topic: Topic, *, as_json: bool) -> None:
