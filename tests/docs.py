@@ -31,6 +31,8 @@ from penstock.client.values import (
     Outgoing,
     PartitionPosition,
     Receipt,
+    Refresh,
+    RefreshedGroup,
     Topic,
 )
 from penstock.embedded import Broker
@@ -65,6 +67,8 @@ _CLASSES: Final[tuple[type, ...]] = (
     Group,
     GroupMember,
     GroupPosition,
+    Refresh,
+    RefreshedGroup,
     DeadLetter,
     BrokerClient,
     BrokerMessage,
