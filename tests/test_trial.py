@@ -132,13 +132,17 @@ def test_a_row_that_is_wrong_ends_it_and_says_what_was_stored(
 
 def test_what_is_no_table_of_messages_is_refused(server: Serve, files: Path) -> None:
     (files / "text.db").write_text("not a database, but long enough to be looked at as if it were one" * 100)
-    make(files / "other.db", columns="value").close()
+    with make(files / "other.db", columns="value") as connection:
+        # What a view is made of is the file's to say, not ours to run.
+        connection.execute("CREATE VIEW shown AS SELECT value AS data FROM messages")
+    connection.close()
 
     for name, table in (
         ("text.db", "messages"),
         ("other.db", "messages"),
         ("other.db", "messages; DROP TABLE messages"),
         ("other.db", "sqlite_master"),
+        ("other.db", "shown"),
     ):
         answer = load(server, name, tableName=table)
         assert (answer.status, answer.code) == (400, "BAD_REQUEST")
