@@ -410,6 +410,7 @@ class Cursus:
             gathered.base_offset, gathered.offsets = offsets[0], offsets
             self._write_run(partition.name, partition.number, gathered, by_name=True)
         self._session.peer.out_messages += sent
+        partition.sent += sent
         return sent
 
     def _partitions(self, command: Command) -> list[Partition]:
@@ -476,6 +477,7 @@ class Cursus:
                 if run.values:
                     self._write_run(partition.name, partition.number, run, by_name=by_name)
                     peer.out_messages += len(run)
+                    partition.sent += len(run)
                 continue
             if partition.log.state is State.CLOSED:
                 if by_name:

@@ -180,25 +180,21 @@ class PrefixedSession(asyncio.Protocol):
     def traffic(self) -> Traffic:
         return self.peer.traffic
 
-    def statistics(self) -> dict[str, Any]:
+    @property
+    def subscriptions(self) -> dict[tuple[str, int], tuple[Member, Group]]:
+        return {
+            (name, number): membership
+            for name, memberships in self.memberships.items()
+            for number, membership in enumerate(memberships)
+        }
+
+    def summary(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "cid": self.id,
             "ip": self.address,
             "name": self.name,
             **self.traffic._asdict(),
-            "subscriptions": [
-                {
-                    "id": name,
-                    "subject": group.pattern.decode(),
-                    "active": self.is_open,
-                    "unacknowledged": member.out,
-                    "buffered": group.lag(),
-                    "delivered": member.delivered,
-                }
-                for name, memberships in self.memberships.items()
-                for member, group in memberships
-            ],
         }
 
     # Frames.
