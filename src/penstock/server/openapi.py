@@ -76,9 +76,7 @@ def _operation(endpoint: Endpoint) -> Json:
     }
     if parameters := [_parameter(field) for field in endpoint.fields if field.place != "body"]:
         operation["parameters"] = parameters
-    if endpoint.raw is not None:
-        operation["requestBody"] = {"required": True, "content": {endpoint.raw: {}}}
-    elif endpoint.method not in ("GET", "DELETE"):
+    if endpoint.method not in ("GET", "DELETE"):
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _body(endpoint)}}}
     if endpoint.guarded:
         operation["security"] = [{"basic": []}, {"bearer": []}]

@@ -121,8 +121,6 @@ class Endpoint:
     media: str = "application/json"
     # Whether it needs a user or a token, where the server has one.
     guarded: bool = False
-    # Of a body that is none of ours, and that who answers reads: its type.
-    raw: str | None = None
 
     def of(self, place: str) -> tuple[Field, ...]:
         return tuple(field for field in self.fields if field.place == place)
@@ -200,7 +198,7 @@ async def _fields(endpoint: Endpoint, request: Request) -> Json:
     for field in endpoint.of("query"):
         if field.name in request.query_params:
             fields[field.name] = _from_query(field, request.query_params[field.name])
-    if endpoint.method not in ("GET", "DELETE") and endpoint.raw is None:
+    if endpoint.method not in ("GET", "DELETE"):
         fields |= await _body(endpoint, request)
     for field in endpoint.fields:
         if field.required and fields.get(field.name) is None:
@@ -228,7 +226,7 @@ async def _body(endpoint: Endpoint, request: Request) -> Json:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise BadRequest("the body must be JSON, and say so: Content-Type: application/json")
     try:
-        value = json.loads(await read_body(request, BODY_BYTES_MAX))
+        value = json.loads(await _read(request, BODY_BYTES_MAX))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {str(error)[:100]}") from None
     if not isinstance(value, dict):
@@ -240,7 +238,7 @@ async def _body(endpoint: Endpoint, request: Request) -> Json:
     return value
 
 
-async def read_body(request: Request, bytes_max: int) -> bytes:
+async def _read(request: Request, bytes_max: int) -> bytes:
     """All of it, unless it is too large: what is announced is looked at before it is read, the rest while it comes."""
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced[:20]) > bytes_max:
