@@ -153,6 +153,9 @@ async def test_a_consumer_is_reset_given_all_again_and_told_when_that_is_done() 
         assert (refresh.state, ann.words) == (State.READY_SENT, [Word.RESET, Word.READY])
         assert ann.values[5:] == [b"behind it"]
 
+        ann.heard[0].answered()
+        await life.settle()
+        assert refresh.state is State.READY_SENT, "that was the answer to RESET"
         await ann.answer(life)
         assert (refresh.state, refresh.reason, course(life).waits_for()) == (State.COMPLETED, "", [])
 
@@ -388,6 +391,19 @@ async def test_after_a_restart_all_who_were_there_are_waited_for() -> None:
 
 
 @in_loop
+async def test_who_is_waited_for_is_remembered_from_the_first_state_on() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        ann, bob = Consumer("ann"), Consumer("bob")
+        await stocked(life, ann, bob)
+        disk.fail("write", errno.ENOSPC, after=1, path_suffix=STATE_LOG)
+        assert (await begin(life)).state is State.RESET_SENT, "the next one cannot be written"
+        await life.kill()
+    async with Life(disk) as life:
+        assert course(life).waits_for() == ["ann (here)", "bob (here)"]
+
+
+@in_loop
 async def test_what_is_said_of_messages_from_before_the_reset_does_not_count_after_a_restart_either() -> None:
     disk = FaultyFiles()
     async with Life(disk, clock=ManualClock(now_us=10**15)) as life:
@@ -436,6 +452,23 @@ async def test_one_that_never_answers_is_named_and_the_group_goes_on_from_where_
         bob.heard[0].answered()
         await life.settle()
         assert state_of(refresh) is State.ABORTED, "too late"
+
+
+@in_loop
+async def test_what_is_held_does_not_come_to_its_deadline_meanwhile() -> None:
+    async with Life(FaultyFiles(), settings=Settings(policy=Policy(deliveries_max=1))) as life:
+        ann = Consumer()
+        await ann.join(life)
+        await life.stored(b"prices.a", *VALUES)
+        await begin(life)
+        await life.advance(WAIT // 2)
+        await ann.ack_all(life)
+        await ann.answer(life)
+        await ann.ack_all(life)
+        await ann.answer(life)
+        assert (course(life).state, list(ann.copy.values())) == (State.COMPLETED, VALUES)
+        assert ann.group is not None
+        assert ann.group.dead_lettered == 0
 
 
 @in_loop

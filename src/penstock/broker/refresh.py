@@ -251,8 +251,6 @@ class Course:
             self._is_reset = found["is_reset"]
             self._until = dict(found["until"])
             self._missing = [Who(*who) for who in found["members"]]
-            if self.state in _RESETTING:
-                group.held.add(self._topic_id)
 
     @property
     def is_active(self) -> bool:
