@@ -34,6 +34,7 @@ MODULES: Final = {
     "shell": (_CLIENT, "Type Cursus' commands, with history and completion."),
     "top": (_CLIENT, "Watch the rates of topics and the lag of groups."),
     "topology": (_CLIENT, "Draw the tree of brokers: roles, health, lag."),
+    "replica": (_CLIENT, "Keep a copy of a topic on this machine, and answer queries of it over HTTP."),
     "pipeline": (_CLIENT, "Run topics through Spark: transform, aggregate, archive, replay and more."),
     "bench": (_CLIENT, "Measure a broker: throughput and latency."),
 }

@@ -107,6 +107,11 @@ class Message:
         return self._delivery.topic
 
     @property
+    def topic_id(self) -> int:
+        """A topic that is deleted and made again has another one."""
+        return self._delivery.topic_id
+
+    @property
     def partition(self) -> int:
         return self._delivery.partition
 

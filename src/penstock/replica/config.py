@@ -1,0 +1,167 @@
+"""The settings of a replica: from the environment, and from flags, which win. All that is wrong is refused at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Final
+
+from penstock.errors import BadConfig
+from penstock.subject import is_pattern
+
+
+class OnError(StrEnum):
+    """What follows when a message cannot be stored here. None is ever acknowledged that neither is stored nor told of
+    as skipped."""
+
+    EXPONENTIAL_THEN_FIXED = "EXPONENTIAL_THEN_FIXED"  # it is tried again, for ever
+    SKIP_ON_ERROR = "SKIP_ON_ERROR"  # the next message; this one is counted, and logged
+    PAUSE_ON_ERROR = "PAUSE_ON_ERROR"  # nothing, until somebody who has looked resumes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """How a value is read, and what is said of one that cannot be."""
+
+    read: Callable[[str], Any]
+    text: str
+
+
+# Spelled exactly: Mb are not bytes.
+_SIZES: Final = {"": 1, "B": 1, "kB": 1000} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in (("B", 1000), ("iB", 1024))
+}
+_SEGMENT_BYTES: Final = (1024, 1 << 40)
+
+
+def _name(text: str) -> str:
+    return _checked(text, bool(text) and text.isprintable() and " " not in text)
+
+
+def _pattern(text: str) -> str:
+    return _checked(text, is_pattern(text.encode()))
+
+
+def _host(text: str) -> str:
+    return _checked(text, bool(text) and not re.search(r"[\s/]", text))
+
+
+def _port(text: str) -> int:
+    return int(_checked(text, text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= 65535))
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,15}) ?([A-Za-z]*)", text)
+    unit = _SIZES.get(found[2]) if found else None
+    if found is None or unit is None:
+        raise ValueError(text)
+    size = int(found[1]) * unit
+    low, high = _SEGMENT_BYTES
+    return size if low <= size <= high else int(_checked(text, False))
+
+
+def _policy(text: str) -> OnError:
+    return OnError(text.upper())
+
+
+def _path(text: str) -> str:
+    return _checked(text, bool(text) and "\0" not in text)
+
+
+def _checked(text: str, is_allowed: bool) -> str:
+    if not is_allowed:
+        raise ValueError(text)
+    return text
+
+
+NAME: Final = Allowed(read=_name, text="a name without blanks")
+PATTERN: Final = Allowed(read=_pattern, text="a topic, or a pattern such as prices.>")
+HOST: Final = Allowed(read=_host, text="a name or an address, without a port")
+PORT: Final = Allowed(read=_port, text="a port, 0 to 65535")
+SIZE: Final = Allowed(read=_size, text='bytes, as a number or like "64MiB", 1KiB to 1TiB')
+POLICY: Final = Allowed(read=_policy, text=", ".join(OnError))
+PATH: Final = Allowed(read=_path, text="a directory")
+
+
+def _about(variable: str, flag: str, allowed: Allowed, meaning: str) -> dict[str, Any]:
+    return {"variable": variable, "flag": flag, "allowed": allowed, "meaning": meaning}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    topic: str = field(metadata=_about("CONSUMER_TOPIC", "--topic", PATTERN, "the topic that is copied"))
+    group: str = field(
+        metadata=_about("CONSUMER_GROUP", "--group", NAME, "the group that it reads as; each replica has its own")
+    )
+    type: str = field(
+        default="replica", metadata=_about("CONSUMER_TYPE", "--type", NAME, "what it calls itself, there and here")
+    )
+    host: str = field(default="127.0.0.1", metadata=_about("CONSUMER_HOST", "--host", HOST, "address of its HTTP port"))
+    port: int = field(default=8082, metadata=_about("CONSUMER_PORT", "--port", PORT, "HTTP port; 0: any free one"))
+    broker_host: str = field(
+        default="127.0.0.1", metadata=_about("BROKER_HOST", "--broker-host", HOST, "where the broker is")
+    )
+    broker_port: int = field(
+        default=9092, metadata=_about("BROKER_PORT", "--broker-port", PORT, "either of its binary doors")
+    )
+    data_dir: str = field(
+        default="./consumer-data", metadata=_about("STORAGE_DATA_DIR", "--data", PATH, "directory of the copy")
+    )
+    segment_bytes_max: int = field(
+        default=64 << 20,
+        metadata=_about("STORAGE_SEGMENT_SIZE", "--segment-size", SIZE, "a segment grows to this size"),
+    )
+    on_error: OnError = field(
+        default=OnError.EXPONENTIAL_THEN_FIXED,
+        metadata=_about("CONSUMER_RETRY_POLICY", "--retry-policy", POLICY, "what follows a message that is not stored"),
+    )
+
+    @property
+    def broker(self) -> str:
+        host = f"[{self.broker_host}]" if ":" in self.broker_host else self.broker_host
+        return f"{host}:{self.broker_port}"
+
+
+def load(*, environ: Mapping[str, str], flags: Mapping[str, str | None]) -> ReplicaConfig:
+    """`flags` are by the names of the fields; None, and a variable that is empty: not given."""
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for each in fields(ReplicaConfig):
+        try:
+            given = _given(each, environ, flags)
+        except _Missing as error:
+            problems.append(str(error))
+            continue
+        if given is None:
+            continue
+        origin, text = given
+        allowed: Allowed = each.metadata["allowed"]
+        try:
+            values[each.name] = allowed.read(text)
+        except ValueError:
+            problems.append(f"{origin} is {text!r}: it must be {allowed.text}")
+    if problems:
+        raise BadConfig(problems)
+    return ReplicaConfig(**values)
+
+
+class _Missing(Exception):
+    """What must be given was not: the text says what."""
+
+
+def _given(each: Field[Any], environ: Mapping[str, str], flags: Mapping[str, str | None]) -> tuple[str, str] | None:
+    """Who says it, and what; None: nobody, and there is a default."""
+    variable, flag = each.metadata["variable"], each.metadata["flag"]
+    text = flags.get(each.name)
+    if text is not None:
+        return flag, text
+    if environ.get(variable):
+        return variable, environ[variable]
+    if each.default is MISSING:
+        allowed: Allowed = each.metadata["allowed"]
+        raise _Missing(f"{variable} (or {flag}) is not set: {each.metadata['meaning']}, {allowed.text}")
+    return None

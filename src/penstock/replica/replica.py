@@ -1,0 +1,57 @@
+"""Where the rooms of a replica are joined: start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.replica.config import ReplicaConfig
+from penstock.replica.copies import Copies
+from penstock.replica.follower import Follower
+from penstock.replica.http import HttpPort
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        *,
+        version: str,
+        delay_s: Callable[[int], float | None],
+        credentials: dict[str, str | None] | None = None,
+    ) -> None:
+        self.config = config
+        self.version = version
+        self.port = 0
+        self._delay_s = delay_s
+        self._credentials = credentials or {}
+
+    async def run(self, stop: asyncio.Event, ready: Callable[[Replica], None]) -> None:
+        """Until `stop`. Queries are answered from the first moment, whether or not there is a broker; and to the last.
+
+        Raises what is wrong with the configuration, the directory, or the group.
+        """
+        loop = asyncio.get_running_loop()
+        copies = await loop.run_in_executor(None, self._open)
+        try:
+            follower = Follower(self.config, copies, delay_s=self._delay_s, credentials=self._credentials)
+            http = HttpPort(self.config, copies, follower, self.version)
+            self.port = http.port
+            async with asyncio.TaskGroup() as tasks:
+                answering = tasks.create_task(http.run())
+                try:
+                    ready(self)
+                    await follower.run(stop)
+                    logger.info("stopping")
+                finally:
+                    http.stop()
+                    await asyncio.wait([answering])
+        finally:
+            await loop.run_in_executor(None, copies.close)
+
+    def _open(self) -> Copies:
+        return Copies(Path(self.config.data_dir), self.config.topic, segment_bytes_max=self.config.segment_bytes_max)
