@@ -87,37 +87,25 @@ POLICY: Final = Allowed(read=_policy, text=", ".join(OnError))
 PATH: Final = Allowed(read=_path, text="a directory")
 
 
-def _about(variable: str, flag: str, allowed: Allowed, meaning: str) -> dict[str, Any]:
-    return {"variable": variable, "flag": flag, "allowed": allowed, "meaning": meaning}
+def _by(variable: str, flag: str, allowed: Allowed) -> dict[str, Any]:
+    return {"variable": variable, "flag": flag, "allowed": allowed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    topic: str = field(metadata=_about("CONSUMER_TOPIC", "--topic", PATTERN, "the topic that is copied"))
-    group: str = field(
-        metadata=_about("CONSUMER_GROUP", "--group", NAME, "the group that it reads as; each replica has its own")
-    )
-    type: str = field(
-        default="replica", metadata=_about("CONSUMER_TYPE", "--type", NAME, "what it calls itself, there and here")
-    )
-    host: str = field(default="127.0.0.1", metadata=_about("CONSUMER_HOST", "--host", HOST, "address of its HTTP port"))
-    port: int = field(default=8082, metadata=_about("CONSUMER_PORT", "--port", PORT, "HTTP port; 0: any free one"))
-    broker_host: str = field(
-        default="127.0.0.1", metadata=_about("BROKER_HOST", "--broker-host", HOST, "where the broker is")
-    )
-    broker_port: int = field(
-        default=9092, metadata=_about("BROKER_PORT", "--broker-port", PORT, "either of its binary doors")
-    )
-    data_dir: str = field(
-        default="./consumer-data", metadata=_about("STORAGE_DATA_DIR", "--data", PATH, "directory of the copy")
-    )
-    segment_bytes_max: int = field(
-        default=64 << 20,
-        metadata=_about("STORAGE_SEGMENT_SIZE", "--segment-size", SIZE, "a segment grows to this size"),
-    )
+    """`penstock replica --help` tells what each is for."""
+
+    topic: str = field(metadata=_by("CONSUMER_TOPIC", "--topic", PATTERN))
+    group: str = field(metadata=_by("CONSUMER_GROUP", "--group", NAME))
+    type: str = field(default="replica", metadata=_by("CONSUMER_TYPE", "--type", NAME))
+    host: str = field(default="127.0.0.1", metadata=_by("CONSUMER_HOST", "--host", HOST))
+    port: int = field(default=8082, metadata=_by("CONSUMER_PORT", "--port", PORT))
+    broker_host: str = field(default="127.0.0.1", metadata=_by("BROKER_HOST", "--broker-host", HOST))
+    broker_port: int = field(default=9092, metadata=_by("BROKER_PORT", "--broker-port", PORT))
+    data_dir: str = field(default="./consumer-data", metadata=_by("STORAGE_DATA_DIR", "--data", PATH))
+    segment_bytes_max: int = field(default=64 << 20, metadata=_by("STORAGE_SEGMENT_SIZE", "--segment-size", SIZE))
     on_error: OnError = field(
-        default=OnError.EXPONENTIAL_THEN_FIXED,
-        metadata=_about("CONSUMER_RETRY_POLICY", "--retry-policy", POLICY, "what follows a message that is not stored"),
+        default=OnError.EXPONENTIAL_THEN_FIXED, metadata=_by("CONSUMER_RETRY_POLICY", "--retry-policy", POLICY)
     )
 
     @property
@@ -163,5 +151,5 @@ def _given(each: Field[Any], environ: Mapping[str, str], flags: Mapping[str, str
         return variable, environ[variable]
     if each.default is MISSING:
         allowed: Allowed = each.metadata["allowed"]
-        raise _Missing(f"{variable} (or {flag}) is not set: {each.metadata['meaning']}, {allowed.text}")
+        raise _Missing(f"{variable} (or {flag}) is not set: it must be {allowed.text}")
     return None

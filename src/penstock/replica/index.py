@@ -201,12 +201,10 @@ class Index:
 
     def keys(self, prefix: bytes, after: bytes | None, limit: int) -> list[bytes]:
         """Keys that have a value, in the order of their bytes."""
+        begin = ("key > ?1", after) if after is not None and after >= prefix else ("key >= ?1", prefix)
         rows = self._read(
-            "SELECT key FROM latest WHERE key >= ?1 AND substr(key, 1, ?2) = ?1 AND (?3 IS NULL OR key > ?3)"
-            " AND (?4 IS NULL OR key < ?4) ORDER BY key LIMIT ?5",
-            prefix,
-            len(prefix),
-            after,
+            f"SELECT key FROM latest WHERE {begin[0]} AND (?2 IS NULL OR key < ?2) ORDER BY key LIMIT ?3",
+            begin[1],
             _behind(prefix),
             limit,
         )
