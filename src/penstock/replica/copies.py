@@ -137,6 +137,14 @@ class Copies:
             self._remove(old)
         return True
 
+    def abandon(self) -> None:
+        """What is being built is not wanted: what comes goes into the one that is read again."""
+        if self._building is None:
+            return
+        self._name(self._number(self._serving), None)
+        given_up, self._building = self._building, None
+        self._remove(given_up)
+
     @property
     def _filled(self) -> Copy:
         copy = self._building or self._serving

@@ -31,8 +31,9 @@ T = TypeVar("T")
 # Messages that are here and not stored yet, and how many are stored at once.
 BUFFER: Final = 10_000
 STORED_AT_ONCE: Final = 5_000
-# For a request to the broker; between two looks at it; and until it is asked again for a subscription.
+# For a request to the broker; for a look at it, and between two of them; and until it is asked again to subscribe.
 _TIMEOUT_S: Final = 5.0
+_ANSWER_S: Final = 2.0
 _LOOK_S: Final = 1.0
 _AGAIN_S: Final = 1.0
 # What the disk may do.
@@ -309,7 +310,10 @@ class Follower:
         """Look at the group now and then: who answers is there."""
         while True:
             try:
-                group = await client.group(self._config.group)
+                async with asyncio.timeout(_ANSWER_S):
+                    group = await client.group(self._config.group)
+            except TimeoutError:
+                self._seen = Broker(error=f"no answer from {self._config.broker} for {_ANSWER_S:g} s")
             except UnknownGroup:
                 self._seen = Broker(connected=True)
             except PenstockError as error:

@@ -1,0 +1,173 @@
+"""A real replica in a process of its own, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from tests.server import PATIENCE_S, Ended, clean_environment
+
+_READY: Final = re.compile(r"^penstock \S+ replica (\S+) ready: http on 127\.0\.0\.1:(\d+), ")
+_VARIABLES: Final = ("CONSUMER_", "BROKER_", "STORAGE_")
+
+
+class ReplicaProcess:
+    """`penstock replica` on a free port, set by the environment. It ends with its block, by a clean stop that must
+    succeed; unless the test ended it before."""
+
+    def __init__(
+        self,
+        directory: Path,
+        broker_port: int,
+        topic: str = "price-topic",
+        *,
+        before: Callable[[], None] | None = None,
+        **environment: object,
+    ) -> None:
+        """`before`: called in the new process before it is one."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.data = directory / "copy"
+        self.port = 0
+        self._environment: dict[str, object] = {
+            "CONSUMER_TYPE": "price",
+            "CONSUMER_TOPIC": topic,
+            "CONSUMER_GROUP": f"{topic}-group",
+            "CONSUMER_PORT": 0,
+            "BROKER_HOST": "localhost",
+            "BROKER_PORT": broker_port,
+            "STORAGE_DATA_DIR": self.data,
+        } | environment
+        self._before = before
+        self._starts = 0
+        self.process = self._start()
+        self._wait_ready()
+
+    @property
+    def stderr(self) -> str:
+        return self._stderr_path.read_text()
+
+    def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
+        """The status, and the JSON of the answer."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as refused:
+            with refused:
+                return refused.code, json.loads(refused.read())
+
+    def get(self, path: str) -> Any:
+        """What a query answers, which must be right."""
+        status, answer = self.ask(f"/api/query/{path}")
+        assert status == 200, answer
+        return answer
+
+    def records(self, partition: int = 0) -> list[dict[str, Any]]:
+        """All of a partition."""
+        found: list[dict[str, Any]] = []
+        begin: int | None = 0
+        while begin is not None:
+            answer = self.get(f"range?from={begin}&limit=1000&partition={partition}")
+            found += answer["records"]
+            begin = answer["next"]
+        return found
+
+    def wait_records(self, count: int) -> None:
+        self.wait_for(lambda: self.get("stats")["totalRecords"] >= count)
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not is_so():
+            assert self.process.poll() is None, f"it has ended:\n{self.stderr}"
+            assert time.monotonic() < until, f"in vain: {self.ask('/api/query/health')}\n{self.stderr}"
+            time.sleep(0.01)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> Ended:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> Ended:
+        try:
+            self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the replica does not end:\n{self.stderr}") from None
+        return self._ended()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._ended()
+
+    def restart(self, **environment: object) -> None:
+        """On the same directory, after `stop` or `kill`."""
+        assert self.process.returncode is not None, "it must end first"
+        self._environment |= environment
+        self.process = self._start()
+        self._wait_ready()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self.process.returncode is not None:
+            return
+        if kind is not None:
+            self.kill()
+            return
+        died = self.process.poll() is not None
+        ended = self.wait() if died else self.stop()
+        assert not died, f"it ended by itself, with exit code {ended.code}:\n{ended.stderr}"
+        assert ended.code == 0, ended.stderr
+        assert "Traceback" not in ended.stderr, ended.stderr
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._starts += 1
+        self._stderr_path = self.directory / f"stderr.{self._starts}"
+        environment = {name: str(value) for name, value in self._environment.items()}
+        inherited = {name: value for name, value in clean_environment().items() if not name.startswith(_VARIABLES)}
+        with self._stderr_path.open("wb") as stderr:
+            return subprocess.Popen(
+                [sys.executable, "-m", "penstock", "replica"],
+                env=inherited | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                preexec_fn=self._before,  # noqa: PLW1509  there are no threads yet
+            )
+
+    def _wait_ready(self) -> None:
+        stdout = self.process.stdout
+        assert stdout is not None
+        line = b""
+        until = time.monotonic() + PATIENCE_S
+        while not line.endswith(b"\n"):
+            if not select.select([stdout], [], [], max(0, until - time.monotonic()))[0]:
+                self.kill()
+                raise AssertionError(f"the replica does not get ready:\n{self.stderr}")
+            more = os.read(stdout.fileno(), 4096)
+            if not more:
+                ended = self.wait()
+                raise AssertionError(f"the replica ends with exit code {ended.code}:\n{ended.stderr}")
+            line += more
+        found = _READY.match(line.decode())
+        assert found, line
+        self.port = int(found[2])
+
+    def _ended(self) -> Ended:
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return Ended(self.process.returncode, self.stderr)
