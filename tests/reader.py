@@ -7,7 +7,8 @@
 - A block of `toml` is saved as penstock.toml, and must be right.
 
 All of a document happens in one directory, with one server. It starts with `penstock serve`, or when it is first
-needed, and ends with `kill %1`.
+needed, and ends with `kill %1`. With `penstock replica … &` there is a replica beside it. What is asked with `curl` is
+asked again until it comes: a replica is a moment behind.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,10 +28,12 @@ from typing import Final, Self
 
 from penstock.server.config import load
 from tests.docs import Block, blocks
+from tests.replicas import ReplicaProcess
 from tests.server import PATIENCE_S, Serve, clean_environment
 
 # The ports that documents tell of, and which door each is of.
 _PORTS: Final = {"text": 4222, "quiet": 9092, "http": 8222}
+_REPLICA_PORT: Final = 8082
 # A script may start Spark.
 _SCRIPT_S: Final = 240.0
 # What set things up is not done again here.
@@ -51,6 +55,7 @@ class Reader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._server: Serve | None = None
+        self._replica: ReplicaProcess | None = None
 
     def follow(self, document: str, name: str) -> None:
         found = blocks(document)
@@ -69,6 +74,8 @@ class Reader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if self._replica is not None:
+            self._replica.__exit__(kind, None, None)
         if self._server is not None:
             self._server.__exit__(kind, None, None)
 
@@ -97,11 +104,20 @@ class Reader:
             line, _, shown = typed.partition("\n")
             command = line.partition("  #")[0].strip()
             if not command.startswith(_NOT_TYPED):
-                _compare(self._type(command, shown), shown, f"{where}: {command}")
+                _compare(self._type_until(command, shown), shown, f"{where}: {command}")
+
+    def _type_until(self, command: str, shown: str) -> str:
+        until = time.monotonic() + PATIENCE_S
+        seen = self._type(command, shown)
+        while command.startswith("curl ") and _same(seen) != _same(shown) and time.monotonic() < until:
+            seen = self._type(command, shown)
+        return seen
 
     def _type(self, command: str, shown: str) -> str:
         if command.startswith("penstock serve"):
             return self._serve(command.removesuffix("&").split()[2:])
+        if re.search(r"penstock replica .*&$", command):
+            return self._replicate(command)
         if command == "kill %1":
             assert self._server is not None
             assert self._server.stop().code == 0
@@ -118,6 +134,16 @@ class Reader:
         assert self._server is None, "a document has one server"
         self._server = Serve(self._directory, flags=flags)
         return self._without_ports(self._server.ready) + "\n"
+
+    def _replicate(self, command: str) -> str:
+        """What stands before the command is its environment."""
+        assert self._replica is None, "a document has one replica"
+        variables, _, flags = command.removesuffix("&").partition("penstock replica")
+        given = dict(each.split("=", 1) for each in shlex.split(variables))
+        self._replica = ReplicaProcess(
+            self._directory, self._running().ports["quiet"], flags=shlex.split(flags), cwd=self._directory, **given
+        )
+        return self._without_ports(self._replica.ready) + "\n"
 
     def _run(self, command: Sequence[str], stderr: int = subprocess.STDOUT) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -170,14 +196,19 @@ class Reader:
         return self._server
 
     def _with_ports(self, text: str) -> str:
-        for door, port in _PORTS.items():
+        for shown, port in self._ports().items():
             for before in ("127.0.0.1:", "--port "):
-                text = text.replace(f"{before}{port}", f"{before}{self._running().ports[door]}")
+                text = text.replace(f"{before}{shown}", f"{before}{port}")
         return text
 
+    def _ports(self) -> dict[int, int]:
+        """Those that are shown, and what they are here."""
+        ports = {port: self._running().ports[door] for door, port in _PORTS.items()}
+        return ports if self._replica is None else ports | {_REPLICA_PORT: self._replica.port}
+
     def _without_ports(self, text: str) -> str:
-        for door, port in _PORTS.items():
-            text = text.replace(f"127.0.0.1:{self._running().ports[door]}", f"127.0.0.1:{port}")
+        for shown, port in self._ports().items():
+            text = text.replace(f"127.0.0.1:{port}", f"127.0.0.1:{shown}")
         return text.replace(f"{self._directory}/", "./")
 
 
@@ -192,9 +223,15 @@ def _read_lines(descriptor: int, count: int) -> str:
     return seen.decode()
 
 
-def _compare(seen: str, shown: str, where: str) -> None:
+def _same(text: str) -> str:
+    """Without what is never the same twice."""
     for pattern, constant in _VARIES:
-        seen, shown = pattern.sub(constant, seen), pattern.sub(constant, shown)
+        text = pattern.sub(constant, text)
+    return text
+
+
+def _compare(seen: str, shown: str, where: str) -> None:
+    seen, shown = _same(seen), _same(shown)
     if "…\n" in shown:
         assert re.fullmatch(re.escape(shown).replace("…\\\n", r"(?:.*\n)*"), seen), f"{where}:\n{seen}"
     else:

@@ -1,4 +1,4 @@
-"""A real replica in a process of its own, and what it answers."""
+"""A real replica in a process of its own, what it answers, and whether that is all that its broker has."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from tests.server import PATIENCE_S, Ended, clean_environment
+from penstock.client.sync import Client
+from penstock.client.values import Outgoing
+from tests.server import PATIENCE_S, Ended, Serve, clean_environment
 
 _READY: Final = re.compile(r"^penstock \S+ replica (\S+) ready: http on 127\.0\.0\.1:(\d+), ")
 _VARIABLES: Final = ("CONSUMER_", "BROKER_", "STORAGE_")
@@ -33,6 +37,8 @@ class ReplicaProcess:
         broker_port: int,
         topic: str = "price-topic",
         *,
+        flags: Sequence[str] = (),
+        cwd: Path | None = None,
         before: Callable[[], None] | None = None,
         **environment: object,
     ) -> None:
@@ -41,6 +47,7 @@ class ReplicaProcess:
         self.directory = directory
         self.data = directory / "copy"
         self.port = 0
+        self.ready = ""
         self._environment: dict[str, object] = {
             "CONSUMER_TYPE": "price",
             "CONSUMER_TOPIC": topic,
@@ -50,6 +57,8 @@ class ReplicaProcess:
             "BROKER_PORT": broker_port,
             "STORAGE_DATA_DIR": self.data,
         } | environment
+        self._flags = list(flags)
+        self._cwd = cwd
         self._before = before
         self._starts = 0
         self.process = self._start()
@@ -141,7 +150,8 @@ class ReplicaProcess:
         inherited = {name: value for name, value in clean_environment().items() if not name.startswith(_VARIABLES)}
         with self._stderr_path.open("wb") as stderr:
             return subprocess.Popen(
-                [sys.executable, "-m", "penstock", "replica"],
+                [sys.executable, "-m", "penstock", "replica", *self._flags],
+                cwd=self._cwd,
                 env=inherited | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -163,11 +173,54 @@ class ReplicaProcess:
                 ended = self.wait()
                 raise AssertionError(f"the replica ends with exit code {ended.code}:\n{ended.stderr}")
             line += more
-        found = _READY.match(line.decode())
-        assert found, line
+        self.ready = line.decode().rstrip("\n")
+        found = _READY.match(self.ready)
+        assert found, self.ready
         self.port = int(found[2])
 
     def _ended(self) -> Ended:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return Ended(self.process.returncode, self.stderr)
+
+
+def quiet(server: Serve) -> int:
+    return server.ports["quiet"]
+
+
+def wait_acknowledged(replica: ReplicaProcess, client: Client, topic: str) -> None:
+    replica.wait_for(lambda: client.lag(f"{topic}-group") == 0)
+
+
+@contextmanager
+def publishing(port: int, topic: str, total: int) -> Iterator[None]:
+    """So many messages, while the block runs; all are stored when it has ended."""
+
+    def publish() -> None:
+        with Client(f"127.0.0.1:{port}") as client:
+            for first in range(0, total, 50):
+                client.publish_many(
+                    [Outgoing(topic, b"%d" % number, key=f"k{number % 7}") for number in range(first, first + 50)]
+                )
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def wait_some_more(replica: ReplicaProcess, count: int) -> None:
+    replica.wait_records(replica.get("stats")["totalRecords"] + count)
+
+
+def check_copy(replica: ReplicaProcess, client: Client, topic: str, total: int) -> None:
+    """All that the broker has, each once, in its order."""
+    replica.wait_records(total)
+    partitions = client.topic(topic).partitions
+    for partition in range(partitions):
+        stored = [(each.offset, each.value.decode()) for each in client.fetch(topic, partition)]
+        assert [(each["offset"], each["data"]) for each in replica.records(partition)] == stored
+    assert replica.get("stats")["totalRecords"] == total
+    wait_acknowledged(replica, client, topic)

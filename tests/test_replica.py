@@ -9,10 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -23,7 +21,14 @@ import pytest
 from penstock.client.sync import Client
 from penstock.client.values import Outgoing
 from penstock.replica import openapi
-from tests.replicas import ReplicaProcess
+from tests.replicas import (
+    ReplicaProcess,
+    check_copy,
+    publishing,
+    quiet,
+    wait_acknowledged,
+    wait_some_more,
+)
 from tests.server import Serve, clean_environment
 
 PRICES = ("AAPL", "GOOGL", "MSFT", "TSLA", "AMZN")
@@ -48,14 +53,6 @@ def client(server: Serve) -> Iterator[Client]:
 @pytest.fixture
 def topic() -> str:
     return f"t{next(_numbers)}"
-
-
-def quiet(server: Serve) -> int:
-    return server.ports["quiet"]
-
-
-def wait_acknowledged(replica: ReplicaProcess, client: Client, topic: str) -> None:
-    replica.wait_for(lambda: client.lag(f"{topic}-group") == 0)
 
 
 # ---- what it answers
@@ -214,40 +211,6 @@ def assert_fits(value: Any, schema: dict[str, Any], schemas: dict[str, Any]) -> 
 
 
 # ---- whatever ends
-
-
-@contextmanager
-def publishing(port: int, topic: str, total: int) -> Iterator[None]:
-    """So many messages, while the block runs; all are stored when it has ended."""
-
-    def publish() -> None:
-        with Client(f"127.0.0.1:{port}") as client:
-            for first in range(0, total, 50):
-                client.publish_many(
-                    [Outgoing(topic, b"%d" % number, key=f"k{number % 7}") for number in range(first, first + 50)]
-                )
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-
-
-def wait_some_more(replica: ReplicaProcess, count: int) -> None:
-    replica.wait_records(replica.get("stats")["totalRecords"] + count)
-
-
-def check_copy(replica: ReplicaProcess, client: Client, topic: str, total: int) -> None:
-    """All that the broker has, each once, in its order."""
-    replica.wait_records(total)
-    partitions = client.topic(topic).partitions
-    for partition in range(partitions):
-        stored = [(each.offset, each.value.decode()) for each in client.fetch(topic, partition)]
-        assert [(each["offset"], each["data"]) for each in replica.records(partition)] == stored
-    assert replica.get("stats")["totalRecords"] == total
-    wait_acknowledged(replica, client, topic)
 
 
 def test_a_replica_that_is_killed_loses_nothing_and_doubles_nothing(

@@ -100,6 +100,12 @@ class Copies:
     def topic(self) -> Topic | None:
         return self._filled.topic
 
+    @property
+    def topic_name(self) -> str | None:
+        """Of the one that is read, if nothing has come since."""
+        topic = self.topic or (self._serving.topic if self._serving is not None else None)
+        return None if topic is None else topic.name
+
     def next_offset(self, partition: int) -> int:
         return self._filled.next_offset(partition)
 

@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 
 from penstock.client.aio import AsyncClient, AsyncSubscription
 from penstock.client.message import Message
+from penstock.client.values import GroupPosition
 from penstock.errors import BadConfig, DiskError, PeerError, PenstockError, UnknownGroup, UnknownTopic
 from penstock.replica.config import OnError, ReplicaConfig
 from penstock.replica.copies import Copies
@@ -72,6 +73,7 @@ class Follower:
         self._resumed = asyncio.Event()
         # The only thread that changes the copies.
         self._thread = ThreadPoolExecutor(1, "penstock-replica")
+        self._subscription: AsyncSubscription | None = None
         # What the broker says of the group, and why there is no subscription, if there is none.
         self._seen = Broker()
         self._refusal: str | None = None
@@ -119,6 +121,7 @@ class Follower:
         while not self._stop.is_set():
             try:
                 async with await self._subscribe(client) as subscription:
+                    self._subscription = subscription
                     was_open = True
                     self._refusal = None
                     await self._take(subscription)
@@ -130,23 +133,62 @@ class Follower:
 
     async def _subscribe(self, client: AsyncClient) -> AsyncSubscription:
         await client.connect()
+        if self._copies.is_building and await self._is_in_vain(client):
+            logger.warning("the new copy will not be completed: it is given up")
+            await self._insist(self._copies.abandon, "the new copy cannot be given up")
         await self._move_back(client)
         return await client.subscribe(
-            self._config.topic, group=self._config.group, mode="partitioned", start="earliest", buffer=BUFFER
+            self._config.topic,
+            group=self._config.group,
+            mode="partitioned",
+            start="earliest",
+            buffer=BUFFER,
+            on_reset=self.reset,
+            on_ready=self.ready,
         )
+
+    async def _is_in_vain(self, client: AsyncClient) -> bool:
+        """Whether a new copy was begun, and the broker will not say that it is complete."""
+        if await self._refresh_is_over(client):
+            return True
+        # It may have been given up before the group went back: then nothing comes again.
+        return bool(await self._ahead(client))
+
+    async def _refresh_is_over(self, client: AsyncClient) -> bool:
+        """Of this group: also if the topic or the group is not there any more."""
+        try:
+            refresh = await client.refresh_status(self._copies.topic_name or self._config.topic)
+        except UnknownTopic:
+            return True
+        states = [each.state for each in refresh.groups if each.group == self._config.group]
+        return not states or states == ["COMPLETED"]
 
     async def _move_back(self, client: AsyncClient) -> None:
         """The group must not be ahead of the copy, or what is between them would never come."""
+        for position, wanted in await self._ahead(client):
+            logger.warning(
+                "the group %s is at offset %d of %s/%d, and the copy at %d: the group goes back",
+                self._config.group,
+                position.committed,
+                position.topic,
+                position.partition,
+                wanted,
+            )
+            await client.reset_group(self._config.group, wanted, topic=position.topic, partition=position.partition)
+
+    async def _ahead(self, client: AsyncClient) -> list[tuple[GroupPosition, int]]:
+        """Where the group is ahead of the copy, and where that is."""
         try:
             group = await client.group(self._config.group)
         except UnknownGroup:
-            return
+            return []
         if group.members:
             logger.warning(
                 "the group %s has %d other members: each has only some of the partitions. Give each replica its own",
                 group.name,
                 len(group.members),
             )
+        ahead = []
         for position in group.positions:
             try:
                 topic = await client.topic(position.topic)
@@ -155,15 +197,8 @@ class Follower:
             is_ours = self._copies.topic in (None, Topic(topic.name, topic.id))
             wanted = self._copies.next_offset(position.partition) if is_ours else 0
             if position.committed > max(wanted, topic.positions[position.partition].start):
-                logger.warning(
-                    "the group %s is at offset %d of %s/%d, and the copy at %d: the group goes back",
-                    group.name,
-                    position.committed,
-                    topic.name,
-                    position.partition,
-                    wanted,
-                )
-                await client.reset_group(group.name, wanted, topic=topic.name, partition=position.partition)
+                ahead.append((position, wanted))
+        return ahead
 
     async def _take(self, subscription: AsyncSubscription) -> None:
         """Until it is time to stop; or until the subscription must be made anew, to get what comes from its begin."""
@@ -307,20 +342,29 @@ class Follower:
         self._refusal = str(error)
 
     async def _watch(self, client: AsyncClient) -> None:
-        """Look at the group now and then: who answers is there."""
+        """Look at the broker now and then: who answers is there."""
         while True:
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    group = await client.group(self._config.group)
+                    self._seen = await self._look(client)
+                    await self._look_at_refresh(client)
             except TimeoutError:
                 self._seen = Broker(error=f"no answer from {self._config.broker} for {_ANSWER_S:g} s")
-            except UnknownGroup:
-                self._seen = Broker(connected=True)
             except PenstockError as error:
                 self._seen = Broker(error=str(error))
-            else:
-                self._seen = Broker(connected=True, lag=group.lag)
             await asyncio.sleep(_LOOK_S)
+
+    async def _look(self, client: AsyncClient) -> Broker:
+        try:
+            group = await client.group(self._config.group)
+        except UnknownGroup:
+            return Broker(connected=True)
+        return Broker(connected=True, lag=group.lag)
+
+    async def _look_at_refresh(self, client: AsyncClient) -> None:
+        """If a new copy waits for a word that will not come (its group was deleted), it is looked at anew."""
+        if self._copies.is_building and await self._refresh_is_over(client) and self._subscription is not None:
+            await self._subscription.close()
 
 
 def _by_topic(messages: Sequence[Message]) -> Iterator[tuple[Topic, list[Message]]]:
