@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from penstock.server.config import load
 from tests.docs import Block, blocks
@@ -139,7 +139,7 @@ class Reader:
         """What stands before the command is its environment."""
         assert self._replica is None, "a document has one replica"
         variables, _, flags = command.removesuffix("&").partition("penstock replica")
-        given = dict(each.split("=", 1) for each in shlex.split(variables))
+        given: dict[str, Any] = dict(each.split("=", 1) for each in shlex.split(variables))
         self._replica = ReplicaProcess(
             self._directory, self._running().ports["quiet"], flags=shlex.split(flags), cwd=self._directory, **given
         )
