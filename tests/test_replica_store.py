@@ -299,7 +299,7 @@ def test_a_batch_for_which_there_is_no_room_is_not_stored_and_can_be_later(tmp_p
 
 def test_what_a_failed_write_left_does_not_come_back(tmp_path: Path) -> None:
     """A record is skipped, and shorter ones are written over what is left of it; then the process is killed."""
-    for size in range(100):
+    for size in (*range(0, 100, 9), 30):
         disk = FullDisk()
         directory = tmp_path / str(size)
         copy = opened(directory, disk)

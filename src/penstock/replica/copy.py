@@ -207,7 +207,10 @@ class Copy:
         path = self.directory / segment.file
         size = path.stat().st_size if path.exists() else 0
         if size < segment.bytes:
-            reason = f"the file has {size} bytes, and {segment.bytes} were stored"
+            reason = (
+                f"the file has {size} bytes, and {segment.bytes} were stored:"
+                " remove the data directory, and all that the broker has comes again"
+            )
             raise LogDamaged(path, size, segment.start, segment.end + 1, reason)
 
     def _recover_partition(self, partition: int, numbers: list[int], known: Mapping[str, Segment]) -> None:

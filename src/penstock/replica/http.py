@@ -60,11 +60,6 @@ class HttpPort:
     def stop(self) -> None:
         self._uvicorn.should_exit = True
 
-    def close(self) -> None:
-        """If it never ran."""
-        self._socket.close()
-        self._queries.close()
-
 
 class Queries:
     def __init__(self, config: ReplicaConfig, copies: Copies, follower: Follower, version: str) -> None:
@@ -221,7 +216,6 @@ class Queries:
 
     def _record(self, partition: int, record: Record) -> dict[str, Any]:
         key = {"msgKey": None} if record.key is None else _text("msgKey", record.key)
-        topic = self._copies.topic
         return {
             "partition": partition,
             "offset": record.offset,
@@ -229,7 +223,7 @@ class Queries:
             "eventType": "DELETE" if record.deleted else "MESSAGE",
             **_text("data", record.value),
             "createdAt": _iso(record.timestamp_us),
-            "subject": record.subject or (topic.name if topic is not None else self._config.topic),
+            "subject": record.subject or self._copies.topic_name or self._config.topic,
             "headers": dict(record.headers),
         }
 
