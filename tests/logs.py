@@ -36,6 +36,7 @@ def open_log(
     policy: Policy = DEFAULT_POLICY,
     reader: Reader = "pread",
     tail_bytes: int = 0,
+    piped: bool = False,
 ) -> Log:
     """A log on `files` (the real ones by default), which keeps nothing in memory unless `tail_bytes` says so."""
     return Log(
@@ -47,6 +48,7 @@ def open_log(
         open_segments=OpenSegments(),
         tail_budget=TailBudget(tail_bytes),
         reader=reader,
+        piped=piped,
     )
 
 

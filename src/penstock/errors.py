@@ -22,7 +22,10 @@
     │   ├── RefreshConflict    a member of the group does not understand a refresh
     │   ├── StageLost          what a transaction staged is not there any more
     │   ├── BadTopology        a place in the tree of brokers that cannot be taken
-    │   └── UnknownNode        the registry has no node of that id
+    │   ├── UnknownNode        the registry has no node of that id
+    │   ├── ReadOnlyTopic      the topic is piped from another broker: publish it there
+    │   ├── OriginConflict     the topic here is not the one that is piped
+    │   └── PipeLoop           a broker that would be its own ancestor
     ├── BrokerError            this process cannot do it now: try again
     │   ├── Overloaded         too many bytes wait for the disk
     │   ├── Closed             stopped, or stopping
@@ -34,6 +37,7 @@
     │   ├── ConnectionLost     the answer did not come: it may or may not have been done
     │   ├── TimedOut           it took too long
     │   ├── DeliveryFailed     messages of a producer are not stored: it tells which
+    │   ├── BadParent          what answers there is no parent of a pipe
     │   └── NotOutstanding     too late for a message: done already, back with the group, or a dead letter
     └── DiskError              the data directory is in the way: look at it
         ├── DirectoryInUse     another process has it open
@@ -157,6 +161,18 @@ class UnknownNode(PeerError):
     code = "UNKNOWN_NODE"
 
 
+class ReadOnlyTopic(PeerError):
+    code = "READ_ONLY_TOPIC"
+
+
+class OriginConflict(PeerError):
+    code = "ORIGIN_CONFLICT"
+
+
+class PipeLoop(PeerError):
+    code = "PIPE_LOOP"
+
+
 class BrokerError(PenstockError):
     code = "BROKER"
 
@@ -206,6 +222,10 @@ class DeliveryFailed(ClientError):
         count, (subject, _, error) = len(failed), failed[0]
         super().__init__(f"{count} messages are not stored; the first, to {subject}: {error}")
         self.failed = list(failed)
+
+
+class BadParent(ClientError):
+    code = "BAD_PARENT"
 
 
 class NotOutstanding(ClientError):

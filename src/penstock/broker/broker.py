@@ -32,7 +32,9 @@ from penstock.clock import Clock
 from penstock.errors import (
     BadSubject,
     GroupConflict,
+    OriginConflict,
     PenstockError,
+    ReadOnlyTopic,
     StaleLayout,
     TooManyTopics,
     UnknownGroup,
@@ -148,6 +150,8 @@ class Broker:
 
     async def _alter(self, name: bytes, partitions: int | None, policy: Policy | None) -> Topic:
         topic = self.topic(name).topic
+        if topic.origin is not None and partitions not in (None, topic.partitions):
+            raise ReadOnlyTopic(f"the topic {topic.name} is piped: it has as many partitions as at its origin")
         topic = replace(
             topic,
             partitions=topic.partitions if partitions is None else partitions,
@@ -186,26 +190,72 @@ class Broker:
         """The last refresh of a topic; None if there was none."""
         return self.refreshes.of(self.topic(name))
 
+    async def pipe_topic(self, name: bytes, origin: str, partitions: int) -> ServedTopic:
+        """The topic here that is a copy of one elsewhere: made if there is none, with as many partitions as there.
+
+        Raises OriginConflict if there is another of that name, with messages of its own or of another origin.
+        """
+        served = self.topics.get(name)
+        if served is None:
+            if not is_subject(name) or name.startswith((RESERVED, LIVE)):
+                raise BadSubject(f"a topic cannot be named {name.decode(errors='replace')!r}")
+            served = await self._create(name, partitions, None, origin)
+        if served.topic.origin != origin or len(served.partitions) < partitions:
+            served = await self._to_its_end(self._pipe(name, origin, partitions))
+        if served.refusal is not None:
+            raise served.refusal
+        return served
+
+    async def _pipe(self, name: bytes, origin: str, partitions: int) -> ServedTopic:
+        served = self.topic(name)
+        topic = served.topic
+        if topic.origin not in (None, origin):
+            raise OriginConflict(
+                f"the topic {topic.name} is a copy of {topic.origin}, and the parent's is {origin}: "
+                f"delete it here to begin again with the parent's"
+            )
+        if topic.origin is None and not all(partition.log.is_empty for partition in served.partitions):
+            raise OriginConflict(
+                f"the topic {topic.name} has messages of its own here, and is not overwritten: rename or delete it"
+            )
+        if topic.origin is None and topic.partitions > partitions:
+            raise OriginConflict(
+                f"the topic {topic.name} has {topic.partitions} partitions here, {partitions} at its origin: delete it"
+            )
+        # From here on nothing is published to it, while it is still empty.
+        served.topic = piped = replace(topic, origin=origin, partitions=max(partitions, topic.partitions))
+        try:
+            await self.store.alter_topic_async(piped)
+        except BaseException:
+            served.topic = topic
+            raise
+        return self._serve(piped)
+
     def topic(self, name: bytes) -> ServedTopic:
         served = self.topics.get(name)
         if served is None or served.is_internal:
             raise UnknownTopic(f"there is no topic {name.decode(errors='replace')}: create it, or publish to it")
         return served
 
-    async def _create(self, name: bytes, partitions: int | None, policy: Policy | None) -> ServedTopic:
+    async def _create(
+        self, name: bytes, partitions: int | None, policy: Policy | None, origin: str | None = None
+    ) -> ServedTopic:
         """Make a topic; whoever asks for the same one meanwhile gets the same."""
         made = self._creating.get(name)
         if made is None:
             self.topics.check_new(name, self._creating)
-            made = self._creating[name] = self._begin(self._make(name, partitions, policy))
+            made = self._creating[name] = self._begin(self._make(name, partitions, policy, origin))
         return await asyncio.shield(made)
 
-    async def _make(self, name: bytes, partitions: int | None, policy: Policy | None) -> ServedTopic:
+    async def _make(
+        self, name: bytes, partitions: int | None, policy: Policy | None, origin: str | None
+    ) -> ServedTopic:
         try:
             topic = await self.store.create_topic_async(
                 name.decode(),
                 partitions=self.settings.partitions if partitions is None else partitions,
                 policy=policy or self.settings.policy,
+                origin=origin,
             )
             return self._serve(topic)
         finally:
@@ -282,12 +332,11 @@ class Broker:
         return self._intake.publish(run, done, refusals)
 
     async def owner(self, subject: bytes) -> ServedTopic:
-        """The topic that stores a subject, made if there is none."""
+        """The topic that stores a subject, made if there is none. Raises if nothing can be published there."""
         if not is_subject(subject) or subject.startswith((RESERVED, LIVE)):
             raise BadSubject(f"nothing can be stored under {subject.decode(errors='replace')!r}")
         topic = self.topics.owner(subject) or await self._create_for(subject)
-        if topic.refusal is not None:
-            raise topic.refusal
+        topic.check_writable()
         return topic
 
     def append(self, topic_id: int, number: int, partitions: int, batch: Batch, done: Done) -> bool:
@@ -296,6 +345,7 @@ class Broker:
         The batch must be checked (`accept`), and one that need not be opened (`is_opaque`). Raises if it is not taken.
         """
         topic = self.public_topic(topic_id)
+        topic.check_writable()
         count = len(topic.partitions)
         partition = topic.partitions[number] if number < count else None
         if partition is None or (partitions != count and not partition.log.holds(batch)):
@@ -308,6 +358,7 @@ class Broker:
         """Keep a batch, as `append` takes it, until its transaction is committed; after `open_transactions`."""
         topic_id, partition, partitions = to
         topic = self.public_topic(topic_id)
+        topic.check_writable()
         if partitions != len(topic.partitions):
             raise _stale(topic, partitions)
         assert self.transactions is not None, "they are open"
@@ -585,8 +636,7 @@ class Broker:
         # What nobody wants to handle as a dead letter does not become one again.
         policy = replace(self.settings.policy, dead_letters=False)
         topic = self.topics.get(name) or await self._create(name, 1, policy)
-        if topic.refusal is not None:
-            raise topic.refusal
+        topic.check_writable()
         return topic
 
     async def dead_letters(self) -> DeadLetters | None:

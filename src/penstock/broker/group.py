@@ -447,7 +447,9 @@ class Group:
         is_shared = self.mode is Mode.SHARED
         if is_shared and partition.policy.dead_letters and not self._host.is_dead_letters(partition.name):
             inflight.doom(partition.policy.deliveries_max)
-        if (position.burying or inflight.dead()) and self._retry_us <= self._host.clock.monotonic_us():
+        dying = position.burying or inflight.dead()
+        is_due = bool(dying) and self._retry_us <= self._host.clock.monotonic_us()
+        if is_due and dying[-1][0] < partition.served:
             await self._bury(position)
         members = self.owner(position)
         for member in members:
@@ -462,7 +464,8 @@ class Group:
         inflight, partition = position.inflight, position.partition
         now_us = self._host.clock.monotonic_us()
         first = inflight.back(now_us, 1)
-        if not first or not self._has_room(position, now_us):
+        # What the power took from a piped log comes again from its origin: it is not here yet, and not gone.
+        if not first or first[0] >= partition.served or not self._has_room(position, now_us):
             return False
         found = await partition.read(first[0])
         if self._is_held(position):

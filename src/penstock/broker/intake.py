@@ -361,7 +361,7 @@ class Intake:
         if subject.startswith(LIVE):
             return True
         topic = self._host.topics.owner(subject)
-        if topic is None or topic.is_internal or topic.refusal is not None:
+        if topic is None or topic.is_internal or topic.is_piped or topic.refusal is not None:
             return False
         mode = topic.topic.policy.dedup
         return topic.dedup is not None or mode is DedupMode.OFF or (mode is DedupMode.ID and not has_headers)

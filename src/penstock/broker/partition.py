@@ -138,6 +138,11 @@ class Partition:
         self.received += batch.count
         return offset
 
+    def append_at(self, batch: Batch, done: Done | None = None) -> bool:
+        """Of a piped topic: at the offset that the batch has at its origin; whether it is new."""
+        self._unserved[self] = None
+        return self.log.append_at(batch, done)
+
     async def read(self, offset: int) -> tuple[Run, int] | None:
         """The messages of the next batch from `offset` on, and where to read on; None at `served`.
 

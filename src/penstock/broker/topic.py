@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from penstock import headers
 from penstock.batch import Batch
 from penstock.broker.dedup import Dedup
 from penstock.broker.partition import LivePartition, Partition
-from penstock.errors import PenstockError, TopicConflict
+from penstock.errors import BadHeader, BadSubject, PenstockError, ReadOnlyTopic, TopicConflict
 from penstock.headers import hash_key
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.policy import Topic
-from penstock.subject import owns
+from penstock.subject import is_subject, owns
 
 # Topics whose names begin so are the broker's own.
 RESERVED: Final = b"$"
@@ -44,6 +45,20 @@ class ServedTopic:
     def is_internal(self) -> bool:
         """Whether it is the broker's own, which nobody reads or writes."""
         return self.name.startswith(RESERVED)
+
+    @property
+    def is_piped(self) -> bool:
+        """Whether it is a copy of another broker's, to which nothing is published here."""
+        return self.topic.origin is not None
+
+    def check_writable(self) -> None:
+        """Raise unless messages can be published to it."""
+        if self.refusal is not None:
+            raise self.refusal
+        if self.is_piped:
+            raise ReadOnlyTopic(
+                f"the topic {self.topic.name} is piped from another broker and read-only here: publish it at its origin"
+            )
 
     def takes_opaque(self, batch: Batch) -> bool:
         """Whether a batch can be stored as it came: nobody wants to know what is in it."""
@@ -112,6 +127,22 @@ class Topics:
     def remove(self, name: bytes) -> None:
         del self._by_id[self._topics.pop(name).topic.id]
         self._remembered.clear()
+
+
+def check_lines(batch: Batch, topic: bytes | None = None) -> None:
+    """What a batch from outside says of its messages must fit into the lines of text, and be true of the topic if it is
+    for one."""
+    if not any(map(batch.has, ("subject", "reply", "headers"))):
+        return
+    columns = batch.columns()
+    for subject in columns.distinct("subject") if topic is not None else ():
+        if not is_subject(subject) or not owns(topic or b"", subject):
+            raise BadSubject(f"{subject.decode(errors='replace')!r} is not a subject of this topic")
+    for reply in columns.distinct("reply"):
+        if not is_subject(reply):
+            raise BadSubject(f"{reply.decode(errors='replace')!r} cannot be a reply subject")
+    if not all(map(headers.is_block, columns.distinct("headers"))):
+        raise BadHeader("headers are lines, each with its end: Name: value")
 
 
 Target = Partition | LivePartition

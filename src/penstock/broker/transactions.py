@@ -221,7 +221,9 @@ class Transactions:
                 )
             parts.setdefault(place, []).append(offset)
         for (topic_id, partition), several in parts.items():
-            self._host.public_topic(topic_id).partitions[partition].log.check_open()
+            topic = self._host.public_topic(topic_id)
+            topic.check_writable()
+            topic.partitions[partition].log.check_open()
             if len(several) >= 1 << _PARTS_BITS:
                 raise BadRequest(f"a transaction of {len(several)} batches in one partition: make it smaller")
         return parts

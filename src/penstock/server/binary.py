@@ -21,7 +21,7 @@ from penstock.broker.intake import Receipt, Refusals, Stored
 from penstock.broker.member import Member, Notice, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
-from penstock.broker.topic import RESERVED
+from penstock.broker.topic import RESERVED, check_lines
 from penstock.errors import (
     BadFrame,
     BadHeader,
@@ -40,7 +40,7 @@ from penstock.run import Run, open_batch
 from penstock.server import calls, provider
 from penstock.server.owing import Owing
 from penstock.server.peer import Peer, Traffic
-from penstock.subject import is_pattern, is_subject, owns
+from penstock.subject import is_pattern, is_subject
 from penstock.wire import binary
 from penstock.wire.binary import Frame, FrameReader, Type, Verb
 
@@ -351,14 +351,14 @@ class BinarySession(asyncio.BufferedProtocol):
         self._check_sizes(batch)
         topic = self.broker.public_topic(to.topic_id)
         if topic.takes_opaque(batch):
-            _check_lines(batch, topic.name)
+            check_lines(batch, topic.name)
             if self.broker.store.is_crowded:
                 return self._append_later(number, to, batch)
             self._append_batch(number, to, batch)
             return None
         if batch.asks and batch.producer:
             raise BadRequest("a batch whose messages ask for something has no producer: their ids tell repetitions")
-        _check_lines(batch, topic.name)
+        check_lines(batch, topic.name)
         run = open_batch(batch, topic.name)
         for block in run.headers.values():
             headers.read(block, self.broker.clock.now_us())
@@ -390,7 +390,7 @@ class BinarySession(asyncio.BufferedProtocol):
         batch = accept(data)
         self._check_sizes(batch)
         topic = self.broker.public_topic(stage.to.topic_id)
-        _check_lines(batch, topic.name)
+        check_lines(batch, topic.name)
         if batch.asks:
             now_us = self.broker.clock.now_us()
             if any(headers.read(block, now_us).due_us for block in batch.columns().distinct("headers")):
@@ -422,7 +422,7 @@ class BinarySession(asyncio.BufferedProtocol):
     def _publish_batch(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
         batch = accept(payload)
         self._check_sizes(batch)
-        _check_lines(batch)
+        check_lines(batch)
         run = open_batch(batch, b"")
         return self._publish_run(run, lambda receipt: self._tell_published(number, receipt))
 
@@ -659,19 +659,3 @@ def _refusal(subject: bytes) -> PenstockError | None:
     if is_subject(subject) and not subject.startswith(RESERVED):
         return None
     return BadSubject(f"nothing can be published to {subject.decode(errors='replace')!r}")
-
-
-def _check_lines(batch: Batch, topic: bytes | None = None) -> None:
-    """What a client's batch says of its messages must fit into the lines of text, and be true of the topic if it is for
-    one."""
-    if not any(map(batch.has, ("subject", "reply", "headers"))):
-        return
-    columns = batch.columns()
-    for subject in columns.distinct("subject") if topic is not None else ():
-        if not is_subject(subject) or not owns(topic or b"", subject):
-            raise BadSubject(f"{subject.decode(errors='replace')!r} is not a subject of this topic")
-    for reply in columns.distinct("reply"):
-        if not is_subject(reply):
-            raise BadSubject(f"{reply.decode(errors='replace')!r} cannot be a reply subject")
-    if not all(map(headers.is_block, columns.distinct("headers"))):
-        raise BadHeader("headers are lines, each with its end: Name: value")

@@ -8,6 +8,9 @@ Offsets go
       │                    └ as durable as the policy promises: acknowledged, may be read
       └ older ones were dropped
 
+A piped log is a copy of another one: its batches have the offsets that they have there, with gaps where there are
+gaps, so where it goes on is its own `end`, and nothing is published to it.
+
 A log can be held: then what is appended from there on is made durable as ever, and `committed` stays where it is until
 the log is released. So several logs can let their readers see something at the same moment.
 
@@ -43,9 +46,11 @@ from penstock.errors import (
     Closed,
     LogFailed,
     OffsetOutOfRange,
+    OriginConflict,
     OutOfSequence,
     PenstockError,
     ReadFailed,
+    ReadOnlyTopic,
 )
 from penstock.run import Run, batch_bytes
 from penstock.storage import compaction, recovery, retention
@@ -103,10 +108,12 @@ class Log:
         open_segments: OpenSegments,
         tail_budget: TailBudget,
         reader: Reader = "pread",
+        piped: bool = False,
     ) -> None:
         """Open the log in `directory`, recover it if need be, or begin it if there is none."""
         self.directory = directory
         self.policy = policy
+        self.is_piped = piped
         self.state = State.OPEN
         # Why it takes nothing more, once it failed.
         self.failure: LogFailed | None = None
@@ -121,7 +128,8 @@ class Log:
         # Replaced as a whole, under the lock, so that any thread may read it without.
         self._segments: tuple[Segment, ...] = tuple(found.segments)
         self._segments_lock = threading.Lock()
-        self._producers = found.producers
+        # Who may send what again is the origin's business.
+        self._producers = Producers() if piped else found.producers
         self._closed_cleanly = found.closed
         self._opened_at = found.end
         self.end = self.written = self.durable = self.committed = found.end
@@ -186,7 +194,7 @@ class Log:
         again; its offset is that of the first time, and `done` may be called before this returns.
         """
         assert isinstance(batch.data, bytearray), "a batch is stamped in place: take it from `encode` or `accept`"
-        self.check_open()
+        self._check_writable()
         seen = self._producers.find(batch, source, position)
         if seen is not None:
             # It waits behind all that was appended so far, the first one among them.
@@ -205,6 +213,43 @@ class Log:
         self._when_committed(self.end, offset, done)
         return offset
 
+    def append_at(self, batch: Batch, done: Done | None = None) -> bool:
+        """Take a batch of a piped log, which is the log's from now on, at the offset that it has; whether it is new.
+
+        One that is there already is not stored again. `done` as in `append`. Raises OriginConflict if a part of it is
+        there: then it is not of the same origin.
+        """
+        assert self.is_piped, "other logs number their batches themselves"
+        assert isinstance(batch.data, bytearray), "a batch is stamped in place"
+        self.check_open()
+        offset = batch.base_offset
+        if batch.end <= self.end:
+            self._when_committed(self.end, offset, done)
+            return False
+        if offset < self.end:
+            raise OriginConflict(
+                f"{self.directory}: a batch of offsets {offset} to {batch.end}, where {self.end} is next: "
+                f"it is not of the same origin"
+            )
+        size = len(batch.data)
+        self._owner.appended(self, size)
+        batch.source = batch.position = 0
+        self.end = batch.end
+        self._pending.append(batch)
+        self._pending_bytes += size
+        self._when_committed(self.end, offset, done)
+        return True
+
+    def pipe(self) -> None:
+        """From now on it is piped. It must be empty."""
+        assert self.is_empty, "it has messages of its own"
+        self.is_piped = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever appended, and nobody is about to."""
+        return self.end == 0 and self._held_at is None
+
     def holds(self, batch: Batch) -> bool:
         """Whether a producer's batch was appended before, as far as is known."""
         try:
@@ -217,7 +262,7 @@ class Log:
 
         It shares a batch with the runs around it, which the worker encodes. `done` as in `append`.
         """
-        self.check_open()
+        self._check_writable()
         size, count = batch_bytes(run), len(run)
         self._owner.appended(self, size)
         offset = self.end
@@ -262,6 +307,11 @@ class Log:
         if self.state is not State.OPEN:
             raise self.failure or Closed(f"{self.directory}: the log is closed")
 
+    def _check_writable(self) -> None:
+        self.check_open()
+        if self.is_piped:
+            raise ReadOnlyTopic(f"{self.directory}: the log is piped from another broker: publish there")
+
     def begin_write(self) -> Write | None:
         """All that waits, for a worker to write; None if nothing does, or not now."""
         if not self._pending or self._writing or self.state is not State.OPEN:
@@ -272,7 +322,7 @@ class Log:
         self._pending = []
         size, self._pending_bytes = self._pending_bytes, 0
         control = None
-        if self.policy.durability is Durability.FLUSH and self.end + RESERVE_AHEAD // 2 > self.reserved_written:
+        if self._reserves and self.end + RESERVE_AHEAD // 2 > self.reserved_written:
             control = Control(self.end + RESERVE_AHEAD, self.previous_base())
         self._writing = Write(self, parts, size, control)
         return self._writing
@@ -327,6 +377,12 @@ class Log:
         if self._unsynced_messages >= messages or self.committed < self.written:
             return 0
         return self._unsynced_since_us + interval_us
+
+    @property
+    def _reserves(self) -> bool:
+        """Whether it reserves offsets. Those of a piped log are its origin's, which never gives them out again: what
+        the power takes is fetched once more."""
+        return self.policy.durability is Durability.FLUSH and not self.is_piped
 
     # For a write, in its worker.
 
@@ -559,7 +615,7 @@ class Log:
             return
         _tell(self._enduring, self.durable)
         committed = self.durable
-        if self.policy.durability is Durability.FLUSH and self.written <= self._reserved:
+        if self.policy.durability is Durability.FLUSH and (self.is_piped or self.written <= self._reserved):
             committed = self.written
         if self._held_at is not None:
             committed = min(committed, self._held_at)

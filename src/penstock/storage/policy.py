@@ -118,14 +118,18 @@ class Topic:
     name: str
     partitions: int
     policy: Policy
+    # Of a topic that is piped from another broker: which one it is there. It is read-only, and numbered as there.
+    origin: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.partitions) is not int or not 1 <= self.partitions <= PARTITIONS_MAX:
             raise ValueError(f"partitions is {self.partitions!r}, it must be a whole number from 1 to {PARTITIONS_MAX}")
 
     def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "partitions": self.partitions, "policy": self.policy.to_json()}
+        origin = {} if self.origin is None else {"origin": self.origin}
+        return {"name": self.name, "partitions": self.partitions, "policy": self.policy.to_json(), **origin}
 
     @classmethod
     def from_json(cls, topic_id: int, data: dict[str, Any]) -> Topic:
-        return cls(topic_id, data["name"], data["partitions"], Policy.from_json(data["policy"]))
+        policy = Policy.from_json(data["policy"])
+        return cls(topic_id, data["name"], data["partitions"], policy, data.get("origin"))

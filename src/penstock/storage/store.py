@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import sqlite3
 import threading
 from collections import deque
@@ -163,16 +164,20 @@ class Store:
             raise UnknownTopic(f"there is no partition {partition} of a topic with id {topic_id}")
         return self._logs[place]
 
-    def create_topic(self, name: str, *, partitions: int = 1, policy: Policy | None = None) -> Topic:
+    def create_topic(
+        self, name: str, *, partitions: int = 1, policy: Policy | None = None, origin: str | None = None
+    ) -> Topic:
         """A new topic with its logs. It is in the state topic before there is any file of it."""
-        return self._change_now(partial(self._create, name, partitions, policy or Policy()))
+        return self._change_now(partial(self._create, name, partitions, policy or Policy(), origin))
 
-    async def create_topic_async(self, name: str, *, partitions: int = 1, policy: Policy | None = None) -> Topic:
-        return await self._change_in_turn(partial(self._create, name, partitions, policy or Policy()))
+    async def create_topic_async(
+        self, name: str, *, partitions: int = 1, policy: Policy | None = None, origin: str | None = None
+    ) -> Topic:
+        return await self._change_in_turn(partial(self._create, name, partitions, policy or Policy(), origin))
 
     def alter_topic(self, topic: Topic) -> None:
         """Change a topic's name or policy, or give it more partitions; never fewer. Those that are refused are
-        opened again."""
+        opened again. An empty one can become one that is piped."""
         self._change_now(partial(self._alter, topic))
 
     async def alter_topic_async(self, topic: Topic) -> None:
@@ -184,6 +189,13 @@ class Store:
 
     async def delete_topic_async(self, topic_id: int) -> None:
         await self._change_in_turn(partial(self._delete, topic_id))
+
+    async def identity(self) -> str:
+        """What tells this store from all others, for ever: drawn when somebody first asks."""
+        if self._state.get("store", "identity") is None:
+            await self._change_in_turn(self._identify)
+        found: str = self._state.get("store", "identity")
+        return found
 
     async def write_state(self, changes: Sequence[Change]) -> None:
         """Set and delete values, all or none of them, and wait until they are committed."""
@@ -357,9 +369,13 @@ class Store:
 
     # Changes of the topics, in steps. Between two of them there may be anything: a crash, and in a loop other tasks.
 
-    async def _create(self, name: str, partitions: int, policy: Policy, disk: _Disk) -> Topic:
+    async def _identify(self, disk: _Disk) -> None:
+        if self._state.get("store", "identity") is None:
+            await disk.commit([Change("store", "identity", secrets.token_hex(16))])
+
+    async def _create(self, name: str, partitions: int, policy: Policy, origin: str | None, disk: _Disk) -> Topic:
         number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
-        topic = Topic(number, name, partitions, policy)
+        topic = Topic(number, name, partitions, policy, origin)
         await disk.commit([_topic_change(topic), Change("store", "next_topic", number + 1)])
         opening = self._opening(topic)
         await disk.work(opening.run)
@@ -387,8 +403,11 @@ class Store:
         ) from failure
 
     async def _alter(self, topic: Topic, disk: _Disk) -> None:
-        if topic.partitions < self._topic(topic.id).partitions:
+        before = self._topic(topic.id)
+        if topic.partitions < before.partitions:
             raise ValueError(f"topic {topic.name} cannot have fewer partitions than before")
+        if topic.origin != before.origin and (before.origin is not None or not self._is_empty(before)):
+            raise ValueError(f"topic {topic.name} cannot be that of {topic.origin}: it has messages of its own")
         await disk.commit([_topic_change(topic)])
         opening = self._opening(topic)
         await disk.work(opening.run)
@@ -469,6 +488,10 @@ class Store:
         except KeyError:
             raise UnknownTopic(f"there is no topic with id {topic_id}") from None
 
+    def _is_empty(self, topic: Topic) -> bool:
+        logs = [self._logs.get((topic.id, partition)) for partition in range(topic.partitions)]
+        return all(log is not None and log.is_empty for log in logs)
+
     def _open_topics(self) -> None:
         known = {str(STATE_TOPIC)}
         for key, value in sorted(self._state.items("topic"), key=lambda item: int(item[0])):
@@ -489,7 +512,7 @@ class Store:
 
     def _opening(self, topic: Topic) -> _Opening:
         places = [(topic.id, partition) for partition in range(topic.partitions)]
-        return _Opening(self._open_log, topic.policy, [place for place in places if place not in self._logs])
+        return _Opening(self._open_log, topic, [place for place in places if place not in self._logs])
 
     def _install(self, topic: Topic, opening: _Opening) -> None:
         self._topics[topic.id] = topic
@@ -503,6 +526,8 @@ class Store:
             log = self._logs.get((topic.id, partition))
             if log is not None:
                 log.policy = topic.policy
+                if topic.origin is not None and not log.is_piped:
+                    log.pipe()
                 # What it has waiting may have woken the lane that its policy asked for until now.
                 if self._lanes is not None and log in self._dirty:
                     self._lanes.wake(log)
@@ -522,7 +547,7 @@ class Store:
                 logs.append(log)
         return logs
 
-    def _open_log(self, place: Place, policy: Policy) -> Log:
+    def _open_log(self, place: Place, policy: Policy, *, piped: bool = False) -> Log:
         """For any thread: of what logs share, opening one touches only `OpenSegments`, which has a lock."""
         topic_id, partition = place
         return Log(
@@ -534,6 +559,7 @@ class Store:
             open_segments=self._open_segments,
             tail_budget=self._tail_budget,
             reader=self.settings.reader,
+            piped=piped,
         )
 
     def _remove_files(self, topic_id: int, logs: list[Log]) -> None:
@@ -676,9 +702,9 @@ class _Turn(NamedTuple):
 class _Opening:
     """Logs to be opened, for a worker, and how that went."""
 
-    def __init__(self, open_log: Callable[[Place, Policy], Log], policy: Policy, places: list[Place]) -> None:
+    def __init__(self, open_log: Callable[..., Log], topic: Topic, places: list[Place]) -> None:
         self._open_log = open_log
-        self._policy = policy
+        self._topic = topic
         self.places = places
         self.logs: dict[Place, Log] = {}
         self.refused: dict[Place, PenstockError] = {}
@@ -696,7 +722,7 @@ class _Opening:
 
     def _open(self, place: Place) -> None:
         try:
-            self.logs[place] = self._open_log(place, self._policy)
+            self.logs[place] = self._open_log(place, self._topic.policy, piped=self._topic.origin is not None)
         except OSError as error:
             raise AppendFailed(f"partition {place[1]} cannot be opened: {error}") from error
 
