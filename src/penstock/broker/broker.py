@@ -339,6 +339,17 @@ class Broker:
         topic.check_writable()
         return topic
 
+    async def pushed_topic(self, name: bytes, partitions: int) -> ServedTopic:
+        """The topic to which another broker pushes its own of that name, which has so many partitions."""
+        topic = self.topics.get(name)
+        if topic is None:
+            self._check_made_by_itself(name)
+            await self.create_topic(name, partitions=partitions)
+            topic = self.topic(name)
+        topic = self.public_topic(topic.topic.id)
+        topic.check_writable()
+        return topic
+
     def append(self, topic_id: int, number: int, partitions: int, batch: Batch, done: Done) -> bool:
         """Store a batch as its producer made it, in the partition that it chose among so many; whether it was there.
 
@@ -407,12 +418,15 @@ class Broker:
         topic = self.topics.by_id(topic_id)
         return topic.partitions[number] if topic is not None and number < len(topic.partitions) else None
 
-    async def _create_for(self, subject: bytes) -> ServedTopic:
+    def _check_made_by_itself(self, subject: bytes) -> None:
         if not self.settings.auto_create:
             raise UnknownTopic(f"no topic stores {subject.decode()}, and none is made by itself: create it")
         count = sum(not topic.is_internal for topic in self.topics) + len(self._creating)
         if count >= self.settings.topics_max:
             raise TooManyTopics(f"there are {count} topics: create the one for {subject.decode()} by name")
+
+    async def _create_for(self, subject: bytes) -> ServedTopic:
+        self._check_made_by_itself(subject)
         name = subject.split(b".", 1)[0]
         return await (self.dead_letter_topic() if self.is_dead_letters(name) else self._create(name, None, None))
 

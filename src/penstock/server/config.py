@@ -147,6 +147,28 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipeConfig:
+    """The broker above this one, and what flows between them."""
+
+    parent: str | None = field(
+        default=None,
+        metadata=_about(
+            "HTTP door of the broker to follow", pattern=r"https?://\S+", note="a URL like http://root:8222"
+        ),
+    )
+    topics: str | None = field(default=None, metadata=_about("topics that come down, with commas between; none: all"))
+    up: str | None = field(default=None, metadata=_about("topics that are pushed up, with commas between"))
+    poll_ms: int = field(default=1000, metadata=_about("how often the parent is asked for its topics", 10, 3_600_000))
+    batch_size: int = field(
+        default=100, metadata=_about("records of one poll, where a parent has no batches", 1, 10_000)
+    )
+    type: str = field(default="http", metadata=_about("what carries the pipe: http, or one that a package adds"))
+    on_gap: Literal["stop", "skip"] = field(
+        default="stop", metadata=_about("what to do when the parent has dropped what is missing here")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
@@ -155,6 +177,7 @@ class Config:
     flow: FlowConfig = field(default_factory=FlowConfig)
     dlq: DlqConfig = field(default_factory=DlqConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    pipe: PipeConfig = field(default_factory=PipeConfig)
     # Topics that are to exist, by name. What one does not set comes from `topic`.
     topics: Mapping[str, TopicConfig] = field(default_factory=dict)
 
@@ -369,6 +392,7 @@ _ALIASES: Final[dict[str, _Target]] = {
         "flow_control.rate": "flow.rate",
         "network.port": "server.quiet_port",
         "node.id": "server.node_id",
+        "pipe.poll_interval": "pipe.poll_ms",
         "registry.poll_interval": "registry.poll_ms",
         "server.data_dir": "storage.data_dir",
         "server.heartbeat_interval": "server.heartbeat_s",
@@ -398,8 +422,6 @@ _NO_EFFECT: Final[Mapping[str, str]] = {
     "cluster.raft_dir": "yet",
     "network.threads.boss": "as there is one event loop",
     "network.threads.worker": "as there is one event loop",
-    "pipe.batch_size": "yet",
-    "pipe.poll_interval": "yet",
 }
 
 _PREFIX: Final = "PENSTOCK_"

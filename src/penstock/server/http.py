@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from penstock.server import admin, monitor, openapi, routes, trial
+from penstock.server import admin, monitor, openapi, pipe_http, routes, trial
 from penstock.server.metrics import Metrics, pipe_metrics
 from penstock.server.routes import Endpoint
 
@@ -23,7 +23,7 @@ class HttpPort:
         self._socket = socket.create_server((host, port))
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            routes.application(server, endpoints(server)),
+            routes.application(server, endpoints(server), pipe_http.routes(server.broker, server.pipes, server.version)),
             log_level="warning",
             lifespan="off",
             ws="none",
@@ -43,7 +43,7 @@ class HttpPort:
 
 def endpoints(server: Server) -> tuple[Endpoint, ...]:
     """All there are: what describes them is one of them."""
-    metrics = Metrics(server, [lambda: pipe_metrics(None)])
+    metrics = Metrics(server, [lambda: pipe_metrics(server.pipes.status())])
     trials = trial.ENDPOINTS if server.config.server.test_endpoints else ()
     every = (*monitor.endpoints(metrics), *admin.ENDPOINTS, *trials)
     return openapi.with_description(every, server.version)

@@ -126,11 +126,12 @@ class Endpoint:
         return tuple(field for field in self.fields if field.place == place)
 
 
-def application(server: Server, endpoints: Iterable[Endpoint]) -> Starlette:
+def application(server: Server, endpoints: Iterable[Endpoint], more: Iterable[Route] = ()) -> Starlette:
+    """`more`: what answers with a stream, and is for brokers."""
     # `{name:path}` takes all that follows: what says more is looked at first.
     ordered = sorted(endpoints, key=lambda endpoint: endpoint.path.endswith(":path}"))
     return Starlette(
-        routes=[Route(each.path, _served(server, each), methods=[each.method]) for each in ordered],
+        routes=[*more, *(Route(each.path, _served(server, each), methods=[each.method]) for each in ordered)],
         exception_handlers={HTTPException: _missed},
     )
 

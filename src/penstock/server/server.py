@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,11 @@ from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
 from penstock.clock import SystemClock
-from penstock.pipe.topology import Topology
+from penstock.pipe.connector import find_connector
+from penstock.pipe.down import OnGap
+from penstock.pipe.pipes import Pipes
+from penstock.pipe.pipes import Settings as PipeSettings
+from penstock.pipe.topology import Role, Topology
 from penstock.server.config import Config, TopicConfig
 from penstock.server.door import Door
 from penstock.server.http import HttpPort
@@ -115,8 +119,19 @@ class Server:
             overflow=Overflow(config.flow.mode),
         )
         clock = SystemClock()
+        # Before the data directory is touched: what is wrong with it is told first.
+        connect, topology = find_connector(config.pipe.type), _topology(config)
         self._store = Store(Path(config.storage.data_dir), settings=_store_settings(config), clock=clock)
         self.broker = Broker(self._store, clock=clock, settings=_broker_settings(config))
+        self.pipes = Pipes(
+            self.broker,
+            node_id=config.server.node_id,
+            connect=connect,
+            settings=PipeSettings(
+                poll_ms=config.pipe.poll_ms, batch_size=config.pipe.batch_size, on_gap=OnGap(config.pipe.on_gap)
+            ),
+        )
+        self._topology = topology
         self.id = secrets.token_hex(8)
         self.version = metadata.version("penstock")
         self._start_us = clock.now_us()
@@ -136,8 +151,6 @@ class Server:
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[asyncio.Server] = []
         self.ports: dict[str, int] = {}
-        # Who takes the topology that a registry tells.
-        self.follow: Callable[[Topology], Awaitable[None]] = _follow_nobody
 
     # Its life.
 
@@ -162,6 +175,9 @@ class Server:
         for name, topic in self.config.topics.items():
             await self._ensure_topic(name.encode(), topic)
         http = web = None
+        pipes = tasks.create_task(self.pipes.run())
+        if self._topology is not None:
+            await self.pipes.follow(self._topology)
         if self._listens:
             await self._listen()
             http = HttpPort(self, self.config.server.host, self.config.server.http_port)
@@ -173,6 +189,8 @@ class Server:
         await stop.wait()
         watcher.cancel()
         sweeper.cancel()
+        pipes.cancel()
+        self.pipes.stop()
         await self._stop_sessions()
         if http is not None and web is not None:
             http.stop()
@@ -185,7 +203,7 @@ class Server:
             from penstock.pipe.registry import watch
 
             path = Path(self.config.storage.data_dir) / TOPOLOGY_NAME
-            await watch(url, self.config.server.node_id, poll_ms, path, self.follow)
+            await watch(url, self.config.server.node_id, poll_ms, path, self.pipes.follow)
 
     async def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -239,6 +257,9 @@ class Server:
         served = self.broker.topics.get(name)
         if served is None:
             await self.broker.create_topic(name, partitions=topic.partitions, policy=policy)
+        elif served.is_piped:
+            # It has as many partitions as at its origin, whatever is said here.
+            await self.broker.alter_topic(name, policy=policy)
         elif (served.topic.partitions, served.topic.policy) != (topic.partitions, policy):
             await self.broker.alter_topic(name, partitions=topic.partitions, policy=policy)
 
@@ -375,10 +396,6 @@ class Server:
         }
 
 
-async def _follow_nobody(_: Topology) -> None:
-    pass
-
-
 def _resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -389,6 +406,26 @@ def _resident_bytes() -> int:
 
 def _same(given: object, wanted: str) -> bool:
     return isinstance(given, str) and hmac.compare_digest(given.encode(), wanted.encode())
+
+
+def _topology(config: Config) -> Topology | None:
+    """Where the settings alone put this broker in the tree, if they do."""
+    pipe = config.pipe
+    if pipe.parent is None:
+        return None
+    value: object = {
+        "nodeId": config.server.node_id,
+        "role": Role.LOCAL.value,
+        "requestToFollow": _listed(pipe.parent),
+        "topics": _listed(pipe.topics),
+        "up": _listed(pipe.up),
+    }
+    return Topology.from_json(value)
+
+
+def _listed(text: str | None) -> list[str]:
+    """What has commas between."""
+    return [part for part in (each.strip() for each in (text or "").split(",")) if part]
 
 
 def _store_settings(config: Config) -> Settings:

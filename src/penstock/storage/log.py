@@ -257,6 +257,10 @@ class Log:
         except OutOfSequence:
             return False
 
+    def position(self, source: int) -> int:
+        """The last position of a source from which something was appended; 0 if nothing was."""
+        return self._producers.position(source)
+
     def gather(self, run: Run, done: Done | None = None) -> int:
         """Take a run that is the log's from now on, and return the offset of its first message.
 

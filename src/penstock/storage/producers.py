@@ -60,6 +60,11 @@ class Producers:
             f"producer {batch.producer} sent sequence {batch.sequence}, {last + 1} is next: send what is missing first"
         )
 
+    def position(self, source: int) -> int:
+        """The last position of a source; 0 if there is none."""
+        seen = self._sources.get(source)
+        return seen[-1][0] if seen else 0
+
     def note(self, batch: Batch) -> None:
         """`batch` was appended, at its base offset."""
         if batch.source:

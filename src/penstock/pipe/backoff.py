@@ -1,0 +1,28 @@
+"""How long to wait before the next try: longer each time, up to a bound, and never quite the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+FIRST_S: Final = 0.1
+LONGEST_S: Final = 5.0
+_FACTOR: Final = 3.0
+# Many children that lost one parent do not come back all at once.
+_JITTER: Final = 0.25
+
+
+class Backoff:
+    __slots__ = ("_next_s",)
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_S
+
+    def reset(self) -> None:
+        """It worked."""
+        self._next_s = FIRST_S
+
+    def failed(self) -> float:
+        """Seconds to wait."""
+        delay_s, self._next_s = self._next_s, min(self._next_s * _FACTOR, LONGEST_S)
+        return delay_s * random.uniform(1 - _JITTER, 1)

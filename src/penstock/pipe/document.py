@@ -1,0 +1,154 @@
+"""Messages as JSON records, for brokers that know no batches.
+
+    {"offset": 7, "msgKey": "AAPL", "eventType": "MESSAGE" | "DELETE", "data": "…", "createdAt": "2026-01-31T12:00:00Z"}
+
+`data` may be any JSON; what is no text is in `dataBase64` and `msgKeyBase64` as well. A subject below the topic's name
+and headers are told where there are any.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any, Final
+
+from penstock.batch import OFFSET_MAX, Batch, encode
+from penstock.errors import BadParent
+from penstock.run import Run
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+
+
+def record(run: Run, index: int) -> dict[str, Any]:
+    """A message as every client of this kind knows it."""
+    value, key = run.values[index], run.keys.get(index)
+    time_us = run.timestamp if run.timestamps is None else run.timestamps[index]
+    found: dict[str, Any] = {
+        "msgKey": None if key is None else key.decode(errors="replace"),
+        "eventType": "DELETE" if index in run.tombstones else "MESSAGE",
+        "data": value.decode(errors="replace"),
+        "createdAt": _iso(time_us),
+    }
+    if not _is_utf8(value):
+        found["dataBase64"] = base64.b64encode(value).decode()
+    return found
+
+
+def stored_record(run: Run, index: int, topic: bytes) -> dict[str, Any]:
+    """The same with its place in the log, and all else that a copy of it must have."""
+    found = {"offset": run.offset(index), **record(run, index)}
+    key, subject, block = run.keys.get(index), run.subjects[index], run.headers.get(index)
+    if key is not None and not _is_utf8(key):
+        found["msgKeyBase64"] = base64.b64encode(key).decode()
+    if subject != topic:
+        found["subject"] = subject.decode(errors="replace")
+    if block:
+        found["headers"] = block.decode(errors="replace")
+    return found
+
+
+def read_value(data: object) -> bytes:
+    """What a client of this kind means by `data`."""
+    if data is None:
+        return b""
+    return (data if isinstance(data, str) else json.dumps(data)).encode(errors="replace")
+
+
+def read_records(records: object, topic: bytes, offset: int, now_us: int) -> Batch | None:
+    """The records from `offset` on as a batch at their own offsets; None if there are none. BadParent if they are no
+    records, or not in order."""
+    if not isinstance(records, list):
+        raise BadParent(f"the parent answers with a {type(records).__name__} where a list of records is expected")
+    found = [each for each in map(_checked, records) if each["offset"] >= offset]
+    if not found:
+        return None
+    offsets = [each["offset"] for each in found]
+    if any(second <= first for first, second in pairwise(offsets)):
+        raise BadParent("the parent's records are not in the order of their offsets")
+    subjects = [_text(each, "subject", topic) for each in found]
+    blocks = [_text(each, "headers", b"") for each in found]
+    batch = encode(
+        [_value(each) for each in found],
+        timestamp=now_us,
+        timestamps=[_time_us(each.get("createdAt"), now_us) for each in found],
+        keys=[_key(each) for each in found],
+        subjects=None if all(subject == topic for subject in subjects) else subjects,
+        headers=[block or None for block in blocks] if any(blocks) else None,
+        tombstones=_tombstones(found),
+        deltas=[each - offsets[0] for each in offsets],
+        span=offsets[-1] - offsets[0] + 1,
+    )
+    batch.stamp(offsets[0], append_time=now_us)
+    return batch
+
+
+def _checked(entry: object) -> dict[str, Any]:
+    if not isinstance(entry, dict) or type(entry.get("offset")) is not int or not 0 <= entry["offset"] < OFFSET_MAX:
+        raise BadParent("the parent's records have no offset that is a whole number from 0 on")
+    return entry
+
+
+def _value(entry: dict[str, Any]) -> bytes:
+    return _bytes(entry, "dataBase64") or read_value(entry.get("data"))
+
+
+def _key(entry: dict[str, Any]) -> bytes | None:
+    key = entry.get("msgKey")
+    return _bytes(entry, "msgKeyBase64") or (None if key is None else str(key).encode(errors="replace"))
+
+
+def _bytes(entry: dict[str, Any], name: str) -> bytes | None:
+    if name not in entry:
+        return None
+    try:
+        return base64.b64decode(entry[name], validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise BadParent(f"{name} of the parent's record {entry['offset']} is not in base 64") from None
+
+
+def _text(entry: dict[str, Any], name: str, default: bytes) -> bytes:
+    value = entry.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, str):
+        raise BadParent(f"{name} of the parent's record {entry['offset']} is no text")
+    return value.encode(errors="replace")
+
+
+def _tombstones(found: Sequence[dict[str, Any]]) -> list[bool] | None:
+    dead = [each.get("eventType") == "DELETE" and each.get("msgKey") is not None for each in found]
+    return dead if any(dead) else None
+
+
+def _time_us(value: object, now_us: int) -> int:
+    """An ISO time, or milliseconds; what is neither says nothing."""
+    try:
+        match value:
+            case str():
+                time = datetime.fromisoformat(value)
+                return ((time if time.tzinfo else time.replace(tzinfo=UTC)) - _EPOCH) // _MICROSECOND
+            case int() | float():
+                return min(max(int(value * 1000), 0), OFFSET_MAX)
+    except (ValueError, OverflowError):
+        pass
+    return now_us
+
+
+def _iso(time_us: int) -> str | None:
+    try:
+        return (_EPOCH + timedelta(microseconds=time_us)).isoformat().replace("+00:00", "Z")
+    except OverflowError:
+        return None  # a producer may say what it likes
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,244 @@
+"""A parent over HTTP: stored batches where it is Penstock, JSON records where it is not.
+
+GET  /pipe/topics                    who the parent is, and what it has
+GET  /pipe/stream?topic=…&offset=…   batches back to back; the answer waits for the first, and ends when there are no
+                                     more: long polls, because proxies let them through and nobody is read ahead of
+GET  /pipe/push?topic=…              up to where the parent has a partition that is pushed
+POST /pipe/push?topic=…&after=…      batches for it
+GET  /pipe/poll?topic=…&offset=…     records, of a parent that knows no batches
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import httpx
+
+from penstock.batch import BATCH_BYTES_MAX, OFFSET_MAX, Batch
+from penstock.errors import (
+    BadParent,
+    ConnectionLost,
+    CorruptBatch,
+    NoBroker,
+    OffsetOutOfRange,
+    TimedOut,
+    from_wire,
+)
+from penstock.pipe import document
+from penstock.pipe.batches import CONTENT_TYPE, BatchReader, joined
+from penstock.pipe.connector import Caller, Piece, PipeConnector, Remote, RemotePartition, RemoteTopic, Source
+from penstock.storage.policy import PARTITIONS_MAX
+from penstock.subject import is_literal
+
+TIMEOUT_S: Final = 10.0
+# How long the parent may hold back an answer that it has nothing for.
+WAIT_MS: Final = 5000
+# An answer in JSON, and one that tells of an error.
+JSON_BYTES_MAX: Final = BATCH_BYTES_MAX
+ERROR_BYTES_MAX: Final = 64 << 10
+# Between two polls for records: longer while there are none.
+DELAY_FIRST_S: Final = 0.1
+DELAY_LONGEST_S: Final = 5.0
+
+# A line for each request is a line for each message.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+Query = Mapping[str, str | int]
+# A topic, from which offset on, and how many at the most: records.
+Poll = Callable[[str, int, int], Awaitable[list[Any]]]
+
+
+def connect(url: str, caller: Caller) -> PipeConnector:
+    return HttpConnector(url, caller)
+
+
+class HttpConnector:
+    def __init__(self, url: str, caller: Caller) -> None:
+        self._url = url
+        self._caller = caller
+        # Each partition has a request under way, most of the time.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits)
+        self._document: _Document | None = None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def topics(self) -> Remote:
+        if self._document is None:
+            status, answer = await self._ask("GET", "/pipe/topics", {})
+            if status == 200 and isinstance(answer, dict) and "penstock" in answer:
+                return _read_remote(answer)
+            if status not in (200, 404, 405):
+                raise self._error(status, answer)
+            self._document = _Document(self._caller)
+        return await self._document.topics(self._poll)
+
+    async def stream(self, topic: RemoteTopic, partition: int, offset: int) -> AsyncGenerator[Piece, None]:
+        if self._document is not None:
+            yield await self._document.next(self._poll, topic.name, offset)
+            return
+        query: Query = {
+            "topic": topic.name,
+            "origin": topic.origin,
+            "partition": partition,
+            "offset": offset,
+            "wait_ms": WAIT_MS,
+        }
+        async with self._open("GET", "/pipe/stream", query) as response:
+            if response.status_code not in (200, 204):
+                status, answer = response.status_code, await self._read_json(response, ERROR_BYTES_MAX)
+                if status == 410 and isinstance(answer, dict):
+                    raise OffsetOutOfRange(offset, _number(answer, "start"), _number(answer, "end"))
+                raise self._error(status, answer)
+            committed = int(response.headers.get("penstock-committed", "0"))
+            if response.status_code == 204:
+                yield Piece([], committed)
+                return
+            if response.headers.get("content-type") != CONTENT_TYPE:
+                raise BadParent(f"{self._url} answers with something else than batches")
+            reader = BatchReader()
+            async for data in response.aiter_raw():
+                if batches := reader.feed(data):
+                    yield Piece(batches, max(committed, batches[-1].end))
+            if not reader.is_empty:
+                raise CorruptBatch("the parent's answer ends in the middle of a batch")
+
+    async def pushed(self, source: Source) -> int:
+        status, answer = await self._ask("GET", "/pipe/push", _source_query(source))
+        if status != 200 or not isinstance(answer, dict):
+            raise self._error(status, answer)
+        return _number(answer, "position")
+
+    async def push(self, source: Source, after: int, batches: Sequence[Batch]) -> int:
+        query = {**_source_query(source), "after": after}
+        status, answer = await self._ask("POST", "/pipe/push", query, joined(list(batches)))
+        if status != 200 or not isinstance(answer, dict):
+            raise self._error(status, answer)
+        return _number(answer, "position")
+
+    async def _poll(self, topic: str, offset: int, limit: int) -> list[Any]:
+        status, answer = await self._ask("GET", "/pipe/poll", {"topic": topic, "offset": offset, "limit": limit})
+        if status == 204:
+            return []
+        if status != 200 or not isinstance(answer, list):
+            raise BadParent(f"{self._url} is no Penstock, and answers polls with neither records nor 204 ({status})")
+        return answer
+
+    async def _ask(self, method: str, path: str, query: Query, body: bytes | None = None) -> tuple[int, Any]:
+        async with self._open(method, path, query, body) as response:
+            return response.status_code, await self._read_json(response, JSON_BYTES_MAX)
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, path: str, query: Query, body: bytes | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        headers = {} if body is None else {"content-type": CONTENT_TYPE}
+        # Batches are packed already, if they are.
+        headers["accept-encoding"] = "identity"
+        params = {"node": self._caller.node, **query}
+        try:
+            async with self._client.stream(method, path, params=params, content=body, headers=headers) as response:
+                yield response
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
+            raise NoBroker(f"nobody answers at {self._url}: {_reason(error)}") from error
+        except httpx.TimeoutException as error:
+            raise TimedOut(f"{self._url} did not answer within {TIMEOUT_S:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ConnectionLost(f"the connection to {self._url} was lost: {_reason(error)}") from error
+
+    async def _read_json(self, response: httpx.Response, bytes_max: int) -> Any:
+        """The answer, None if it is no JSON."""
+        parts, size = [], 0
+        async for data in response.aiter_raw():
+            parts.append(data)
+            size += len(data)
+            if size > bytes_max:
+                raise BadParent(f"{self._url} answers with more than {bytes_max} bytes")
+        try:
+            return json.loads(b"".join(parts))
+        except (ValueError, RecursionError):
+            return None
+
+    def _error(self, status: int, answer: object) -> Exception:
+        match answer:
+            case {"code": str(code), "text": str(text)}:
+                return from_wire(code, text[:1000])
+        return BadParent(f"{self._url} is no parent of a pipe: it answers with status {status}")
+
+
+class _Document:
+    """A parent that has only records: topics are those that were asked for by name, each with one partition."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._clock = caller.clock
+        self._names = [name for name in caller.topics if is_literal(name.encode())]
+        self._heard_us: int | None = None
+        self._delay_s: dict[str, float] = {}
+
+    async def topics(self, poll: Poll) -> Remote:
+        if not self._names:
+            raise BadParent("the parent is no Penstock, and cannot say which topics it has: name them in pipe.topics")
+        now_us = self._clock.monotonic_us()
+        if self._heard_us is None or now_us - self._heard_us > TIMEOUT_S * 1e6:
+            document.read_records(await poll(self._names[0], 0, 1), b"", 0, 0)
+            self._heard_us = now_us
+        whole = (RemotePartition(0, 0),)
+        return Remote((), tuple(RemoteTopic(name, f"document/{name}", whole) for name in self._names))
+
+    async def next(self, poll: Poll, topic: str, offset: int) -> Piece:
+        """The records that come next, after a while that depends on whether there were any the last time."""
+        delay_s = self._delay_s.get(topic, 0.0)
+        await asyncio.sleep(delay_s)
+        records = await poll(topic, offset, self._caller.batch_size)
+        self._heard_us = self._clock.monotonic_us()
+        batch = document.read_records(records, topic.encode(), offset, self._clock.now_us())
+        if batch is None:
+            first_s = min(self._caller.poll_ms / 1000, DELAY_LONGEST_S)
+            self._delay_s[topic] = min(delay_s * 2, DELAY_LONGEST_S) if delay_s else first_s
+            return Piece([], 0)
+        self._delay_s[topic] = 0.0 if len(records) >= self._caller.batch_size else DELAY_FIRST_S
+        return Piece([batch], batch.end)
+
+
+def _read_remote(answer: dict[str, Any]) -> Remote:
+    try:
+        ancestry = tuple(str(node) for node in answer["ancestry"])
+        return Remote(ancestry, tuple(map(_read_topic, answer["topics"])))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadParent(f"the parent's list of topics cannot be read: {type(error).__name__}") from error
+
+
+def _read_topic(entry: dict[str, Any]) -> RemoteTopic:
+    partitions = tuple(
+        RemotePartition(_number(each, "start"), _number(each, "committed")) for each in entry["partitions"]
+    )
+    if not 0 < len(partitions) <= PARTITIONS_MAX:
+        raise ValueError("partitions")
+    return RemoteTopic(str(entry["name"]), str(entry["origin"]), partitions)
+
+
+def _number(entry: Mapping[str, Any], name: str) -> int:
+    value = entry.get(name)
+    if type(value) is not int or not 0 <= value <= OFFSET_MAX:
+        raise BadParent(f"{name} in an answer of the parent is {value!r}: it must be a whole number from 0 on")
+    return value
+
+
+def _source_query(source: Source) -> dict[str, str | int]:
+    return {
+        "topic": source.topic,
+        "origin": source.origin,
+        "partition": source.partition,
+        "partitions": source.partitions,
+    }
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

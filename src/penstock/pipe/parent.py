@@ -1,0 +1,249 @@
+"""The parent of this broker: connecting to it, for ever, and a task for each partition that flows down or up.
+
+Of several parents the first is followed, and when one fails the next. What there is to follow is asked for again and
+again, so a topic that the parent makes later is followed too; the same question tells whether the parent is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import cycle
+from typing import Final, Protocol
+
+from penstock.broker.broker import Broker
+from penstock.broker.topic import ServedTopic
+from penstock.errors import (
+    BadParent,
+    Closed,
+    ConnectionLost,
+    NoBroker,
+    Overloaded,
+    PenstockError,
+    PipeLoop,
+    TimedOut,
+)
+from penstock.pipe.backoff import LONGEST_S, Backoff
+from penstock.pipe.connector import Caller, Connect, PipeConnector, Remote, RemoteTopic, Source
+from penstock.pipe.down import Down, Host
+from penstock.pipe.topology import Topology
+from penstock.pipe.up import Up
+from penstock.subject import is_literal, matches
+
+logger = logging.getLogger(__name__)
+
+# A parent that has not answered for so long is silent.
+SILENCE_US: Final = 60_000_000
+
+Place = tuple[int, int]  # the id of a topic, and a partition
+
+
+class Tree(Host, Protocol):
+    """Where this broker stands."""
+
+    broker: Broker
+    node: str
+    identity: str
+    connect: Connect
+
+    @property
+    def caller(self) -> Caller: ...
+
+
+class Parent:
+    def __init__(self, tree: Tree, topology: Topology) -> None:
+        self._tree = tree
+        self._broker = tree.broker
+        self._topology = topology
+        self.url = topology.parents[0]
+        # Who is above this broker, the root first, and this one last.
+        self.ancestry: tuple[str, ...] = (tree.node,)
+        # Why it is not connected, None if it is; and when it last answered, None if it never did.
+        self.error: PenstockError | None = None
+        self.heard_us: int | None = None
+        # Topics that are not piped though they should be, and why; and partitions that stand still.
+        self.refused: dict[str, str] = {}
+        self.stopped: dict[tuple[str, Place], str] = {}
+        self.downs: dict[Place, Down] = {}
+        self.ups: dict[Place, Up] = {}
+        self._running: dict[tuple[str, Place], asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        backoff = Backoff()
+        for url in cycle(self._topology.parents):
+            self.url = url
+            try:
+                self.error = await self._connect(url, backoff)
+            except Exception:  # a fault of ours, or of a connector, must not end the broker
+                logger.exception("parent %s", url)
+                self.error = BadParent(f"following {url} failed: internal error")
+            if isinstance(self.error, PipeLoop):
+                self.ancestry = (self._tree.node,)
+            await asyncio.sleep(backoff.failed())
+
+    async def _connect(self, url: str, backoff: Backoff) -> PenstockError:
+        connector = self._tree.connect(url, self._tree.caller)
+        try:
+            return await self._follow(connector, backoff)
+        finally:
+            await connector.close()
+
+    async def _follow(self, connector: PipeConnector, backoff: Backoff) -> PenstockError:
+        """Follow one parent until it fails; why."""
+        for up in self.ups.values():
+            up.begin()
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while True:
+                    remote = await connector.topics()
+                    self._welcome(remote)
+                    backoff.reset()
+                    await self._follow_topics(remote, connector, tasks)
+                    await asyncio.sleep(self._tree.caller.poll_ms / 1000)
+            except PenstockError as error:
+                return error
+            finally:
+                for task in self._running.values():
+                    task.cancel()
+                self._running.clear()
+                self.stopped.clear()
+
+    def _welcome(self, remote: Remote) -> None:
+        node = self._tree.node
+        if node in remote.ancestry:
+            raise PipeLoop(f"{self.url} has this broker, {node}, above it: a tree has no loops, correct the parents")
+        self.ancestry = (*remote.ancestry, node)
+        self.error = None
+        self._tree.heard()
+
+    # What flows.
+
+    async def _follow_topics(self, remote: Remote, connector: PipeConnector, tasks: asyncio.TaskGroup) -> None:
+        """Begin what is not under way, and end what should not be."""
+        self.refused = {}
+        wanted: dict[tuple[str, Place], Callable[[], Awaitable[None]]] = {}
+        url = self.url
+        for topic in self._wanted_down(remote):
+            for down in await self._downs_of(topic):
+
+                def step_down(down: Down = down, topic: RemoteTopic = topic) -> Awaitable[None]:
+                    return down.step(connector, topic, url)
+
+                wanted["down", down.place] = step_down
+        for served in self._wanted_up():
+            for up in self._ups_of(served):
+
+                def step_up(up: Up = up) -> Awaitable[None]:
+                    return up.step(connector, url)
+
+                wanted["up", up.place] = step_up
+        for key in self._running.keys() - wanted.keys():
+            self._running.pop(key).cancel()
+            self.stopped.pop(key, None)
+        self.downs = {place: down for place, down in self.downs.items() if ("down", place) in wanted}
+        self.ups = {place: up for place, up in self.ups.items() if ("up", place) in wanted}
+        for key, step in wanted.items():
+            if key not in self._running:
+                self._running[key] = tasks.create_task(self._go_on(key, step))
+
+    async def _go_on(self, key: tuple[str, Place], step: Callable[[], Awaitable[None]]) -> None:
+        """One step after the other; after one that failed, a while later."""
+        backoff = Backoff()
+        while True:
+            try:
+                await step()
+                backoff.reset()
+                self.stopped.pop(key, None)
+            except (NoBroker, ConnectionLost, TimedOut, Overloaded, Closed):
+                # The parent is away, or busy, or what was followed is gone: that is looked after elsewhere.
+                await asyncio.sleep(backoff.failed())
+            except PenstockError as error:
+                if self.stopped.get(key) != str(error):
+                    logger.error("a pipe stands still: %s", error)
+                self.stopped[key] = str(error)
+                await asyncio.sleep(LONGEST_S)
+            except Exception:  # a fault of ours in one partition must not end the others
+                logger.exception("a pipe of partition %d of topic %d", key[1][1], key[1][0])
+                self.stopped[key] = "internal error"
+                await asyncio.sleep(LONGEST_S)
+
+    def _wanted_down(self, remote: Remote) -> Iterable[RemoteTopic]:
+        names = {topic.name for topic in remote.topics}
+        for pattern in self._topology.topics:
+            if is_literal(pattern.encode()) and pattern not in names:
+                self.refused[pattern] = f"the parent has no topic {pattern}"
+        for topic in remote.topics:
+            if not _is_among(topic.name, self._topology.topics or (">",)):
+                continue
+            if _is_among(topic.name, self._topology.up):
+                if topic.name in self._topology.topics:
+                    self.refused[topic.name] = f"{topic.name} cannot be piped down and up: choose one"
+            elif topic.origin.startswith(f"{self._tree.identity}/"):
+                self.refused[topic.name] = f"{topic.name} is this broker's own topic: the parent follows it"
+            elif self._broker.is_dead_letters(topic.name.encode()):
+                if topic.name in self._topology.topics:
+                    self.refused[topic.name] = f"{topic.name} is for the dead letters of this broker"
+            else:
+                yield topic
+
+    async def _downs_of(self, topic: RemoteTopic) -> list[Down]:
+        try:
+            served = await self._broker.pipe_topic(topic.name.encode(), topic.origin, len(topic.partitions))
+        except PenstockError as error:
+            self.refused[topic.name] = str(error)
+            return []
+        found = []
+        for partition, remote in zip(served.partitions, topic.partitions, strict=False):
+            place = (partition.topic_id, partition.number)
+            if place not in self.downs:
+                self.downs[place] = Down(partition, self._tree)
+            self.downs[place].known = max(self.downs[place].known, remote.committed)
+            found.append(self.downs[place])
+        return found
+
+    def _wanted_up(self) -> Iterable[ServedTopic]:
+        for topic in self._broker.topics:
+            name = topic.topic.name
+            if topic.is_internal or topic.refusal is not None or not _is_among(name, self._topology.up):
+                continue
+            if name in self._topology.topics:
+                self.refused[name] = f"{name} cannot be piped down and up: choose one"
+            elif topic.is_piped:
+                self.refused[name] = f"{name} is piped down to this broker, so it does not go up"
+            elif name in self._topology.up or not self._broker.is_dead_letters(topic.name):
+                yield topic
+
+    def _ups_of(self, served: ServedTopic) -> list[Up]:
+        origin = f"{self._tree.identity}/{served.topic.id}"
+        found = []
+        for partition in served.partitions:
+            place = (partition.topic_id, partition.number)
+            if place not in self.ups:
+                source = Source(
+                    topic=served.topic.name,
+                    origin=origin,
+                    partition=partition.number,
+                    partitions=len(served.partitions),
+                )
+                self.ups[place] = Up(partition, source, self._tree)
+            found.append(self.ups[place])
+        return found
+
+    # How it is.
+
+    def health(self) -> tuple[str, str]:
+        """HEALTHY, DEGRADED or UNHEALTHY, and why."""
+        if self.error is not None and (self.heard_us is None or not isinstance(self.error, TimedOut)):
+            return "UNHEALTHY", str(self.error)
+        if self.heard_us is None:
+            return "UNHEALTHY", f"connecting to {self.url}"
+        if self._broker.clock.monotonic_us() - self.heard_us > SILENCE_US:
+            return "DEGRADED", f"{self.url} has not answered for {SILENCE_US // 1_000_000} s"
+        reasons = [*self.refused.values(), *self.stopped.values()]
+        return ("DEGRADED", "; ".join(dict.fromkeys(reasons))) if reasons else ("HEALTHY", "")
+
+
+def _is_among(name: str, patterns: Iterable[str]) -> bool:
+    return any(matches(pattern.encode(), name.encode()) for pattern in patterns)

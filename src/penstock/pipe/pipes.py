@@ -1,0 +1,214 @@
+"""This broker in the tree: whom it follows, who follows it, and how both are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from penstock.broker.broker import Broker
+from penstock.broker.topic import ServedTopic
+from penstock.errors import PipeLoop
+from penstock.pipe.connector import Caller, Connect
+from penstock.pipe.down import Down, OnGap
+from penstock.pipe.gaps import Gaps
+from penstock.pipe.parent import Parent
+from penstock.pipe.topology import Topology
+from penstock.pipe.up import Up
+
+logger = logging.getLogger(__name__)
+
+# Children that are remembered, and for how long after they were last seen.
+CHILDREN_MAX: Final = 10_000
+CHILD_US: Final = 10 * 60 * 1_000_000
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    poll_ms: int = 1000
+    batch_size: int = 100
+    on_gap: OnGap = OnGap.STOP
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    address: str
+    seen_us: int
+
+
+class Pipes:
+    def __init__(self, broker: Broker, *, node_id: str, connect: Connect, settings: Settings | None = None) -> None:
+        """`connect` is how a parent is reached; see `connector`."""
+        self.broker = broker
+        self.store = broker.store
+        self.node = node_id
+        self.connect = connect
+        self.settings = settings or Settings()
+        self.on_gap = self.settings.on_gap
+        self.gaps = Gaps(broker.store, broker.clock)
+        # Known once it runs.
+        self.identity = ""
+        # This broker stops: children that wait for more are answered.
+        self.is_stopping = False
+        self.waiting: dict[Callable[[], None], None] = {}
+        self._topology: Topology | None = None
+        self._changed = asyncio.Event()
+        self._parent: Parent | None = None
+        self._children: dict[str, _Child] = {}
+        self._health = "HEALTHY"
+        self._since_us = broker.clock.now_us()
+
+    async def run(self) -> None:
+        """Follow what it is told to, until cancelled."""
+        await self.start()
+        while True:
+            self._changed.clear()
+            topology = self._topology
+            if topology is None or not topology.parents:
+                self._parent = None
+                await self._changed.wait()
+                continue
+            self._parent = Parent(self, topology)
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(self._parent.run())
+                watching = tasks.create_task(self._watch())
+                await self._changed.wait()
+                following.cancel()
+                watching.cancel()
+
+    async def start(self) -> None:
+        """Before anybody is served."""
+        if not self.identity:
+            self.identity = await self.store.identity()
+            await self.gaps.forget_others({topic.id for topic in self.store.topics})
+
+    def stop(self) -> None:
+        """Serve no more."""
+        self.is_stopping = True
+        for wake in list(self.waiting):
+            wake()
+
+    async def follow(self, topology: Topology) -> None:
+        """Take a place in the tree, at any time. What was copied stays; a new parent goes on where the last one was."""
+        before, self._topology = self._topology, topology
+        if before is None or replace(before, version=0, role=topology.role) != replace(topology, version=0):
+            self._changed.set()
+
+    @property
+    def caller(self) -> Caller:
+        topics = self._topology.topics if self._topology is not None else ()
+        settings = self.settings
+        return Caller(
+            node=self.node,
+            topics=topics,
+            poll_ms=settings.poll_ms,
+            batch_size=settings.batch_size,
+            clock=self.broker.clock,
+        )
+
+    # For children.
+
+    @property
+    def ancestry(self) -> tuple[str, ...]:
+        """The ids of the brokers above this one, the root first, and its own."""
+        return self._parent.ancestry if self._parent is not None else (self.node,)
+
+    def admit(self, node: str, address: str) -> None:
+        """A child asks for something. PipeLoop if this broker is below it, or is it."""
+        if node == self.node:
+            raise PipeLoop(f"both brokers are called {node}: give each a server.node_id of its own")
+        if node in self.ancestry:
+            raise PipeLoop(f"{node} is above {self.node}, and cannot follow it: a tree has no loops")
+        now_us = self.broker.clock.now_us()
+        self._children.pop(node, None)
+        self._children[node] = _Child(address, now_us)
+        while len(self._children) > CHILDREN_MAX or next(iter(self._children.values())).seen_us < now_us - CHILD_US:
+            del self._children[next(iter(self._children))]
+
+    def origin(self, topic: ServedTopic) -> str:
+        """Which topic of which broker it is, wherever it is copied to."""
+        return topic.topic.origin or f"{self.identity}/{topic.topic.id}"
+
+    # For the pipes to the parent.
+
+    def heard(self) -> None:
+        if self._parent is not None:
+            self._parent.heard_us = self.broker.clock.monotonic_us()
+
+    async def _watch(self) -> None:
+        """Notice since when it is as it is."""
+        while True:
+            await asyncio.sleep(self.settings.poll_ms / 1000)
+            self._look()
+
+    def _look(self) -> tuple[str, str]:
+        health, reason = ("HEALTHY", "") if self._parent is None else self._parent.health()
+        if health != self._health:
+            level = logging.INFO if health == "HEALTHY" else logging.WARNING
+            logger.log(level, "the pipe to the parent is %s%s", health, f": {reason}" if reason else "")
+            self._health, self._since_us = health, self.broker.clock.now_us()
+        return health, reason
+
+    # How it is.
+
+    def status(self) -> dict[str, Any]:
+        health, reason = self._look()
+        topology, parent = self._topology, self._parent
+        return {
+            "node": self.node,
+            "role": None if topology is None else topology.role.value,
+            "version": 0 if topology is None else topology.version,
+            "parent": None if parent is None else parent.url,
+            "health": health,
+            "reason": reason,
+            "since": _iso(self._since_us),
+            "ancestry": list(self.ancestry),
+            "topics": [*self._status_down(), *self._status_up()],
+            "children": [
+                {"node": node, "address": child.address, "seen": _iso(child.seen_us)}
+                for node, child in self._children.items()
+            ],
+        }
+
+    def _status_down(self) -> list[dict[str, Any]]:
+        downs = self._parent.downs if self._parent is not None else {}
+        found = []
+        for topic in self.broker.topics:
+            if topic.is_piped:
+                followed = [downs[place] for place in _places(topic) if place in downs]
+                positions = [partition.end for partition in topic.partitions]
+                found.append(self._status_of(topic, "down", followed, positions))
+        return found
+
+    def _status_up(self) -> list[dict[str, Any]]:
+        ups = self._parent.ups if self._parent is not None else {}
+        found = []
+        for topic in self.broker.topics:
+            followed = [ups[place] for place in _places(topic) if place in ups]
+            if followed:
+                found.append(self._status_of(topic, "up", followed, [up.position for up in followed]))
+        return found
+
+    def _status_of(
+        self, topic: ServedTopic, direction: str, followed: Sequence[Down | Up], positions: list[int]
+    ) -> dict[str, Any]:
+        return {
+            "topic": topic.topic.name,
+            "direction": direction,
+            "lag": sum(each.lag() for each in followed),
+            "position": positions,
+            "gaps": self.gaps.count(topic.topic.id),
+        }
+
+
+def _places(topic: ServedTopic) -> list[tuple[int, int]]:
+    return [(partition.topic_id, partition.number) for partition in topic.partitions]
+
+
+def _iso(time_us: int) -> str:
+    return (_EPOCH + timedelta(microseconds=time_us)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
