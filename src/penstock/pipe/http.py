@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 import httpx
@@ -138,18 +138,31 @@ class HttpConnector:
     async def _open(
         self, method: str, path: str, query: Query, body: bytes | None = None
     ) -> AsyncIterator[httpx.Response]:
-        headers = {} if body is None else {"content-type": CONTENT_TYPE}
         # Batches are packed already, if they are.
-        headers["accept-encoding"] = "identity"
+        headers = {"accept-encoding": "identity"} | ({} if body is None else {"content-type": CONTENT_TYPE})
         params = {"node": self._caller.node, **query}
-        try:
-            async with self._client.stream(method, path, params=params, content=body, headers=headers) as response:
+        request = self._client.build_request(method, path, params=params, content=body, headers=headers)
+        with self._told():
+            try:
+                response = await self._client.send(request, stream=True)
+            except AttributeError as error:
+                # What anyio raises under uvloop, if a connection ends in the moment in which it was made.
+                raise ConnectionLost(f"the connection to {self._url} was lost at once") from error
+            try:
                 yield response
+            finally:
+                await response.aclose()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What goes wrong with the connection, as we call it."""
+        try:
+            yield
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
             raise NoBroker(f"nobody answers at {self._url}: {_reason(error)}") from error
         except httpx.TimeoutException as error:
             raise TimedOut(f"{self._url} did not answer within {TIMEOUT_S:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError) as error:
             raise ConnectionLost(f"the connection to {self._url} was lost: {_reason(error)}") from error
 
     async def _read_json(self, response: httpx.Response, bytes_max: int) -> Any:
