@@ -13,23 +13,21 @@ come to their end in peace, the pipes catch up, and the judge reads the logs:
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from penstock import Client
 from penstock.run import open_batch
 from penstock.storage.store import Store
 from tests.server import Serve
+from tests.trees import get, status_of, url
 
 # Both policies, few and many partitions, segments that are sealed often.
 CONFIG: Final = """
@@ -87,7 +85,7 @@ class Publisher:
         try:
             with self._client.producer() as producer:
                 while not self._ends.is_set():
-                    for _ in range(self._random.choice((1, 5, 50))):
+                    for _ in range(self._random.choice((1, 5, 30))):
                         topic = self._random.choice(self._topics)
                         value = f"{self._name}/{len(self.sent[topic])}/".encode()
                         value += b"x" * self._random.choice((0, 10, 100, 1000, 8000))
@@ -96,7 +94,8 @@ class Publisher:
                         self.sent[topic].append(value)
                         producer.publish(topic, value, key=key, headers=headers)
                         self.count += 1
-                    self._ends.wait(self._random.uniform(0, 0.02))
+                    # So that the pipes keep up.
+                    self._ends.wait(self._random.uniform(0, 0.06))
                 producer.flush()
         except BaseException as error:  # noqa: BLE001 - the judge raises it
             self.failure = error
@@ -115,7 +114,7 @@ class PipeJudge:
                 directory / "middle",
                 config=up,
                 server_node_id="middle",
-                pipe_parent=_url(self.root),
+                pipe_parent=url(self.root),
                 pipe_topics=",".join(DOWN),
                 pipe_up=",".join(UP),
             )
@@ -123,7 +122,7 @@ class PipeJudge:
                 directory / "leaf",
                 config=CONFIG.format(one="other", two="another"),
                 server_node_id="leaf",
-                pipe_parent=_url(self.middle),
+                pipe_parent=url(self.middle),
                 pipe_topics=",".join(DOWN),
             )
             self._publishers = [
@@ -149,7 +148,7 @@ class PipeJudge:
             self.kills += len(victims)
             for victim in self.random.sample(victims, len(victims)):
                 if victim is self.leaf:
-                    victim.restart(pipe_parent=_url(self.random.choice((self.root, self.middle))))
+                    victim.restart(pipe_parent=url(self.random.choice((self.root, self.middle))))
                 else:
                     victim.restart()
 
@@ -160,7 +159,7 @@ class PipeJudge:
                 publisher.end()
             self._wait_caught_up()
             for broker in (self.leaf, self.middle, self.root):
-                status = _status(broker)
+                status = status_of(broker)
                 assert not any(topic["gaps"] for topic in status["topics"]), status
                 ended = broker.stop()
                 assert ended.code == 0, ended.stderr
@@ -203,7 +202,7 @@ class PipeJudge:
                 for broker in (self.middle, self.leaf)
                 if _held(broker, topic) != held[topic]
             ]
-            status = _status(self.middle)
+            status = status_of(self.middle)
             ups = [topic for topic in status["topics"] if topic["direction"] == "up"]
             if not missing and len(ups) == len(UP) and not any(topic["lag"] for topic in ups):
                 return
@@ -265,28 +264,6 @@ def _check_same(what: str, copy: Rows, origin: Rows) -> None:
         there = copy[partition]
         assert [row[0] for row in there] == [row[0] for row in rows], f"{what}: other offsets in partition {partition}"
         assert there == rows, f"{what}: other messages in partition {partition}"
-
-
-def _url(broker: Serve) -> str:
-    return f"http://127.0.0.1:{broker.ports['http']}"
-
-
-def get(broker: Serve, path: str) -> tuple[int, Any]:
-    """Status and JSON of an answer."""
-    try:
-        with urllib.request.urlopen(_url(broker) + path, timeout=PATIENCE_S) as response:
-            body = response.read()
-            return response.status, json.loads(body) if body else None
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read() or b"null")
-
-
-def _status(broker: Serve) -> dict[str, Any]:
-    status, found = get(broker, "/pipe/status")
-    assert status == 200, found
-    assert isinstance(found, dict)
-    return found
 
 
 def _held(broker: Serve, name: str) -> list[int] | None:

@@ -60,6 +60,7 @@ class Down:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+        self.partition.log.check_open()
         self._end = self.partition.end
         offset = self._host.gaps.behind(self.place, self._end)
         try:

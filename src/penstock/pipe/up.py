@@ -40,6 +40,7 @@ class Up:
             self._pushed = self.position = await connector.pushed(self.source)
             self._host.heard()
         log = self.partition.log
+        log.check_open()
         if self.position < log.start:
             await self._meet_gap(log.start, parent)
         committed = log.committed

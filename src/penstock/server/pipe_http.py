@@ -157,7 +157,12 @@ class _PipeDoor:
         records: list[dict[str, Any]] = []
         size = 0
         while len(records) < limit and size < RECORDS_BYTES:
-            batches = await self._read(topic, partition, offset)
+            try:
+                batches = await self._read(topic, partition, offset)
+            except PenstockError:
+                if records:
+                    break  # whoever asks for what comes next is told
+                raise
             if not batches:
                 break
             for batch in batches:
@@ -186,14 +191,14 @@ class _PipeDoor:
         """The next batches, as soon as there are any; none if there are none within that time."""
         grown = asyncio.Event()
         partition.groups[grown.set] = self._pipes.waiting[grown.set] = None
+        until = asyncio.get_running_loop().time() + wait_ms / 1000
         try:
-            async with asyncio.timeout(wait_ms / 1000):
-                while True:
-                    grown.clear()
-                    batches = await self._read(topic, partition, offset)
-                    is_over = self._pipes.is_stopping or partition.log.state is State.CLOSED
-                    if batches or is_over or not wait_ms:
-                        return batches
+            while True:
+                grown.clear()
+                batches = await self._read(topic, partition, offset)
+                if batches or self._pipes.is_stopping or partition.log.state is State.CLOSED:
+                    return batches
+                async with asyncio.timeout_at(until):
                     await grown.wait()
         except TimeoutError:
             return []
