@@ -34,6 +34,7 @@ class Peer:
 
     port: int
     pid: int
+    http_port: int = 0
 
     def memory_bytes(self) -> int:
         """What it has of the machine's memory now. Buffers of the kernel, for its sockets, are not in it."""
@@ -47,10 +48,13 @@ def lack(program: str) -> str | None:
     return None if _find(program) else f"{program} is not installed ({_INSTALL[program]}): its lines are left out."
 
 
-def penstock(directory: Path, durability: Literal["flush", "fsync"]) -> AbstractContextManager[Peer]:
+def penstock(
+    directory: Path, durability: Literal["flush", "fsync"], **environment: str
+) -> AbstractContextManager[Peer]:
     arguments = ["--port", "0", "--quiet-port", "0", "--http-port", "0", "--data", str(directory / "data")]
-    ready = r"ready: text on 127\.0\.0\.1:(\d+)"
-    return _serve(["penstock", "serve", *arguments], directory, ready, PENSTOCK_TOPIC_DURABILITY=durability)
+    ready = r"ready: text on 127\.0\.0\.1:(\d+).*http on 127\.0\.0\.1:(\d+)"
+    environment["PENSTOCK_TOPIC_DURABILITY"] = durability
+    return _serve(["penstock", "serve", *arguments], directory, ready, **environment)
 
 
 def nats(directory: Path) -> AbstractContextManager[Peer]:
@@ -85,7 +89,7 @@ def _nats(directory: Path, settings: str) -> AbstractContextManager[Peer]:
 
 @contextmanager
 def _serve(command: list[str], directory: Path, ready: str, **environment: str) -> Iterator[Peer]:
-    """`ready` is found in what the server prints as soon as it listens, and its group is the port."""
+    """`ready` is found in what the server prints as soon as it listens, and its groups are the ports."""
     program = _find(command[0])
     if program is None:
         raise FileNotFoundError(f"{command[0]} is not installed")
@@ -102,19 +106,20 @@ def _serve(command: list[str], directory: Path, ready: str, **environment: str) 
             process_group=0,
         )
     try:
-        yield Peer(_wait_until_ready(process, output, ready), process.pid)
+        port, *http_port = _wait_until_ready(process, output, ready)
+        yield Peer(port, process.pid, *http_port)
     finally:
         _stop(process)
         shutil.rmtree(directory)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], output: Path, ready: str) -> int:
+def _wait_until_ready(process: subprocess.Popen[bytes], output: Path, ready: str) -> list[int]:
     deadline = time.monotonic() + _START_SECONDS_MAX
     while not (found := re.search(ready, output.read_text(), re.DOTALL)):
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{process.args!r} did not start. It said:\n{output.read_text()[-2000:]}")
         time.sleep(0.01)
-    return int(found[1])
+    return list(map(int, found.groups()))
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -1,8 +1,9 @@
 """A parent over HTTP: stored batches where it is Penstock, JSON records where it is not.
 
 GET  /pipe/topics                    who the parent is, and what it has
-GET  /pipe/stream?topic=…&offset=…   batches back to back; the answer waits for the first, and ends when there are no
-                                     more: long polls, because proxies let them through and nobody is read ahead of
+GET  /pipe/stream?topic=…&offset=…   batches back to back, as they come, for some seconds: then the next request. So a
+                                     message costs no request, and a proxy that holds answers back delays it by no
+                                     more than that
 GET  /pipe/push?topic=…              up to where the parent has a partition that is pushed
 POST /pipe/push?topic=…&after=…      batches for it
 GET  /pipe/poll?topic=…&offset=…     records, of a parent that knows no batches
@@ -36,7 +37,7 @@ from penstock.storage.policy import PARTITIONS_MAX
 from penstock.subject import is_literal
 
 TIMEOUT_S: Final = 10.0
-# How long the parent may hold back an answer that it has nothing for.
+# How long an answer may take.
 WAIT_MS: Final = 5000
 # An answer in JSON, and one that tells of an error.
 JSON_BYTES_MAX: Final = BATCH_BYTES_MAX

@@ -1,7 +1,8 @@
 """The HTTP port for brokers below this one: what they copy, and what they push.
 
 GET  /pipe/topics    who this is, and each topic with its origin and what its partitions hold
-GET  /pipe/stream    stored batches of a partition from an offset on, back to back; 204 if none came in time
+GET  /pipe/stream    stored batches of a partition from an offset on, back to back, each as soon as it may be read,
+                     until `wait_ms` are over; 204 if none came by then
 GET  /pipe/poll      the same as JSON records, for clients that know no batches
 GET  /pipe/push      up to where a partition that is pushed here has come
 POST /pipe/push      batches of it, which are durable when the answer comes
@@ -57,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 # Read from a log and held for a child at once, unless a batch is larger; and what one answer has.
 CHUNK_BYTES: Final = 1 << 20
-ANSWER_BYTES: Final = 16 << 20
+ANSWER_BYTES: Final = 64 << 20
 WAIT_MS_MAX: Final = 30_000
 # Records in one answer, and bytes of their messages.
 RECORDS_MAX: Final = 10_000
@@ -136,16 +137,19 @@ class _PipeDoor:
         partition = self._partition(request, topic)
         offset = _number(request, "offset")
         wait_ms = min(_number(request, "wait_ms", default=0), WAIT_MS_MAX)
+        until = asyncio.get_running_loop().time() + wait_ms / 1000
         origin = request.query_params.get("origin")
         if origin is not None and origin != self._pipes.origin(topic):
             raise OriginConflict(
                 f"the topic {topic.topic.name} is {self._pipes.origin(topic)} here, and not {origin}: it was made anew"
             )
-        batches = await self._await_batches(topic, partition, offset, wait_ms)
-        headers = {"penstock-committed": str(partition.log.committed)}
+        batches = await self._await_batches(topic, partition, offset, until)
+        # nginx would wait for more before it passes anything on.
+        headers = {"penstock-committed": str(partition.log.committed), "x-accel-buffering": "no"}
         if not batches:
             return Response(status_code=204, headers=headers)
-        return StreamingResponse(self._batches(topic, partition, batches), media_type=CONTENT_TYPE, headers=headers)
+        content = self._batches(topic, partition, batches, until)
+        return StreamingResponse(content, media_type=CONTENT_TYPE, headers=headers)
 
     async def poll(self, request: Request) -> Response:
         self._admit(request)
@@ -173,25 +177,26 @@ class _PipeDoor:
                 offset = max(offset, batch.end)
         return JSONResponse(records) if records else Response(status_code=204)
 
-    async def _batches(self, topic: ServedTopic, partition: Partition, batches: list[Batch]) -> AsyncIterator[bytes]:
+    async def _batches(
+        self, topic: ServedTopic, partition: Partition, batches: list[Batch], until: float
+    ) -> AsyncIterator[bytes]:
         """These, and what comes behind them. The next are read when the child has taken the last."""
         sent = 0
         while batches:
             data = joined(batches)
             yield data
             sent += len(data)
-            if sent >= ANSWER_BYTES or self._pipes.is_stopping:
+            if sent >= ANSWER_BYTES:
                 return
             try:
-                batches = await self._read(topic, partition, batches[-1].end)
+                batches = await self._await_batches(topic, partition, batches[-1].end, until)
             except PenstockError:
                 return  # whoever asks again is told
 
-    async def _await_batches(self, topic: ServedTopic, partition: Partition, offset: int, wait_ms: int) -> list[Batch]:
-        """The next batches, as soon as there are any; none if there are none within that time."""
+    async def _await_batches(self, topic: ServedTopic, partition: Partition, offset: int, until: float) -> list[Batch]:
+        """The next batches, as soon as there are any; none if there are none by then."""
         grown = asyncio.Event()
         partition.groups[grown.set] = self._pipes.waiting[grown.set] = None
-        until = asyncio.get_running_loop().time() + wait_ms / 1000
         try:
             while True:
                 grown.clear()
