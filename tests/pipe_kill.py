@@ -64,7 +64,8 @@ class Publisher:
 
     def __init__(self, name: str, port: int, topics: tuple[str, ...], seed: int) -> None:
         self.sent: dict[str, list[bytes]] = {topic: [] for topic in topics}
-        self.count = 0
+        # Messages that it was told are stored.
+        self.stored = 0
         self.failure: BaseException | None = None
         self._name = name
         self._topics = topics
@@ -83,19 +84,19 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            with self._client.producer() as producer:
+            with self._client.producer(timeout=PATIENCE_S) as producer:
                 while not self._ends.is_set():
                     for _ in range(self._random.choice((1, 5, 30))):
                         topic = self._random.choice(self._topics)
                         value = f"{self._name}/{len(self.sent[topic])}/".encode()
                         value += b"x" * self._random.choice((0, 10, 100, 1000, 8000))
                         key = f"k{self._random.randrange(9)}" if self._random.random() < 0.5 else None
-                        headers = {"Number": str(self.count)} if self._random.random() < 0.2 else None
+                        headers = {"Number": str(len(self.sent[topic]))} if self._random.random() < 0.2 else None
                         self.sent[topic].append(value)
                         producer.publish(topic, value, key=key, headers=headers)
-                        self.count += 1
                     # So that the pipes keep up.
                     self._ends.wait(self._random.uniform(0, 0.06))
+                    self.stored = producer.stored
                 producer.flush()
         except BaseException as error:  # noqa: BLE001 - the judge raises it
             self.failure = error
@@ -129,7 +130,6 @@ class PipeJudge:
                 Publisher("cloud", self.root.port, DOWN, seed),
                 Publisher("shop", self.middle.port, UP, seed),
             ]
-        self._sent = 0
 
     @property
     def figures(self) -> PipeFigures:
@@ -137,9 +137,9 @@ class PipeJudge:
         return PipeFigures(self.kills, down, up)
 
     def kill_one(self) -> None:
-        """When some more was published: one of the brokers, or several at once."""
+        """When some more was stored: one of the brokers, or several at once."""
         with self._told():
-            self._wait_published(self.random.choice((10, 100, 500)) * self.random.randint(1, 3))
+            self._wait_stored(self.random.choice((10, 100, 500)) * self.random.randint(1, 3))
             brokers = [self.root, self.middle, self.leaf]
             victims = self.random.sample(brokers, self.random.choice((1, 1, 1, 2, 3)))
             for victim in victims:
@@ -182,14 +182,18 @@ class PipeJudge:
                 arrived = [row[1:] for row in root[topic][partition]]
                 assert arrived == origin, f"partition {partition} of {topic} went up, and is not the same at the root"
 
-    def _wait_published(self, count: int) -> None:
+    def _wait_stored(self, count: int) -> None:
+        """Until so many more are stored, of each publisher some."""
         until = time.monotonic() + PATIENCE_S
-        wanted = sum(publisher.count for publisher in self._publishers) + count
-        while sum(publisher.count for publisher in self._publishers) < wanted:
+        before = [publisher.stored for publisher in self._publishers]
+        while True:
+            more = [publisher.stored - then for publisher, then in zip(self._publishers, before, strict=True)]
+            if min(more) and sum(more) >= count:
+                return
             for publisher in self._publishers:
                 if publisher.failure is not None:
                     raise publisher.failure
-            assert time.monotonic() < until, f"{count} more messages are not published within {PATIENCE_S} s"
+            assert time.monotonic() < until, f"{count} more messages are not stored within {PATIENCE_S} s: {more}"
             time.sleep(0.005)
 
     def _wait_caught_up(self) -> None:
