@@ -19,7 +19,7 @@ from tests.server import Flux, Serve, hpub
 from tests.trees import batches, eventually, get, healthy, reason_of, records, status_of, url
 
 # Segments that are sealed, and dropped, in no time.
-SMALL: Final = {
+SMALL: Final[dict[str, Any]] = {
     "topic_segment_bytes": 4096,
     "topic_retain_bytes": 4096,
     "storage_upkeep_ms": 20,
@@ -52,10 +52,10 @@ def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
 
 
 @contextmanager
-def broker(directory: Path, name: str, *parents: Serve | str, **settings: object) -> Iterator[Serve]:
+def broker(directory: Path, name: str, *parents: Serve | str, **settings: Any) -> Iterator[Serve]:
     """One that follows these, quickly."""
     urls = [parent if isinstance(parent, str) else url(parent) for parent in parents]
-    following: dict[str, object] = {"pipe_parent": ",".join(urls)} if urls else {}
+    following: dict[str, Any] = {"pipe_parent": ",".join(urls)} if urls else {}
     with Serve(directory / name, server_node_id=name, pipe_poll_ms=100, **following, **settings) as found:
         yield found
 

@@ -17,7 +17,7 @@ from penstock.pipe.connector import Piece, Remote, RemotePartition, RemoteTopic,
 from penstock.pipe.down import Down, OnGap
 from penstock.pipe.gaps import Gaps
 from penstock.storage.policy import Durability, Policy
-from penstock.storage.store import outcome
+from penstock.storage.store import Store, outcome
 from penstock.testing import FaultyFiles
 from tests.brokers import SECOND, Life, Recorder, in_loop
 
@@ -244,7 +244,7 @@ class Script:
 
 class Following:
     def __init__(self, life: Life, on_gap: OnGap = OnGap.STOP) -> None:
-        self.store = life.store
+        self.store: Store = life.store
         self.gaps = Gaps(life.store, life.clock)
         self.on_gap = on_gap
 

@@ -23,7 +23,7 @@ BATCHES = {"content-type": CONTENT_TYPE}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     directory: Path = tmp_path_factory.mktemp("pipe")
-    settings = {"topic_retain_bytes": 8192, "topic_segment_bytes": 4096, "storage_upkeep_ms": 20}
+    settings: dict[str, Any] = {"topic_retain_bytes": 8192, "topic_segment_bytes": 4096, "storage_upkeep_ms": 20}
     with Serve(directory, server_node_id="root", **settings) as found:
         yield found
 
@@ -34,7 +34,7 @@ def publish(server: Serve, subject: str, *values: bytes, **options: Any) -> None
             client.publish(subject, value, **options)
 
 
-def error(server: Serve, path: str, **query: object) -> tuple[int, str]:
+def error(server: Serve, path: str, **query: Any) -> tuple[int, str]:
     status, told = get(server, path, **query)
     assert told["text"], "it says what is wrong"
     return status, told["code"]
@@ -165,7 +165,7 @@ def at(offset: int, *values: bytes) -> bytes:
     return bytes(batch.data)
 
 
-def push(server: Serve, topic: str, body: bytes, **query: object) -> tuple[int, Any]:
+def push(server: Serve, topic: str, body: bytes, **query: Any) -> tuple[int, Any]:
     query = {"topic": topic, "origin": "shop/1", "partition": 0, "partitions": 1, **query}
     status, answer, _ = ask(server, "/pipe/push", body=body, headers=BATCHES, **query)
     return status, json.loads(answer)

@@ -188,7 +188,7 @@ def test_an_empty_topic_can_become_a_copy_and_one_with_messages_cannot() -> None
 @in_loop
 async def test_a_store_has_one_identity_for_ever() -> None:
     disk = FaultyFiles()
-    found = []
+    found: list[str] = []
     for _ in range(2):
         store = open_store(disk)
         running = asyncio.create_task(store.run())
@@ -212,7 +212,9 @@ class Origin:
 
     @classmethod
     def draw(cls, random: Random) -> Origin:
-        batches, messages, offset = [], {}, random.choice((0, 3))
+        batches: list[bytes] = []
+        messages: dict[int, bytes] = {}
+        offset = random.choice((0, 3))
         for number in range(random.randint(1, 60)):
             if random.random() < 0.1:
                 offset += random.choice((1, 100, 1 << 20))

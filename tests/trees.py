@@ -20,7 +20,7 @@ def url(broker: Serve) -> str:
 
 
 def ask(
-    broker: Serve, path: str, *, body: bytes | None = None, headers: dict[str, str] | None = None, **query: object
+    broker: Serve, path: str, *, body: bytes | None = None, headers: dict[str, str] | None = None, **query: Any
 ) -> tuple[int, bytes, dict[str, str]]:
     """Status, body and headers of an answer."""
     whole = f"{url(broker)}{path}?{urlencode(query)}" if query else url(broker) + path
@@ -33,7 +33,7 @@ def ask(
             return error.code, error.read(), dict(error.headers)
 
 
-def get(broker: Serve, path: str, **query: object) -> tuple[int, Any]:
+def get(broker: Serve, path: str, **query: Any) -> tuple[int, Any]:
     """Status and JSON of an answer."""
     status, body, _ = ask(broker, path, **query)
     return status, json.loads(body) if body else None
@@ -87,7 +87,7 @@ def records(broker: Serve, topic: str, count: int, *, partition: int = 0, offset
     return found
 
 
-def batches(broker: Serve, topic: str, *, partition: int = 0, offset: int = 0, **query: object) -> list[Batch]:
+def batches(broker: Serve, topic: str, *, partition: int = 0, offset: int = 0, **query: Any) -> list[Batch]:
     """What a child is given."""
     status, body, _ = ask(broker, "/pipe/stream", topic=topic, partition=partition, offset=offset, **query)
     assert status in (200, 204), body

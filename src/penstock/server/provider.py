@@ -12,10 +12,8 @@ is there. All clients are told of a refresh.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Coroutine
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.broker.group import Group
@@ -23,6 +21,7 @@ from penstock.broker.intake import Receipt
 from penstock.broker.member import Member, Notice, Place
 from penstock.broker.start import Start
 from penstock.errors import BadRequest, BadSubject, PenstockError, UnknownGroup
+from penstock.pipe import document
 from penstock.run import Run
 from penstock.subject import is_pattern
 from penstock.wire import binary
@@ -31,7 +30,6 @@ from penstock.wire.binary import Frame, Type
 if TYPE_CHECKING:
     from penstock.server.binary import BinarySession
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 DEFAULT_TOPIC: Final = "default-topic"
 DEFAULT_GROUP: Final = "default"
 # A frame is filled up to here.
@@ -75,7 +73,7 @@ class Provider:
         offsets: list[int] = []
         size = 0
         for index, offset in enumerate(run.all_offsets()):
-            record = json.dumps(_record(run, index))
+            record = json.dumps(document.record(run, index))
             if records and size + len(record) > DATA_BYTES:
                 self._send_frame(member, place, records, offsets)
                 records, offsets, size = [], [], 0
@@ -104,7 +102,7 @@ class Provider:
     def _publish(self, number: int, record: dict[str, Any]) -> Coroutine[Any, Any, None] | None:
         subject = str(record.get("topic") or DEFAULT_TOPIC)
         key, data, event = record.get("msg_key"), record.get("data"), record.get("event_type", "MESSAGE")
-        run = Run([subject.encode()], [_value(data)])
+        run = Run([subject.encode()], [document.read_value(data)])
         if key is not None:
             run.keys[0] = str(key).encode()
         match event:
@@ -180,32 +178,3 @@ class Provider:
 
 def _group_name(topic: str, group: str) -> bytes:
     return f"{topic}:{group}".encode()
-
-
-def _value(data: object) -> bytes:
-    if data is None:
-        return b""
-    return (data if isinstance(data, str) else json.dumps(data)).encode()
-
-
-def _record(run: Run, index: int) -> dict[str, Any]:
-    value, key = run.values[index], run.keys.get(index)
-    time_us = run.timestamp if run.timestamps is None else run.timestamps[index]
-    record = {
-        "msgKey": None if key is None else key.decode(errors="replace"),
-        "eventType": "DELETE" if index in run.tombstones else "MESSAGE",
-        "data": value.decode(errors="replace"),
-        "createdAt": _iso(time_us),
-    }
-    try:
-        value.decode()
-    except UnicodeDecodeError:
-        record["dataBase64"] = base64.b64encode(value).decode()
-    return record
-
-
-def _iso(time_us: int) -> str | None:
-    try:
-        return (_EPOCH + timedelta(microseconds=time_us)).isoformat().replace("+00:00", "Z")
-    except OverflowError:
-        return None  # a producer may say what it likes
