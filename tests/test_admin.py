@@ -108,6 +108,27 @@ def test_dead_letters_are_listed_and_sent_again(tmp_path: Path) -> None:
     assert topic.json["positions"][0]["committed"] == 2
 
 
+def test_topics_are_refreshed(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server, Client(f"127.0.0.1:{server.port}") as client:
+        client.publish_many([("orders", b"x"), ("refunds", b"x")])
+        before = get(server, "/admin/refresh-status?topic=orders")
+        missing = ask(server, "POST", "/admin/refresh-topic", {"topics": ["orders", "none"]})
+        still = get(server, "/admin/refresh-status?topic=orders")
+        begun = ask(server, "POST", "/admin/refresh-topic", {"topics": ["orders", "refunds"]})
+        # Nobody reads it: there is nobody to wait for.
+        while get(server, "/admin/refresh-status?topic=orders").json["state"] != "COMPLETED":
+            pass
+        wrong = [
+            ask(server, "POST", "/admin/refresh-topic", body).status for body in ({}, {"topics": []}, {"topic": 7})
+        ]
+
+    assert (before.json["state"], still.json["state"]) == ("IDLE", "IDLE")
+    assert (missing.status, missing.code) == (404, "UNKNOWN_TOPIC")
+    assert begun.status == 202
+    assert [refresh["topic"] for refresh in begun.json["refreshes"]] == ["orders", "refunds"]
+    assert wrong == [400, 400, 400]
+
+
 # ---- settings and figures
 
 

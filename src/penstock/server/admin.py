@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from penstock.errors import BadRequest
 from penstock.server import calls
 from penstock.server.routes import Asked, Endpoint, Field, Json
 
@@ -50,6 +51,21 @@ async def _settings(asked: Asked) -> Json:
 
 async def _letters(asked: Asked) -> Json:
     return await calls.call(asked.server, {"pattern": ">", **asked.fields, "call": "dead_letters"})
+
+
+async def _refresh(asked: Asked) -> Json:
+    fields = asked.fields
+    names = [fields["topic"]] if "topic" in fields else fields.get("topics")
+    if not isinstance(names, list) or not names or len(names) > ROWS_MAX or len(fields) != 1:
+        raise BadRequest(f"name a topic, or 1 to {ROWS_MAX} topics")
+    # First all of them are looked for: none is refreshed if one is not there.
+    for name in names:
+        await calls.call(asked.server, {"call": "refresh_status", "name": name})
+    return {"refreshes": [await calls.call(asked.server, {"call": "refresh_topic", "name": name}) for name in names]}
+
+
+async def _refresh_status(asked: Asked) -> Json:
+    return await calls.call(asked.server, {"call": "refresh_status", "name": asked.text("topic")})
 
 
 ENDPOINTS: Final = (
@@ -175,6 +191,26 @@ ENDPOINTS: Final = (
             Field(name="count", kind="number", about="at most so many; all, if it is not said"),
             Field(name="offsets", kind="numbers", about="only those at these offsets"),
         ),
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/refresh-topic",
+        about="Let all consumers of a topic, or of several, begin anew: RESET, all of it again, READY",
+        answer=_refresh,
+        fields=(
+            Field(name="topic", kind="text", about="one topic"),
+            Field(name="topics", kind="texts", about="or several"),
+        ),
+        status=202,
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/refresh-status",
+        about="How far the refresh of a topic is, and whom it waits for",
+        answer=_refresh_status,
+        fields=(Field(name="topic", kind="text", about="the topic", place="query", required=True),),
         guarded=True,
     ),
     Endpoint(

@@ -14,6 +14,7 @@ from penstock.server.routes import Asked, Endpoint, Field, Json, Kind
 _CONVERTER: Final = re.compile(r":\w+\}")
 _SCHEMAS: Final[Mapping[Kind, Json]] = {
     "text": {"type": "string"},
+    "texts": {"type": "array", "items": {"type": "string"}},
     "number": {"type": "integer", "minimum": 0},
     "flag": {"type": "boolean"},
     "numbers": {"type": "array", "items": {"type": "integer", "minimum": 0}},

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-Kind = Literal["text", "number", "flag", "numbers", "object", "any"]
+Kind = Literal["text", "texts", "number", "flag", "numbers", "object", "any"]
 
 # What a request may bring.
 BODY_BYTES_MAX: Final = 1 << 20
