@@ -118,9 +118,8 @@ def test_topics_are_refreshed(tmp_path: Path) -> None:
         # Nobody reads it: there is nobody to wait for.
         while get(server, "/admin/refresh-status?topic=orders").json["state"] != "COMPLETED":
             pass
-        wrong = [
-            ask(server, "POST", "/admin/refresh-topic", body).status for body in ({}, {"topics": []}, {"topic": 7})
-        ]
+        bodies: list[dict[str, Any]] = [{}, {"topics": []}, {"topic": 7}]
+        wrong = [ask(server, "POST", "/admin/refresh-topic", body).status for body in bodies]
 
     assert (before.json["state"], still.json["state"]) == ("IDLE", "IDLE")
     assert (missing.status, missing.code) == (404, "UNKNOWN_TOPIC")

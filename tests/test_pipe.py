@@ -597,3 +597,21 @@ def connect(url, caller):
 def test_what_nobody_has_added_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"pipe\.type is 'owl': it must be one of those that are installed: http"):
         Serve(tmp_path, pipe_type="owl")
+
+
+# ---- who may
+
+
+def test_brokers_of_a_tree_share_their_secrets(tmp_path: Path) -> None:
+    secrets = {"auth_user": "ann", "auth_password": "secret"}
+    with broker(tmp_path, "root", **secrets) as root, broker(tmp_path, "stranger", root) as stranger:
+        with Client(f"127.0.0.1:{root.port}", user="ann", password="secret") as client:
+            client.publish("prices", b"1")
+        for path in ("topics", "poll", "stream", "push"):
+            assert get(root, f"/pipe/{path}", topic="prices", partition=0, offset=0)[0] == 401
+        reason_of(stranger, "a user and a password", health="UNHEALTHY")
+        with broker(tmp_path, "child", root, **secrets) as child:
+            healthy(child)
+            with Client(f"127.0.0.1:{child.port}", user="ann", password="secret") as client:
+                prices = client.subscribe("prices", start="earliest")
+                assert prices.get(timeout=20).value == b"1"

@@ -72,6 +72,8 @@ class Caller:
     poll_ms: int
     batch_size: int
     clock: Clock
+    # What a parent is told that wants to know a user or a token, as HTTP has it: brokers of one tree share them.
+    authorization: str | None = None
 
 
 class PipeConnector(Protocol):

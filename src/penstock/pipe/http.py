@@ -64,7 +64,8 @@ class HttpConnector:
         self._caller = caller
         # Each partition has a request under way, most of the time.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits)
+        headers = {} if caller.authorization is None else {"Authorization": caller.authorization}
+        self._client = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, headers=headers)
         self._document: _Document | None = None
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -33,6 +33,8 @@ class Settings:
     poll_ms: int = 1000
     batch_size: int = 100
     on_gap: OnGap = OnGap.STOP
+    # See `Caller`.
+    authorization: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class Pipes:
             poll_ms=settings.poll_ms,
             batch_size=settings.batch_size,
             clock=self.broker.clock,
+            authorization=settings.authorization,
         )
 
     # For children.

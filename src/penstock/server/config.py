@@ -617,6 +617,11 @@ def _conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterato
     for one, other in permutations(("auth.user", "auth.password"), 2):
         if values[one] is not None and values[other] is None:
             yield f"{one} ({origins[one]}) needs {other}: set both, or neither"
+    if values["registry.url"] is not None and values["pipe.parent"] is not None:
+        yield (
+            f"registry.url ({origins['registry.url']}) and pipe.parent ({origins['pipe.parent']}) both say whom to "
+            "follow: keep one of them"
+        )
     for one, other in combinations(("server.port", "server.quiet_port", "server.http_port"), 2):
         if values[one] == values[other] != 0:
             yield f"{one} ({origins[one]}) and {other} ({origins[other]}) are both {values[one]}: they must differ"

@@ -23,7 +23,7 @@ class HttpPort:
         self._socket = socket.create_server((host, port))
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            routes.application(server, endpoints(server), pipe_http.routes(server.broker, server.pipes, server.version)),
+            routes.application(server, endpoints(server), pipe_http.routes(server)),
             log_level="warning",
             lifespan="off",
             ws="none",

@@ -8,16 +8,14 @@ GET  /pipe/push      up to where a partition that is pushed here has come
 POST /pipe/push      batches of it, which are durable when the answer comes
 GET  /pipe/status    this broker in the tree
 
-An error is {"code", "text"}: 400 for what cannot be read, 404 for a topic that is not there, 409 for what does not fit
-together, 410 for an offset that retention has dropped (with `start`, where to go on).
+An error is {"code", "text"}, as everywhere; an offset that retention has dropped is 410, with `start`, where to go on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from starlette.requests import ClientDisconnect, Request
@@ -31,18 +29,11 @@ from penstock.broker.sources import source_number
 from penstock.broker.topic import ServedTopic
 from penstock.errors import (
     BadRequest,
-    BrokerError,
-    Closed,
     CorruptBatch,
-    DiskError,
     OffsetOutOfRange,
     OriginConflict,
     OutOfSequence,
-    Overloaded,
     PenstockError,
-    PipeLoop,
-    ReadOnlyTopic,
-    TopicConflict,
     UnknownTopic,
 )
 from penstock.pipe.batches import CONTENT_TYPE, BatchReader, check_stored, joined
@@ -50,11 +41,13 @@ from penstock.pipe.document import stored_record
 from penstock.pipe.pipes import Pipes
 from penstock.pipe.topology import NODE_ID_CHARACTERS_MAX
 from penstock.run import open_batch
+from penstock.server.routes import authorize, refusal
 from penstock.storage.log import State
 from penstock.storage.policy import PARTITIONS_MAX
 from penstock.storage.store import outcome
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from penstock.server.server import Server
 
 # Read from a log and held for a child at once, unless a batch is larger; and what one answer has.
 CHUNK_BYTES: Final = 1 << 20
@@ -66,32 +59,19 @@ RECORDS_BYTES: Final = 4 << 20
 NUMBER_MAX: Final = (1 << 62) - 1
 ORIGIN_CHARACTERS_MAX: Final = 512
 
-_STATUS: Final[list[tuple[type[PenstockError], int]]] = [
-    (OffsetOutOfRange, 410),
-    (UnknownTopic, 404),
-    (OriginConflict, 409),
-    (PipeLoop, 409),
-    (OutOfSequence, 409),
-    (ReadOnlyTopic, 409),
-    (TopicConflict, 409),
-    (Overloaded, 503),
-    (Closed, 503),
-    (BrokerError, 503),
-    (DiskError, 503),
-]
-
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-def routes(broker: Broker, pipes: Pipes, version: str) -> list[Route]:
-    door = _PipeDoor(broker, pipes, version)
+def routes(server: Server) -> list[Route]:
+    """All but the status are for brokers, and need a user or a token where the server has one."""
+    door = _PipeDoor(server.broker, server.pipes, server.version)
     return [
-        Route("/pipe/topics", _told(door.topics)),
-        Route("/pipe/stream", _told(door.stream)),
-        Route("/pipe/poll", _told(door.poll)),
-        Route("/pipe/push", _told(door.pushed), methods=["GET"]),
-        Route("/pipe/push", _told(door.push), methods=["POST"]),
-        Route("/pipe/status", _told(door.status)),
+        Route("/pipe/topics", _guarded(server, door.topics)),
+        Route("/pipe/stream", _guarded(server, door.stream)),
+        Route("/pipe/poll", _guarded(server, door.poll)),
+        Route("/pipe/push", _guarded(server, door.pushed), methods=["GET"]),
+        Route("/pipe/push", _guarded(server, door.push), methods=["POST"]),
+        Route("/pipe/status", door.status),
     ]
 
 
@@ -311,18 +291,18 @@ class _PipeDoor:
         return topic.partitions[number]
 
 
-def _told(answer: Answer) -> Answer:
-    """An error becomes the answer."""
+def _guarded(server: Server, answer: Answer) -> Answer:
+    """For whoever may ask; an error becomes the answer."""
 
     async def answered(request: Request) -> Response:
         try:
+            authorize(server, request)
             return await answer(request)
+        except OffsetOutOfRange as error:
+            places = {"offset": error.offset, "start": error.start, "end": error.end}
+            return JSONResponse({"code": error.code, "text": str(error), **places}, status_code=410)
         except PenstockError as error:
-            told: dict[str, Any] = {"code": error.code, "text": str(error)}
-            if isinstance(error, OffsetOutOfRange):
-                told |= {"offset": error.offset, "start": error.start, "end": error.end}
-            status = next((status for kind, status in _STATUS if isinstance(error, kind)), 400)
-            return JSONResponse(told, status_code=status)
+            return refusal(error)
         except ClientDisconnect:
             return Response(status_code=400)
 

@@ -27,9 +27,13 @@ from penstock.errors import (
     BrokerError,
     DiskError,
     GroupConflict,
+    OriginConflict,
     OutOfSequence,
     PeerError,
     PenstockError,
+    PipeLoop,
+    ReadOnlyTopic,
+    RefreshConflict,
     RequestTooLarge,
     StageLost,
     StaleCommit,
@@ -38,6 +42,7 @@ from penstock.errors import (
     TopicConflict,
     Unauthorized,
     UnknownGroup,
+    UnknownNode,
     UnknownTopic,
 )
 
@@ -58,7 +63,12 @@ STATUSES: Final[Mapping[type[PenstockError], int]] = {
     Unauthorized: 401,
     UnknownTopic: 404,
     UnknownGroup: 404,
+    UnknownNode: 404,
     TopicConflict: 409,
+    ReadOnlyTopic: 409,
+    OriginConflict: 409,
+    PipeLoop: 409,
+    RefreshConflict: 409,
     GroupConflict: 409,
     TooManyTopics: 409,
     StaleLayout: 409,
@@ -149,7 +159,7 @@ def _served(server: Server, endpoint: Endpoint) -> Callable[[Request], Awaitable
     async def serve(request: Request) -> Response:
         try:
             if endpoint.guarded:
-                _authorize(server, request)
+                authorize(server, request)
             given = await endpoint.answer(Asked(server, await _fields(endpoint, request), request))
         except PenstockError as error:
             return refusal(error)
@@ -172,7 +182,8 @@ async def _missed(_request: Request, error: Exception) -> Response:
     return JSONResponse({"code": BadRequest.code, "text": text}, error.status_code, error.headers)
 
 
-def _authorize(server: Server, request: Request) -> None:
+def authorize(server: Server, request: Request) -> None:
+    """Raise unless it may ask."""
     if server.needs_auth and not server.authorizes(_credentials(request.headers.get("authorization", ""))):
         server.counters.unauthorized += 1
         raise Unauthorized("this needs a user and a password (Basic), or a token (Bearer)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import logging
 import os
@@ -128,7 +129,10 @@ class Server:
             node_id=config.server.node_id,
             connect=connect,
             settings=PipeSettings(
-                poll_ms=config.pipe.poll_ms, batch_size=config.pipe.batch_size, on_gap=OnGap(config.pipe.on_gap)
+                poll_ms=config.pipe.poll_ms,
+                batch_size=config.pipe.batch_size,
+                on_gap=OnGap(config.pipe.on_gap),
+                authorization=_authorization(config),
             ),
         )
         self._topology = topology
@@ -421,6 +425,16 @@ def _topology(config: Config) -> Topology | None:
         "up": _listed(pipe.up),
     }
     return Topology.from_json(value)
+
+
+def _authorization(config: Config) -> str | None:
+    """What a parent is told that wants to know who asks."""
+    auth = config.auth
+    if auth.token is not None:
+        return f"Bearer {auth.token}"
+    if auth.user is None:
+        return None
+    return f"Basic {base64.b64encode(f'{auth.user}:{auth.password}'.encode()).decode()}"
 
 
 def _listed(text: str | None) -> list[str]:
