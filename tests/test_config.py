@@ -67,6 +67,13 @@ DEFAULTS = {
     "dlq.prefix": "DLQ",
     "registry.url": None,
     "registry.poll_ms": 30_000,
+    "pipe.parent": None,
+    "pipe.topics": None,
+    "pipe.up": None,
+    "pipe.poll_ms": 1000,
+    "pipe.batch_size": 100,
+    "pipe.type": "http",
+    "pipe.on_gap": "stop",
 }
 
 # The example configurations of the brokers whose files and variables are understood.
@@ -188,7 +195,7 @@ def test_every_default_is_allowed() -> None:
 def test_a_configuration_cannot_be_changed(place: Place) -> None:
     loaded = place.load({"topics": {"orders": {}}})
     config = loaded.config
-    sections = (config.server, config.auth, config.storage, config.topic, config.flow, config.dlq)
+    sections = (config.server, config.auth, config.storage, config.topic, config.flow, config.dlq, config.pipe)
     for part in (loaded, config, *sections, config.topics["orders"]):
         with pytest.raises(FrozenInstanceError):
             setattr(part, fields(part)[0].name, None)
@@ -203,6 +210,7 @@ def test_a_configuration_cannot_be_changed(place: Place) -> None:
         ("topic.cleanup", ["delete", "compact"]),
         ("topic.dedup", ["off", "id", "payload"]),
         ("flow.mode", ["block", "drop", "shed"]),
+        ("pipe.on_gap", ["stop", "skip"]),
     ],
 )
 def test_every_choice_may_be_made(place: Place, key: str, choices: list[str]) -> None:
@@ -233,7 +241,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
 def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None:
     setting = SETTINGS[key]
     other = [choice for choice in setting.choices if choice != setting.default]
-    text = "http://some" if key == "registry.url" else "some"
+    text = "http://some" if setting.pattern.startswith("http") else "some"
     value = other[0] if other else text if setting.low is None else setting.low + 1
     partner = {"auth.user": "PENSTOCK_AUTH_PASSWORD", "auth.password": "PENSTOCK_AUTH_USER"}.get(key)
     name = "PENSTOCK_" + key.upper().replace(".", "_")
@@ -434,6 +442,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("ack.max_retries", 999, "topic.deliveries_max", 1000),
         ("dlq.prefix", "DEAD.", "dlq.prefix", "DEAD"),
         ("dlq.prefix", "a.b", "dlq.prefix", "a.b"),
+        ("pipe.poll-interval", "2s", "pipe.poll_ms", 2000),
+        ("pipe.batch-size", 50, "pipe.batch_size", 50),
         ("deduplication.window", "2m", "topic.dedup_window_ms", 120_000),
         ("deduplication.enabled", False, "topic.dedup", "off"),
         ("deduplication.enabled", True, "topic.dedup", "id"),
@@ -486,8 +496,6 @@ def test_a_wrong_value_under_another_name_is_refused_by_that_name(
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("pipe.poll-interval", "yet"),
-        ("pipe.batch-size", "yet"),
         ("cluster.node_id", "yet"),
         ("cluster.raft_addr", "yet"),
         ("cluster.raft_dir", "yet"),
@@ -530,13 +538,13 @@ def test_the_yaml_example(place: Place) -> None:
         "topic.segment_bytes": 1 << 30,
         "registry.url": "http://localhost:8080",
         "registry.poll_ms": 30_000,
+        "pipe.poll_ms": 1000,
+        "pipe.batch_size": 100,
     }
     assert changed(loaded) == expected
     assert [warning.split()[0] for warning in loaded.warnings] == [
         "broker.network.threads.boss",
         "broker.network.threads.worker",
-        "broker.pipe.poll-interval",
-        "broker.pipe.batch-size",
     ]
     environ = {"NODE_ID": "b-1", "DATA_DIR": "/app/data", "BROKER_PORT": "9000", "HTTP_PORT": "8081"}
     assert changed(place.load(YAML_EXAMPLE, suffix=".yml", environ=environ)) == expected | {
@@ -676,6 +684,7 @@ def test_a_value_may_be_written_in_several_ways(place: Place, key: str, value: A
         ("server.host", ["", None, 1, True]),
         ("auth.token", ["", 1234]),
         ("dlq.prefix", [".", "DLQ..", ".DLQ", "DLQ.*", "DLQ.>", "D LQ", ""]),
+        ("pipe.parent", ["root:8222", "ftp://root", "http://", ""]),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(place: Place, key: str, values: list[Any]) -> None:
@@ -734,6 +743,8 @@ BOUNDS = [
     ("flow.burst", 1, None),
     ("flow.buffer", 1, None),
     ("registry.poll_ms", 100, 86_400_000),
+    ("pipe.poll_ms", 10, 3_600_000),
+    ("pipe.batch_size", 1, 10_000),
 ]
 
 
