@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from bench import append, batch, clients, doors, read, spark, spark_start, upkeep
+from bench import append, batch, clients, doors, pipe, read, spark, spark_start, upkeep
 from bench.measure import Bench, Line
 
 SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
@@ -35,6 +35,7 @@ SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "producer": clients.measure_producer,
     "consumer": clients.measure_consumer,
     "fetch": clients.measure_fetch,
+    "pipe": pipe.measure,
     "spark read": spark.measure_read,
     "spark fetch": spark.measure_fetch,
     "spark write": spark.measure_write,

@@ -1,11 +1,11 @@
 """The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000
---drivers 5`.
+--pipes 50 --drivers 5`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
 appends, then `--fuzz` rounds of any bytes for the parsers of all doors, then `--serves` times kill -9 of a server
-under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections; and
-then `--drivers` times kill -9 of a Spark driver between its sink's commit and Spark's own. A failure names the seed
-that shows it again.
+under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections;
+then `--pipes` times kill -9 of brokers in a tree while messages flow through it; and then `--drivers` times kill -9
+of a Spark driver between its sink's commit and Spark's own. A failure names the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.progress import Progress, track
 from tests.client_kill import ClientFigures, ClientJudge
 from tests.fuzz import fuzz
 from tests.kill import KillJudge
+from tests.pipe_kill import PipeFigures, PipeJudge
 from tests.serve_kill import Figures, ServeJudge
 from tests.simulation import simulate
 from tests.spark_soak import kill_drivers
@@ -94,6 +95,20 @@ def soak_fuzz(seed: int, rounds: int) -> int:
         return fuzz(seed, rounds, lambda done: progress.update(task, completed=done))
 
 
+def soak_pipes(seed: int, count: int) -> PipeFigures:
+    # A failure leaves it behind, and names it.
+    directory = Path(tempfile.mkdtemp(prefix="penstock-soak-"))
+    judge = PipeJudge(directory, seed)
+    with Progress() as progress:
+        task = progress.add_task("kill -9 in a tree", total=count)
+        while judge.kills < count:
+            judge.kill_one()
+            progress.update(task, completed=judge.kills)
+    judge.finish()
+    shutil.rmtree(directory)
+    return judge.figures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak")
     parser.add_argument("--seed", type=int, default=1)
@@ -102,6 +117,7 @@ def main() -> int:
     parser.add_argument("--serves", type=int, default=100)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--fuzz", type=int, default=200_000)
+    parser.add_argument("--pipes", type=int, default=50)
     parser.add_argument("--drivers", type=int, default=5)
     options = parser.parse_args()
     if options.cuts:
@@ -116,6 +132,8 @@ def main() -> int:
         print(f"{soak_serves(options.seed, options.serves)}: none lost, none twice")
     if options.clients:
         print(f"{soak_clients(options.seed, options.clients)}: none lost, none twice")
+    if options.pipes:
+        print(f"{soak_pipes(options.seed, options.pipes)}: none lost, none twice")
     if options.drivers:
         print(f"{options.drivers} drivers killed, {soak_drivers(options.seed, options.drivers)} rows: each stored once")
     return 0

@@ -1,0 +1,79 @@
+"""A tree of brokers from its registry to a replica's answers: real processes, as they would be deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.client.sync import Client
+from tests.registries import Registry
+from tests.replicas import ReplicaProcess
+from tests.server import Serve
+from tests.trees import healthy, status_of, url
+
+TOPIC: Final = "price-topic"
+PRICES: Final = {"AAPL": "189.95", "GOOGL": "140.93", "MSFT": "378.91", "TSLA": "248.48", "AMZN": "153.42"}
+MANY: Final = 100_000
+
+
+@contextmanager
+def node(directory: Path, registry: Registry, name: str) -> Iterator[Serve]:
+    """A broker that knows nothing but its name and the registry."""
+    settings: dict[str, Any] = {
+        "server_node_id": name,
+        "registry_url": registry.url,
+        "registry_poll_ms": 200,
+        "pipe_poll_ms": 100,
+    }
+    with Serve(directory / name, **settings) as broker:
+        yield broker
+
+
+def nodes(path: Path, *above: tuple[str, str, Serve | None, str | None]) -> None:
+    """Write the registry's file."""
+    text = ""
+    for name, role, broker, parent in above:
+        text += f'[[nodes]]\nid = "{name}"\nrole = "{role}"\n'
+        text += f'url = "{url(broker)}"\n' if broker is not None else ""
+        text += f'parent = "{parent}"\n' if parent is not None else ""
+    path.write_text(text)
+
+
+def test_prices_at_the_root_are_answered_by_a_replica_two_levels_below(tmp_path: Path) -> None:
+    """TE-06: the document's run, and then a hundred thousand messages while the broker in the middle is killed."""
+    path = tmp_path / "tree.toml"
+    nodes(path, ("root", "ROOT", None, None))
+    with (
+        Registry(path) as registry,
+        node(tmp_path, registry, "root") as root,
+        node(tmp_path, registry, "l2") as l2,
+        node(tmp_path, registry, "l3") as l3,
+    ):
+        nodes(path, ("root", "ROOT", root, None), ("l2", "L2", l2, "root"), ("l3", "L3", l3, "l2"))
+        with Client(f"127.0.0.1:{root.port}") as client:
+            for symbol, price in PRICES.items():
+                client.publish(TOPIC, price.encode(), key=symbol)
+        with ReplicaProcess(tmp_path / "replica", l3.ports["quiet"], TOPIC) as replica:
+            replica.wait_records(5)
+            assert {symbol: replica.get(f"key/{symbol}")["data"] for symbol in PRICES} == PRICES
+            assert [record["offset"] for record in replica.records()] == [0, 1, 2, 3, 4]
+            with Client(f"127.0.0.1:{l3.port}") as client:
+                replica.wait_for(lambda: client.group(f"{TOPIC}-group").positions[0].committed == 5)
+            assert [status_of(broker)["role"] for broker in (root, l2, l3)] == ["ROOT", "L2", "L3"]
+
+            with Client(f"127.0.0.1:{root.port}") as client, client.producer() as producer:
+                for part in range(4):
+                    for number in range(part * MANY // 4, (part + 1) * MANY // 4):
+                        producer.publish(TOPIC, b"%d" % number)
+                    producer.flush()
+                    if part < 3:
+                        l2.kill()
+                        l2.restart()
+            replica.wait_records(5 + MANY)
+            found = replica.records()
+            assert [record["offset"] for record in found] == list(range(5 + MANY))
+            assert [record["data"] for record in found[5:]] == [str(number) for number in range(MANY)]
+        for broker in (l2, l3):
+            healthy(broker)
