@@ -40,6 +40,9 @@ async def ask(
         raise TimedOut(f"{url} has not answered within {answer_s:g} s") from None
     except (httpx.ConnectError, httpx.InvalidURL) as error:
         raise NoBroker(f"nobody answers at {url}: {error}") from None
+    except AttributeError:
+        # What anyio raises under uvloop, if a connection ends in the moment in which it was made.
+        raise ConnectionLost(f"the connection to {url} was lost at once") from None
     except httpx.HTTPError as error:
         # Its text tells how many bytes came, which is another number each time.
         raise ConnectionLost(f"{url} has not answered to the end: {type(error).__name__}") from None

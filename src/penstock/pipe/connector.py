@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import Final, NamedTuple, Protocol
 
 from penstock.batch import Batch
 from penstock.clock import Clock
-from penstock.errors import BadConfig
+from penstock.parts import find
 
 GROUP: Final = "penstock.pipes"
-# Where the ones that ship are, though the package be not installed: a source tree has no entry points.
-_SHIPPED: Final = {"http": "penstock.pipe.http:connect"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +100,11 @@ Connect = Callable[[str, Caller], PipeConnector]
 
 def find_connector(name: str) -> Connect:
     """The function that connects to a parent. BadConfig if nobody has registered that name."""
-    entries = {name: EntryPoint(name, value, GROUP) for name, value in _SHIPPED.items()}
-    entries |= {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in entries:
-        known = ", ".join(sorted(entries))
-        raise BadConfig([f"pipe.type is {name!r}: it must be one of those that are installed: {known}"])
+    entry = find(GROUP, "pipe.type", name)
 
     def connect(url: str, caller: Caller) -> PipeConnector:
         # Loaded by whoever has a parent: a broker without one starts without an HTTP client.
-        connector: PipeConnector = entries[name].load()(url, caller)
+        connector: PipeConnector = entry.load()(url, caller)
         return connector
 
     return connect

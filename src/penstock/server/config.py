@@ -38,6 +38,7 @@ class ServerConfig:
     port: int = field(default=4222, metadata=_about("text door; 0: any free port", 0, 65535))
     quiet_port: int = field(default=9092, metadata=_about("doors whose clients speak first; 0: any free", 0, 65535))
     http_port: int = field(default=8222, metadata=_about("HTTP door; 0: any free port", 0, 65535))
+    network: str = field(default="tcp", metadata=_about("who waits for connections: tcp, or one that a package adds"))
     node_id: str = field(default="local-001", metadata=_about("name of this broker among others"))
     heartbeat_s: int = field(default=120, metadata=_about("the text door sends a PING this often", 1, 86_400))
     handshake_s: int = field(default=30, metadata=_about("closes who sent no whole command by then", 1, 86_400))
@@ -66,6 +67,7 @@ class AuthConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
     data_dir: str = field(default="./data", metadata=_about("directory of all data"))
+    files: str = field(default="os", metadata=_about("how the disk is reached: os, or one that a package adds"))
     reader: Literal["pread", "mmap"] = field(default="pread", metadata=_about("how sealed segments are read"))
     unflushed_bytes_max: int = field(default=64 << 20, metadata=_about("bytes that wait for a write", 1))
     tail_bytes_max: int = field(default=64 << 20, metadata=_about("last batches, kept in memory", 0))
@@ -391,6 +393,7 @@ _ALIASES: Final[dict[str, _Target]] = {
         "flow_control.mode": "flow.mode",
         "flow_control.rate": "flow.rate",
         "network.port": "server.quiet_port",
+        "network.type": "server.network",
         "node.id": "server.node_id",
         "pipe.poll_interval": "pipe.poll_ms",
         "registry.poll_interval": "registry.poll_ms",
@@ -409,7 +412,6 @@ _ALIASES: Final[dict[str, _Target]] = {
     "ack.max_retries": _Target("topic.deliveries_max", Setting(kind="count", low=0, high=999), lambda n: n + 1),
     "cluster.enabled": _Target(None, Setting(kind="bool", choices=(False,), note="clustering is not available yet")),
     "deduplication.enabled": _Target("topic.dedup", _BOOL, {True: "id", False: "off"}.get),
-    "network.type": _Target(None, Setting(kind="choice", choices=("tcp",))),
     "storage.fsync_on_write": _Target("topic.durability", _BOOL, {True: "fsync", False: "flush"}.get),
 }
 _NO_EFFECT: Final[Mapping[str, str]] = {

@@ -11,6 +11,7 @@ import resource
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -22,6 +23,7 @@ from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
 from penstock.clock import SystemClock
+from penstock.parts import find
 from penstock.pipe.connector import find_connector
 from penstock.pipe.down import OnGap
 from penstock.pipe.pipes import Pipes
@@ -31,15 +33,15 @@ from penstock.server.config import Config, TopicConfig
 from penstock.server.door import Door
 from penstock.server.http import HttpPort
 from penstock.server.moments import elapsed, iso
+from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
+from penstock.storage.files import Files
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
 from penstock.wire.binary import SCRATCH_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Connections that the system keeps for us until we take them.
-BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
 # In the data directory: the last topology that the registry told.
 TOPOLOGY_NAME: Final = "topology.json"
@@ -122,7 +124,9 @@ class Server:
         clock = SystemClock()
         # Before the data directory is touched: what is wrong with it is told first.
         connect, topology = find_connector(config.pipe.type), _topology(config)
-        self._store = Store(Path(config.storage.data_dir), settings=_store_settings(config), clock=clock)
+        self._network: Listen = find("penstock.networks", "server.network", config.server.network).load()
+        files: Files = find("penstock.files", "storage.files", config.storage.files).load()()
+        self._store = Store(Path(config.storage.data_dir), settings=_store_settings(config), files=files, clock=clock)
         self.broker = Broker(self._store, clock=clock, settings=_broker_settings(config))
         self.pipes = Pipes(
             self.broker,
@@ -153,7 +157,7 @@ class Server:
         self._started = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[Listener] = []
         self.ports: dict[str, int] = {}
 
     # Its life.
@@ -210,17 +214,11 @@ class Server:
             await watch(url, self.config.server.node_id, poll_ms, path, self.pipes.follow)
 
     async def _listen(self) -> None:
-        loop = asyncio.get_running_loop()
         server = self.config.server
         for name, port, greets in (("text", server.port, True), ("quiet", server.quiet_port, False)):
-            listener = await loop.create_server(
-                lambda greets=greets: Door(self, greets=greets),  # type: ignore[misc]
-                server.host,
-                port,
-                backlog=BACKLOG,
-            )
+            listener = await self._network(partial(Door, self, greets=greets), server.host, port)
             self._listeners.append(listener)
-            self.ports[name] = listener.sockets[0].getsockname()[1]
+            self.ports[name] = listener.port
 
     async def _stop_sessions(self) -> None:
         """Take no more connections and commands, and let those that are there have their answers."""

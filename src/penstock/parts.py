@@ -1,0 +1,30 @@
+"""Parts of a broker that a setting chooses by name: those that ship, and those that packages add by entry points.
+
+penstock.files        storage.files   `Files`: the calls to the disk            (storage/files.py)
+penstock.networks     server.network  `Listen`: who waits for connections       (server/network.py)
+penstock.pipes        pipe.type       `Connect`: what carries a pipe            (pipe/connector.py)
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+from penstock.errors import BadConfig
+
+# Also where the package is not installed: a source tree has no entry points.
+_SHIPPED: Final = {
+    "penstock.files": {"os": "penstock.storage.files:OsFiles"},
+    "penstock.networks": {"tcp": "penstock.server.network:listen"},
+    "penstock.pipes": {"http": "penstock.pipe.http:connect"},
+}
+
+
+def find(group: str, setting: str, name: str) -> EntryPoint:
+    """What is registered under that name; it is not loaded yet. BadConfig if nothing is."""
+    entries = {name: EntryPoint(name, value, group) for name, value in _SHIPPED[group].items()}
+    entries |= {entry.name: entry for entry in entry_points(group=group)}
+    if name not in entries:
+        known = ", ".join(sorted(entries))
+        raise BadConfig([f"{setting} is {name!r}: it must be one of those that are installed: {known}"])
+    return entries[name]
