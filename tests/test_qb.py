@@ -539,6 +539,7 @@ def test_a_silent_subscriber_is_dropped_and_its_messages_go_to_the_others(tmp_pa
                 client.ack(got)
         assert silent.next().kind == HEARTBEAT
         assert silent.rest() == ""
+        assert client.heartbeat().kind == HEARTBEAT
         with urllib.request.urlopen(f"http://127.0.0.1:{server.ports['http']}/varz") as answer:
             assert json.load(answer)["since_start"]["stale"] == 1
 

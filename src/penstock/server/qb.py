@@ -37,8 +37,8 @@ from penstock.wire.prefixed import Kind, Message
 if TYPE_CHECKING:
     from penstock.server.prefixed import Frame, PrefixedSession
 
-# To who says nothing for so long the server says that it is there. A subscriber that says nothing for twice as long is
-# gone, and so is anybody who says nothing for so many times as long.
+# Who says nothing for so long is asked. A subscriber that says nothing for as long again is gone; others are waited for
+# so many times as long.
 BEAT_S: Final = 30.0
 SILENT_BEATS: Final = 10
 
@@ -52,6 +52,8 @@ class Qb:
     def __init__(self, session: PrefixedSession) -> None:
         self._session = session
         self._beat_s = min(BEAT_S, session.server.config.server.heartbeat_s)
+        # For how long nothing had been heard when it was asked, if it was.
+        self._asked_s: float | None = None
         # Subscriptions whose messages are done when they are sent.
         self._careless: set[str] = set()
 
@@ -294,12 +296,15 @@ class Qb:
         self._send_heartbeat(sequence)
 
     def beat(self, silent_s: float) -> float:
-        beats = silent_s / self._beat_s
-        if beats >= (2 if self._session.memberships else SILENT_BEATS):
+        if silent_s < self._beat_s:
+            self._asked_s = None
+        elif self._asked_s is None:
+            # Also after a moment in which this server itself was away: nobody is dropped who was not asked.
+            self._asked_s = silent_s
+            self._send_heartbeat(0)
+        elif silent_s - self._asked_s >= self._beat_s * (1 if self._session.memberships else SILENT_BEATS - 1):
             self._session.server.counters.stale += 1
             self._session.peer.close()
-        elif beats >= 1:
-            self._send_heartbeat(0)
         return self._beat_s / 2
 
     def _send_heartbeat(self, sequence: int) -> None:
