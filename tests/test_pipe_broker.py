@@ -5,17 +5,30 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from penstock.batch import Batch, accept, encode
 from penstock.broker.broker import Settings
 from penstock.broker.group import Mode
-from penstock.errors import AppendFailed, BadSubject, OriginConflict, PenstockError, ReadOnlyTopic, TopicConflict
+from penstock.errors import (
+    AppendFailed,
+    BadSubject,
+    NoBroker,
+    OriginConflict,
+    PenstockError,
+    ReadOnlyTopic,
+    TimedOut,
+    TopicConflict,
+)
 from penstock.pipe.batches import BatchReader, check_stored
 from penstock.pipe.connector import Piece, Remote, RemotePartition, RemoteTopic, Source
 from penstock.pipe.down import Down, OnGap
 from penstock.pipe.gaps import Gaps
+from penstock.pipe.parent import Parent
+from penstock.pipe.topology import Role, Topology
 from penstock.storage.policy import Durability, Policy
 from penstock.storage.store import Store, outcome
 from penstock.testing import FaultyFiles
@@ -315,3 +328,23 @@ def test_a_batch_with_a_wrong_bit_is_not_stored(place: int) -> None:
 def _check_all(data: bytes) -> None:
     for batch in BatchReader().feed(data) or [Batch(data)]:
         check_stored(batch, b"t")
+
+
+# ---- how the parent is
+
+
+@in_loop
+async def test_a_parent_that_says_nothing_for_a_minute_is_told_and_so_is_one_that_never_did() -> None:
+    async with Life(FaultyFiles()) as life:
+        tree = cast(Any, SimpleNamespace(broker=life.broker, node="child"))
+        parent = Parent(tree, Topology(node_id="child", role=Role.L2, parents=("http://root:8222",)))
+        assert parent.health() == ("UNHEALTHY", "connecting to http://root:8222")
+        parent.heard_us = life.clock.monotonic_us()
+        # One request that took too long is no reason yet.
+        parent.error = TimedOut("no answer within 10 s")
+        await life.advance(60 * SECOND)
+        assert parent.health() == ("HEALTHY", "")
+        await life.advance(1)
+        assert parent.health() == ("DEGRADED", "http://root:8222 has not answered for 60 s")
+        parent.error = NoBroker("nobody answers")
+        assert parent.health() == ("UNHEALTHY", "nobody answers")
