@@ -535,7 +535,12 @@ def test_who_must_say_who_it_is_says_so_first(tmp_path: Path) -> None:
             assert client.ask("LIST").startswith("ERROR: say AUTH")
             assert client.all_frames() == []
         with Cursus(server) as client:
+            client.send(struct.pack(">I", 1 << 20) + b"AUTH user=")
+            assert client.all_frames() == [b"ERROR: a frame of 1048576 bytes, 65536 are allowed"]
+        with Cursus(server) as client:
             assert client.ask("AUTH user=ann password=wrong").startswith("ERROR: the broker does not know")
+            assert client.all_frames() == []
+        with Cursus(server) as client:
             assert client.ask("AUTH user=ann password=secret") == "OK"
             assert client.ask("LIST") == "(no topics)"
 

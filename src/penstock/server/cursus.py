@@ -135,9 +135,11 @@ class Cursus:
             case "GROUP_STATUS":
                 self._say_json(self._status(arguments))
             case "AUTH":
-                if not self._session.authorize(arguments):
-                    raise Unauthorized("the broker does not know this user or token")
-                self._say("OK")
+                if self._session.authorize(arguments):
+                    self._say("OK")
+                else:
+                    self._say_error(Unauthorized("the broker does not know this user or token"))
+                    self._session.peer.close()
             case "HELP":
                 self._say("\n".join(["Available commands:", *(f"  {prefixed.usage(verb)}" for verb in prefixed.VERBS)]))
             case "EXIT":

@@ -242,8 +242,10 @@ class PrefixedSession(asyncio.Protocol):
         names = {"user": "user", "password": "pass", "token": "auth_token"}
         if not self.is_authorized:
             self.is_authorized = self.server.authorizes({theirs: options.get(name) for name, theirs in names.items()})
-            self.server.counters.unauthorized += not self.is_authorized
-            self._reader.bytes_max = FRAME_BYTES_MAX
+            if self.is_authorized:
+                self._reader.bytes_max = FRAME_BYTES_MAX
+            else:
+                self.server.counters.unauthorized += 1
         return self.is_authorized
 
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
