@@ -29,7 +29,7 @@ from tests.server import PATIENCE_S, Serve, clean_environment
 
 # Nobody listens there: it is never given out.
 NOBODY: Final = 1
-# Of the topics of `quick`.
+# Of the topics of `quick` and `patient`.
 DELIVERIES: Final = 2
 
 
@@ -45,6 +45,14 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One that soon delivers again what is not acknowledged."""
     directory = tmp_path_factory.mktemp("quick")
     with Serve(directory, topic_ack_deadline_ms=50, topic_deliveries_max=DELIVERIES) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """One whose deadlines a client can keep on a busy machine."""
+    directory = tmp_path_factory.mktemp("patient")
+    with Serve(directory, topic_ack_deadline_ms=3000, topic_deliveries_max=DELIVERIES) as server:
         yield server
 
 
@@ -426,8 +434,10 @@ def test_a_handler_that_raises_is_given_the_message_again(
     assert inbox.is_empty
 
 
-def test_what_takes_longer_than_its_deadline_is_not_delivered_again(connect: Connect, quick: Serve, name: str) -> None:
-    client, begun, go_on = connect(to=quick), threading.Event(), threading.Event()
+def test_what_takes_longer_than_its_deadline_is_not_delivered_again(
+    connect: Connect, patient: Serve, name: str
+) -> None:
+    client, begun, go_on = connect(to=patient), threading.Event(), threading.Event()
 
     def take(message: BrokerMessage) -> None:
         begun.set()
@@ -443,10 +453,10 @@ def test_what_takes_longer_than_its_deadline_is_not_delivered_again(connect: Con
     for text in ("is handled", "waits"):
         assert client.publish_text(name, text)
     assert begun.wait(PATIENCE_S)
-    other = connect(to=quick)
+    other = connect(to=patient)
     assert other.create_and_subscribe(clock, clock, handler=fail)
     assert other.publish_text(clock, "x")
-    with Client(f"127.0.0.1:{quick.port}") as observer:
+    with Client(f"127.0.0.1:{patient.port}") as observer:
         # By then all deadlines are over, as often as there are deliveries.
         eventually(lambda: observer.group(clock).dead_lettered)
         assert (observer.group(name).redelivered, observer.group(name).dead_lettered) == (0, 0)
@@ -456,16 +466,16 @@ def test_what_takes_longer_than_its_deadline_is_not_delivered_again(connect: Con
 
 
 def test_what_was_not_handled_before_the_end_does_not_count_as_delivered(
-    connect: Connect, quick: Serve, name: str
+    connect: Connect, patient: Serve, name: str
 ) -> None:
-    publisher, handled = connect(to=quick), Inbox()
+    publisher, handled = connect(to=patient), Inbox()
     texts = [str(number) for number in range(2 * DELIVERIES)]
     assert publisher.create_topic(name)
     assert publisher.create_subscription(name, name)
     for text in texts:
         assert publisher.publish_text(name, text)
     for _ in texts:
-        client = connect(to=quick)
+        client = connect(to=patient)
 
         def take(message: BrokerMessage, client: BrokerClient = client) -> None:
             handled(message)
