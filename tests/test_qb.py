@@ -264,7 +264,7 @@ def test_without_acknowledgements_a_message_is_done_when_it_is_sent(tmp_path: Pa
 
 
 def test_who_acknowledges_gets_again_what_it_does_not(tmp_path: Path) -> None:
-    with Serve(tmp_path, topic_ack_deadline_ms=100, topic_deliveries_max=3) as server, Qb(server) as client:
+    with Serve(tmp_path, topic_ack_deadline_ms=1000, topic_deliveries_max=3) as server, Qb(server) as client:
         client.create("events", "s")
         client.subscribe("s", auto_ack="false")
         client.publish("events", b"done")
@@ -524,7 +524,7 @@ def test_a_frame_that_stops_half_way_costs_nobody_anything(server: Serve, client
 
 
 def test_a_silent_subscriber_is_dropped_and_its_messages_go_to_the_others(tmp_path: Path) -> None:
-    with Serve(tmp_path, server_heartbeat_s=1) as server, Qb(server) as silent, Qb(server) as client:
+    with Serve(tmp_path, server_heartbeat_s=2) as server, Qb(server) as silent, Qb(server) as client:
         silent.create("events", "s")
         silent.subscribe("s", "silent", auto_ack="false")
         client.subscribe("s", "alive", auto_ack="false")
