@@ -67,7 +67,7 @@ def test_batches_come_as_they_are_stored(server: Serve) -> None:
 def test_an_answer_waits_for_the_next_message(server: Serve) -> None:
     publish(server, "awaited", b"a")
     found: list[Batch] = []
-    thread = threading.Thread(target=lambda: found.extend(batches(server, "awaited", offset=1, wait_ms=20_000)))
+    thread = threading.Thread(target=lambda: found.extend(batches(server, "awaited", offset=1, wait_ms=5_000)))
     thread.start()
     publish(server, "awaited", b"b")
     thread.join(PATIENCE_S)
@@ -147,6 +147,7 @@ def test_what_cannot_be_read_is_refused(server: Serve, path: str) -> None:
 
 
 def test_limits_of_a_poll_are_refused(server: Serve) -> None:
+    publish(server, "refused", b"a")
     for limit in ("0", "10001", "many"):
         assert error(server, "/pipe/poll", topic="refused", offset=0, limit=limit) == (400, "BAD_REQUEST")
 

@@ -7,13 +7,12 @@ For people, text that could be misread, or could do things to a terminal, is sho
 from __future__ import annotations
 
 import base64
-from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
+
+from penstock.moments import iso_or_none
 
 Document = dict[str, Any]
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def shown(data: bytes, *, alone: bool) -> str:
@@ -44,7 +43,4 @@ def counted(count: int, noun: str) -> str:
 @lru_cache(maxsize=1024)
 def iso(time_us: int) -> str | None:
     """None if it is not of the years 1 to 9999."""
-    try:
-        return (_EPOCH + timedelta(microseconds=time_us)).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    except OverflowError:
-        return None
+    return iso_or_none(time_us, "microseconds")

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from penstock.batch import OFFSET_MAX, Batch, encode
 from penstock.errors import BadParent
+from penstock.moments import iso_or_none
 from penstock.run import Run
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -32,7 +33,7 @@ def record(run: Run, index: int) -> dict[str, Any]:
         "msgKey": None if key is None else key.decode(errors="replace"),
         "eventType": "DELETE" if index in run.tombstones else "MESSAGE",
         "data": value.decode(errors="replace"),
-        "createdAt": _iso(time_us),
+        "createdAt": iso_or_none(time_us),
     }
     if not _is_utf8(value):
         found["dataBase64"] = base64.b64encode(value).decode()
@@ -137,13 +138,6 @@ def _time_us(value: object, now_us: int) -> int:
     except (ValueError, OverflowError):
         pass
     return now_us
-
-
-def _iso(time_us: int) -> str | None:
-    try:
-        return (_EPOCH + timedelta(microseconds=time_us)).isoformat().replace("+00:00", "Z")
-    except OverflowError:
-        return None  # a producer may say what it likes
 
 
 def _is_utf8(data: bytes) -> bool:

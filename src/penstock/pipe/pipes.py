@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from penstock.broker.broker import Broker
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PipeLoop
+from penstock.moments import iso
 from penstock.pipe.connector import Caller, Connect
 from penstock.pipe.down import Down, OnGap
 from penstock.pipe.gaps import Gaps
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 # Children that are remembered, and for how long after they were last seen.
 CHILDREN_MAX: Final = 10_000
 CHILD_US: Final = 10 * 60 * 1_000_000
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +167,11 @@ class Pipes:
             "parent": None if parent is None else parent.url,
             "health": health,
             "reason": reason,
-            "since": _iso(self._since_us),
+            "since": iso(self._since_us, "milliseconds"),
             "ancestry": list(self.ancestry),
             "topics": [*self._status_down(), *self._status_up()],
             "children": [
-                {"node": node, "address": child.address, "seen": _iso(child.seen_us)}
+                {"node": node, "address": child.address, "seen": iso(child.seen_us, "milliseconds")}
                 for node, child in self._children.items()
             ],
         }
@@ -211,7 +209,3 @@ class Pipes:
 
 def _places(topic: ServedTopic) -> list[tuple[int, int]]:
     return [(partition.topic_id, partition.number) for partition in topic.partitions]
-
-
-def _iso(time_us: int) -> str:
-    return (_EPOCH + timedelta(microseconds=time_us)).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -15,12 +15,12 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
 from penstock.clock import Clock
 from penstock.errors import BadDirectory, LogDamaged
+from penstock.moments import iso
 from penstock.replica.disk import Disk
 from penstock.replica.index import Index, Place, Row, Segment, Topic, Totals
 from penstock.replica.record import BadRecord, Record, Scan, decode, encode
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 INDEX: Final = "index.db"
 # So much is taken in at once when a copy is opened.
 _CATCH_UP_BYTES: Final = 4 << 20
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Copy:
@@ -125,7 +124,7 @@ class Copy:
             self._next[segment.partition] = segment.end + 1
 
     def _now(self) -> str:
-        return (_EPOCH + timedelta(microseconds=self._clock.now_us())).isoformat().replace("+00:00", "Z")
+        return iso(self._clock.now_us())
 
     # Reading.
 

@@ -10,7 +10,6 @@ import socket
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
 import uvicorn
@@ -21,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.errors import DiskError
+from penstock.moments import iso_or_none
 from penstock.replica import openapi
 from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies
@@ -35,7 +35,6 @@ T = TypeVar("T")
 # Of what a range answers.
 ANSWER_BYTES_MAX: Final = 8 << 20
 _THREADS: Final = 4
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class HttpPort:
@@ -222,7 +221,7 @@ class Queries:
             **key,
             "eventType": "DELETE" if record.deleted else "MESSAGE",
             **_text("data", record.value),
-            "createdAt": _iso(record.timestamp_us),
+            "createdAt": iso_or_none(record.timestamp_us),
             "subject": record.subject or self._copies.topic_name or self._config.topic,
             "headers": dict(record.headers),
         }
@@ -302,13 +301,6 @@ def _text(name: str, value: bytes) -> dict[str, str]:
         return {name: value.decode()}
     except UnicodeDecodeError:
         return {name: value.decode(errors="replace"), f"{name}Base64": base64.b64encode(value).decode()}
-
-
-def _iso(time_us: int) -> str | None:
-    try:
-        return (_EPOCH + timedelta(microseconds=time_us)).isoformat().replace("+00:00", "Z")
-    except OverflowError:
-        return None  # a producer may say what it likes
 
 
 def _range_of(totals: Mapping[int, Totals]) -> dict[str, int | None]:

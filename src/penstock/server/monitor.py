@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
+from penstock.moments import elapsed, iso
 from penstock.server.metrics import Metrics
-from penstock.server.moments import elapsed, iso
 from penstock.server.routes import Asked, Endpoint, Field, Json
 
 if TYPE_CHECKING:

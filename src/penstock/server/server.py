@@ -23,6 +23,7 @@ from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
 from penstock.clock import SystemClock
+from penstock.moments import elapsed, iso
 from penstock.parts import find
 from penstock.pipe.connector import find_connector
 from penstock.pipe.down import OnGap
@@ -32,7 +33,6 @@ from penstock.pipe.topology import Role, Topology
 from penstock.server.config import Config, TopicConfig
 from penstock.server.door import Door
 from penstock.server.http import HttpPort
-from penstock.server.moments import elapsed, iso
 from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
 from penstock.storage.files import Files

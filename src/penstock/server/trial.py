@@ -123,9 +123,8 @@ async def _fill(server: Server, subject: bytes, runs: AsyncGenerator[Run, None])
 async def _publish(server: Server, run: Run) -> None:
     """Wait until all of it is stored; raises if some of it is not."""
     broker = server.broker
-    while not broker.is_ready(run):
-        for error in (await broker.prepare(run)).values():
-            raise error
+    for error in (await broker.make_ready(run)).values():
+        raise error
     settled: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
 
     def done(receipt: Receipt) -> None:

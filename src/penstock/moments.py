@@ -8,8 +8,16 @@ from typing import Final
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def iso(time_us: int) -> str:
-    return (_EPOCH + timedelta(microseconds=time_us)).isoformat().replace("+00:00", "Z")
+def iso(time_us: int, timespec: str = "auto") -> str:
+    """Raises OverflowError if it is not of the years 1 to 9999: a producer may say what it likes."""
+    return (_EPOCH + timedelta(microseconds=time_us)).isoformat(timespec=timespec).replace("+00:00", "Z")
+
+
+def iso_or_none(time_us: int, timespec: str = "auto") -> str | None:
+    try:
+        return iso(time_us, timespec)
+    except OverflowError:
+        return None
 
 
 def elapsed(duration_us: int) -> str:
