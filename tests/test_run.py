@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batch import Batch, encode, parse
-from penstock.run import Run, batch_bytes, open_batch
+from penstock.errors import BatchTooLarge
+from penstock.run import RUN_BYTES, Run, batch_bytes, check_size, open_batch, split
 
 TOPIC: Final = b"orders"
 
@@ -485,3 +486,55 @@ def test_a_large_run_is_foreseen_closely() -> None:
     run = run_of([Message(TOPIC, bytes(1000))] * 1000)
 
     assert batch_bytes(run) < 1.05 * len(run.encode(b"another", 0).data)
+
+
+_messages = st.lists(
+    st.tuples(st.binary(max_size=40), st.sampled_from([b"t", b"t.a", b"t.longer.subject"]), st.integers(0, 63)),
+    min_size=1,
+    max_size=60,
+)
+
+
+def _made(messages: list[tuple[bytes, bytes, int]]) -> Run:
+    run = Run([subject for _, subject, _ in messages], [value for value, _, _ in messages])
+    for index, (value, _, parts) in enumerate(messages):
+        if parts & 1:
+            run.keys[index] = value
+        if parts & 2:
+            run.replies[index] = b"_INBOX.1"
+        if parts & 4:
+            run.headers[index] = b"A: 1\r\n"
+        if parts & 8:
+            run.tombstones.add(index)
+        if parts & 16:
+            run.times[index] = 1
+    run.stamp(1)
+    return run
+
+
+@given(_messages, st.booleans())
+def test_no_batch_is_larger_than_its_calculated_size(messages: list[tuple[bytes, bytes, int]], holes: bool) -> None:
+    run = _made(messages)
+    if holes:
+        run.offsets = range(0, 2 * len(run), 2)
+    assert len(run.stored(b"t")) <= batch_bytes(run)
+
+
+@given(_messages, st.integers(RUN_BYTES, RUN_BYTES + 1000))
+def test_the_pieces_of_a_run_fit_and_are_together_the_run(messages: list[tuple[bytes, bytes, int]], limit: int) -> None:
+    run = _made(messages)
+    pieces = list(split(run, limit))
+    assert all(batch_bytes(piece) <= limit or len(piece) == 1 for piece in pieces)
+    together = pieces[0]
+    for piece in pieces[1:]:
+        together.extend(piece)
+    assert (together.values, together.subjects, together.keys) == (run.values, run.subjects, run.keys)
+    assert (together.replies, together.headers, together.times) == (run.replies, run.headers, run.times)
+    assert together.tombstones == run.tombstones
+
+
+def test_a_run_that_does_not_fit_names_the_limit() -> None:
+    run = Run([b"t"], [b"x" * 100])
+    check_size(run, 1000)
+    with pytest.raises(BatchTooLarge, match="the limit is 300"):
+        check_size(run, 300)

@@ -8,14 +8,16 @@ a single message on the way through the broker.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from penstock.batch import Batch, Buffer, Compression, encode
+from penstock.batch import BATCH_BYTES_MAX, Batch, Buffer, Compression, encode
+from penstock.errors import BatchTooLarge
 
-# What a batch takes besides the bytes of its messages: for itself, and for the offsets of each message.
+# The most that a batch takes besides the bytes of its messages, whatever columns it has: the header and the padding of
+# every column; and for each message 20 bytes of offsets in five columns, 8 of its timestamp, 4 of its delta, six bits.
 RUN_BYTES: Final = 256
-MESSAGE_BYTES: Final = 24
+MESSAGE_BYTES: Final = 33
 
 
 class Run:
@@ -203,7 +205,10 @@ class Run:
 
 
 def batch_bytes(run: Run) -> int:
-    """At least as many bytes as a batch of the run has."""
+    """The size of the run's batch, or a little more: never less, in whatever form it is encoded.
+
+    This is the one calculation of a run's size. Every intake compares it with BATCH_BYTES_MAX, and `split` cuts by it.
+    """
     if run.size:
         return run.size
     size = RUN_BYTES + sum(map(len, run.values)) + sum(map(len, run.subjects)) + MESSAGE_BYTES * len(run.values)
@@ -211,6 +216,40 @@ def batch_bytes(run: Run) -> int:
         if items:
             size += sum(map(len, items.values()))
     return size
+
+
+def message_bytes(run: Run, index: int) -> int:
+    """What one message adds to `batch_bytes`."""
+    size = MESSAGE_BYTES + len(run.values[index]) + len(run.subjects[index])
+    for items in (run.keys, run.replies, run.headers):
+        if index in items:
+            size += len(items[index])
+    return size
+
+
+def check_size(run: Run, bytes_max: int = BATCH_BYTES_MAX) -> None:
+    """Raise BatchTooLarge if a batch of the run could be larger than this."""
+    size = batch_bytes(run)
+    if size > bytes_max:
+        raise BatchTooLarge(
+            f"{size} bytes in one batch (values, keys, subjects, replies and headers), "
+            f"the limit is {bytes_max}: send less at once"
+        )
+
+
+def split(run: Run, bytes_max: int) -> Iterator[Run]:
+    """The run in pieces, in order, each with a batch of at most `bytes_max`; a larger message is alone in its piece."""
+    if batch_bytes(run) <= bytes_max:
+        yield run
+        return
+    begin, size = 0, RUN_BYTES
+    for index in range(len(run)):
+        added = message_bytes(run, index)
+        if index > begin and size + added > bytes_max:
+            yield run.select(range(begin, index))
+            begin, size = index, RUN_BYTES
+        size += added
+    yield run.select(range(begin, len(run)))
 
 
 def open_batch(batch: Batch, topic: bytes, from_offset: int = 0) -> Run:

@@ -40,6 +40,7 @@ from penstock.errors import (
     UnknownGroup,
     UnknownTopic,
 )
+from penstock.health import Usage
 from penstock.run import Run, open_batch
 from penstock.storage.log import Done
 from penstock.storage.meta import Change
@@ -137,6 +138,10 @@ class Broker:
         # And not for longer than a day: who is woken looks again, and what a client asked for may be beyond any clock.
         delay_us = min(max(0, when_us - self.clock.monotonic_us()), _SLEEP_US_MAX) + 1000
         return self._loop.call_later(delay_us / 1e6, callback)
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each limited table is, by name."""
+        return {"opened_batches": self._opened.usage}
 
     # Topics.
 

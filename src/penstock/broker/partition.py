@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from penstock.batch import Batch
+from penstock.health import Usage
 from penstock.run import Run, open_batch
 from penstock.storage.log import Done, Log, State
 from penstock.storage.policy import Policy
@@ -43,6 +44,10 @@ class Opened:
         while self._bytes > self._bytes_max and len(self._runs) > 1:
             self._drop(next(iter(self._runs)))
         return known.at_least(offset)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._bytes, self._bytes_max)
 
     def forget(self, place: tuple[int, int]) -> None:
         for key in [key for key in self._runs if key[:2] == place]:

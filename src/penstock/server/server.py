@@ -23,6 +23,7 @@ from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
 from penstock.clock import SystemClock
+from penstock.health import Usage
 from penstock.moments import elapsed, iso
 from penstock.parts import find
 from penstock.pipe.connector import find_connector
@@ -355,7 +356,13 @@ class Server:
             return f"partitions that cannot be opened: {', '.join(self.broker.refused)}"
         if self.broker.failed:
             return f"an fsync failed, restart: these topics take nothing more: {', '.join(self.broker.failed)}"
-        return None
+        problems = self._store.health.problems
+        return "; ".join(f"{name}: {problem}" for name, problem in problems.items()) or None
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each limited cache, queue and table is, by name."""
+        connections = Usage(len(self._sessions), self.config.server.connections_max)
+        return {"connections": connections, **self.broker.usage(), **self._store.usage()}
 
     def statistics(self) -> dict[str, Any]:
         """All that is counted, under the names that nats-server has where it has the same."""
@@ -395,6 +402,8 @@ class Server:
             "lost_to_retention": sum(group.lost for group in self.broker.groups.values()),
             **totals._asdict(),
             "since_start": asdict(self.counters),
+            "limits": {name: usage._asdict() for name, usage in self.usage().items()},
+            "faults": dict(self._store.health.faults),
         }
 
 

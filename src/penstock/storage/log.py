@@ -52,7 +52,7 @@ from penstock.errors import (
     ReadFailed,
     ReadOnlyTopic,
 )
-from penstock.run import Run, batch_bytes
+from penstock.run import Run, batch_bytes, check_size
 from penstock.storage import compaction, recovery, retention
 from penstock.storage.files import Files
 from penstock.storage.flush import Part, Sync, Write
@@ -264,9 +264,11 @@ class Log:
     def gather(self, run: Run, done: Done | None = None) -> int:
         """Take a run that is the log's from now on, and return the offset of its first message.
 
-        It shares a batch with the runs around it, which the worker encodes. `done` as in `append`.
+        It shares a batch with the runs around it, which the worker encodes. `done` as in `append`. Raises BatchTooLarge
+        if it cannot be one batch.
         """
         self._check_writable()
+        check_size(run)
         size, count = batch_bytes(run), len(run)
         self._owner.appended(self, size)
         offset = self.end

@@ -51,6 +51,7 @@ from penstock.errors import (
     UnknownTopic,
     UnsupportedBatch,
 )
+from penstock.health import Health, Usage
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
 from penstock.storage.histogram import MESSAGES, SECONDS, Histogram
@@ -99,6 +100,7 @@ class Store:
     ) -> None:
         self.directory = directory
         self.settings = settings or Settings()
+        self.health = Health()
         self._files: Files = files or OsFiles()
         self._clock: Clock = clock or SystemClock()
         self._open_segments = OpenSegments(self.settings.open_segments_max)
@@ -202,6 +204,10 @@ class Store:
         settled, done = outcome()
         self._state.write(changes, done)
         await settled
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each limited table is, by name."""
+        return {"unflushed_bytes": Usage(self.unflushed_bytes, self.settings.unflushed_bytes_max)}
 
     # Rounds.
 
