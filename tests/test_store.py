@@ -29,12 +29,13 @@ from penstock.errors import (
     PenstockError,
     UnknownTopic,
 )
+from penstock.run import Run
 from penstock.storage import store as store_module
 from penstock.storage.files import SYNC_EACH_MAX, OsFiles
 from penstock.storage.log import Log, State
 from penstock.storage.meta import Change, Meta
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Settings, Store, outcome
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import append, values
 from tests.watched import Call, WatchedFiles
@@ -134,7 +135,7 @@ def serve(store: Store, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
             if not isinstance(asked.exception(), PowerCut | Closed):
                 rounds.cancel()
             [ended] = await asyncio.gather(rounds, return_exceptions=True)
-            if isinstance(ended, ExceptionGroup):
+            if isinstance(ended, BaseExceptionGroup):
                 raise ended.exceptions[0]
             return await asked
 
@@ -1218,33 +1219,72 @@ def test_what_waits_when_run_begins_is_written(tmp_path: Path) -> None:
     drive(main)
 
 
-def test_a_crash_in_a_round_surfaces_from_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call_name", ["write", "sync"])
+def test_an_unexpected_error_in_a_round_fails_its_log_and_no_other(tmp_path: Path, call_name: str) -> None:
     async def main() -> None:
         files = WatchedFiles(OsFiles())
-        store = Store(tmp_path, files=files)
-        log = store.log(store.create_topic("orders").id)
-        rounds = asyncio.create_task(store.run())
-        assert await store.append(log, batch(b"a")) == 0
+        with Store(tmp_path, files=files) as store:
+            log = store.log(store.create_topic("orders").id)
+            other = store.log(store.create_topic("other").id)
+            async with running(store):
+                assert await store.append(log, batch(b"a")) == 0
 
-        def before(call: Call) -> None:
-            if call.name == "write" and call.path.parent == log.directory:
-                raise RuntimeError("a fault of ours")
+                def before(call: Call) -> None:
+                    if call.name == call_name and call.path.parent == log.directory:
+                        raise RuntimeError("a bug")
 
-        files.before = before
-        waiting = asyncio.create_task(store.append(log, batch(b"b")))
-        with pytest.raises(ExceptionGroup) as crash:
-            await rounds
-        assert crash.group_contains(RuntimeError, match="a fault of ours")
-        assert not waiting.done()
-        files.before = None
-        store.close()
-        with pytest.raises(Closed):
-            await waiting
+                files.before = before
+                with pytest.raises(LogFailed, match="a bug"):
+                    await store.append(log, batch(b"b"))
+                assert await store.append(other, batch(b"c")) == 0
+                assert log in store.failed
+                assert other not in store.failed
+                assert sum(store.health.faults.values()) == 1
+                with pytest.raises(LogFailed):
+                    await store.append(log, batch(b"d"))
+                assert [found.count for found in log.read(0, 1)] == [1]
+            files.before = None
 
     drive(main)
     with Store(tmp_path) as store:
-        assert values(store.log(1))[:1] == [b"a"]
-        assert not store.log(1).verify().damage
+        assert store.log(store.topics[0].id).end >= 1
+
+
+def test_a_run_that_cannot_be_encoded_is_taken_back_and_the_log_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            log = store.log(store.create_topic("orders").id)
+            async with running(store):
+                settled, done = outcome()
+                log.gather(Run([b"orders"], [None]), done)  # type: ignore[list-item]
+                with pytest.raises(AppendFailed, match="encoding"):
+                    await settled
+                settled, done = outcome()
+                log.gather(Run([b"orders"], [b"sound"]), done)
+                assert await settled == 0
+                assert store.health.faults == {"write": 1}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.storage.log.batch_bytes", lambda _run: 100)
+        patch.setattr("penstock.storage.log.check_size", lambda _run: None)
+        drive(main)
+
+
+def test_one_who_waits_and_raises_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Store(tmp_path) as store:
+            log = store.log(store.create_topic("orders").id)
+
+            def raises(_offset: int, _error: PenstockError | None) -> None:
+                raise RuntimeError("a bug")
+
+            async with running(store):
+                log.append(batch(b"a"), done=raises)
+                assert await store.append(log, batch(b"b")) == 1
+                assert store.health.faults == {"finish": 1}
+                assert log not in store.failed
+
+    drive(main)
 
 
 def test_an_append_whose_caller_went_away_is_stored_all_the_same(tmp_path: Path) -> None:
@@ -1767,89 +1807,44 @@ def test_a_change_that_was_asked_for_before_run_is_made_by_it(tmp_path: Path) ->
     drive(main)
 
 
-def test_a_change_is_not_waited_for_when_the_rounds_crash(tmp_path: Path) -> None:
+def test_a_change_is_refused_when_the_state_cannot_be_written_for_a_bug(tmp_path: Path) -> None:
     async def main() -> None:
         files = WatchedFiles(OsFiles())
-        store = Store(tmp_path, files=files)
+        with Store(tmp_path, files=files) as store:
 
-        def before(call: Call) -> None:
-            if call.name == "write":
-                raise RuntimeError("a fault of ours")
+            def before(call: Call) -> None:
+                if call.name == "write":
+                    raise RuntimeError("a bug")
 
-        files.before = before
-        rounds = asyncio.create_task(store.run())
-        under_way = asyncio.create_task(store.create_topic_async("under way"))
-        waiting = asyncio.create_task(store.create_topic_async("waiting"))
-        with pytest.raises(ExceptionGroup) as crash:
-            await rounds
-        assert crash.group_contains(RuntimeError, match="a fault of ours")
-        with pytest.raises(Closed, match="next start"):
-            await under_way
-        assert not waiting.done()
-        files.before = None
-        store.close()
-        with pytest.raises(Closed, match="nothing was changed"):
-            await waiting
+            async with running(store):
+                files.before = before
+                for _ in range(2):
+                    with pytest.raises(LogFailed, match="a bug"):
+                        await store.create_topic_async("orders")
+            files.before = None
 
     drive(main)
     with Store(tmp_path) as store:
         assert store.topics == []
 
 
-def test_close_waits_for_what_a_crash_left_in_the_worker(tmp_path: Path) -> None:
+def test_a_bug_in_a_change_of_a_topic_takes_it_back(tmp_path: Path) -> None:
     async def main() -> None:
         files = WatchedFiles(OsFiles())
-        store = Store(tmp_path, files=files)
-        kept = store.log(store.create_topic("kept").id)
-        rounds = asyncio.create_task(store.run())
-        gate = hold_below(files, "make_directory", tmp_path / "topics" / "2")
-        creation = asyncio.create_task(store.create_topic_async("orders"))
-        await gate.reached.wait()
+        with Store(tmp_path, files=files) as store:
 
-        def before(call: Call) -> None:
-            if call.name == "write" and call.path.parent == kept.directory:
-                raise RuntimeError("a fault of ours")
+            def before(call: Call) -> None:
+                if call.name == "make_directory":
+                    raise RuntimeError("a bug")
 
-        files.before = before
-        kept.append(batch(b"a"))
-        with pytest.raises(ExceptionGroup):
-            await rounds
-        with pytest.raises(Closed, match="next start"):
-            await creation
-        files.before = None
-        files.calls.clear()
-        closing = asyncio.get_running_loop().run_in_executor(None, store.close)
-        gate.open()
-        await closing
-        made = [call.name for call in files.calls if call.path.is_relative_to(tmp_path / "topics" / "2")]
-        assert "create" in made
-        after = files.calls[[call.name for call in files.calls].index("create") :]
-        assert any(call.path.is_relative_to(tmp_path / "topics" / "0") for call in after), "it was not waited for"
-
-    drive(main)
-    with Store(tmp_path) as store:
-        assert [topic.name for topic in store.topics] == ["kept", "orders"]
-
-
-def test_a_fault_of_ours_in_a_change_surfaces_from_run_too(tmp_path: Path) -> None:
-    async def main() -> None:
-        files = WatchedFiles(OsFiles())
-        store = Store(tmp_path, files=files)
-
-        def before(call: Call) -> None:
-            if call.name == "make_directory":
-                raise RuntimeError("a fault of ours")
-
-        files.before = before
-        rounds = asyncio.create_task(store.run())
-        creation = asyncio.create_task(store.create_topic_async("orders"))
-        with pytest.raises(ExceptionGroup) as crash:
-            await rounds
-        assert crash.group_contains(RuntimeError, match="a fault of ours")
-        with pytest.raises(RuntimeError, match="a fault of ours"):
-            await creation
-        files.before = None
-        store.close()
+            async with running(store):
+                files.before = before
+                with pytest.raises(AppendFailed, match="a bug"):
+                    await store.create_topic_async("orders")
+                files.before = None
+                assert store.topics == []
+                await store.create_topic_async("orders")
+                assert store.health.faults == {"open": 1}
 
     drive(main)
     with Store(tmp_path) as store:

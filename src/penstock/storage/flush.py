@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.batch import Batch, Control, encode_control
-from penstock.errors import DiskError
+from penstock.errors import AppendFailed, DiskError, LogFailed
 from penstock.run import Run
 from penstock.storage.files import File
 from penstock.storage.policy import Durability
@@ -37,6 +37,7 @@ class Write:
         "done",
         "end",
         "error",
+        "fault",
         "fresh",
         "log",
         "size",
@@ -59,6 +60,8 @@ class Write:
         self.fresh: list[Batch | Run] = []
         self.end = log.written
         self.error: DiskError | None = None
+        # The unexpected exception behind `error`, if it was one.
+        self.fault: Exception | None = None
 
     @property
     def syncs(self) -> bool:
@@ -71,6 +74,9 @@ class Write:
                 self._write(part)
         except DiskError as error:
             self.error = error
+        except Exception as fault:  # noqa: BLE001 - it fails this log, and none of the others of the round
+            self.fault = fault
+            self.error = LogFailed(f"{self.log.directory}: unexpected error in a write: {fault!r}")
 
     def sync(self) -> Sync:
         """What must be synced for this write to be durable."""
@@ -82,7 +88,7 @@ class Write:
             return
         log = self.log
         append_time = log.next_append_time()
-        batches = [self._encode(batch, append_time) if isinstance(batch, Run) else batch for batch in part.batches]
+        batches = self._encoded(part.batches, append_time)
         offset = batches[0].base_offset
         reserved = self.control.reserved if self.control else log.reserved_written
         if part.snapshot is not None:
@@ -113,6 +119,14 @@ class Write:
         self.done += batches
         self.fresh += part.batches
         self.end = batches[-1].end
+
+    def _encoded(self, batches: list[Batch | Run], now_us: int) -> list[Batch]:
+        """Encode the runs. Nothing has been written yet, so what cannot be encoded is only taken back."""
+        try:
+            return [self._encode(batch, now_us) if isinstance(batch, Run) else batch for batch in batches]
+        except Exception as fault:
+            self.fault = fault
+            raise AppendFailed(f"{self.log.directory}: unexpected error in encoding a batch: {fault!r}") from fault
 
     def _encode(self, run: Run, now_us: int) -> Batch:
         run.stamp(now_us)

@@ -89,6 +89,10 @@ class Owner(Protocol):
         """Batches of that many bytes do not wait any more."""
         ...
 
+    def fault(self, seam: str, log: Log, error: Exception) -> None:
+        """Take note of an unexpected exception, which the log survived."""
+        ...
+
 
 class State(Enum):
     OPEN = "open"
@@ -344,8 +348,10 @@ class Log:
         if write.control is not None and write.error is None:
             self.reserved_written = write.control.reserved
         self._note_unsynced(write)
+        if write.fault is not None:
+            self._owner.fault("write", self, write.fault)
         if isinstance(write.error, LogFailed):
-            self._fail(write.error)
+            self.fail(write.error)
         elif write.error is not None:
             self._reject(write.end, write.error)
         self._commit()
@@ -366,7 +372,7 @@ class Log:
         if sync is self._syncing:
             self._syncing = None
         if error is not None:
-            self._fail(LogFailed(f"{sync.segment.path}: fsync failed: {error.strerror}"))
+            self.fail(LogFailed(f"{sync.segment.path}: fsync failed: {error.strerror}"))
         elif self.state is State.OPEN:
             sync.segment.synced = max(sync.segment.synced, sync.position)
             self.durable = max(self.durable, sync.written)
@@ -567,7 +573,7 @@ class Log:
             compaction.rewrite(cut, _batches_until(cut, kept), self._files, self._replace)
         except (OSError, AppendFailed) as error:
             # Only the head of the active segment knows what is to go: it must stay the active one.
-            self._fail(LogFailed(f"{self.directory}: a truncation is not finished, restart and call it again: {error}"))
+            self.fail(LogFailed(f"{self.directory}: a truncation is not finished, restart and call it again: {error}"))
             raise self.failure or error from error
 
     # Both ways at once, in the calling thread; and the end.
@@ -619,7 +625,7 @@ class Log:
     def _commit(self) -> None:
         if self.state is not State.OPEN:
             return
-        _tell(self._enduring, self.durable)
+        self._tell(self._enduring, self.durable)
         committed = self.durable
         if self.policy.durability is Durability.FLUSH and (self.is_piped or self.written <= self._reserved):
             committed = self.written
@@ -628,12 +634,27 @@ class Log:
         if committed <= self.committed:
             return
         self.committed = committed
-        _tell(self._waiting, committed)
+        self._tell(self._waiting, committed)
         if self.on_commit is not None:
             fresh = []
             while self._fresh and self._fresh[0].end <= committed:
                 fresh.append(self._fresh.popleft())
-            self.on_commit(fresh)
+            try:
+                self.on_commit(fresh)
+            except Exception as fault:  # noqa: BLE001 - what is committed is, whatever becomes of its readers
+                self._owner.fault("deliver", self, fault)
+
+    def _tell(self, waiting: deque[tuple[int, int, Done]], mark: int) -> None:
+        """Tell those who wait for a mark that has come so far."""
+        while waiting and waiting[0][0] <= mark:
+            _, offset, done = waiting.popleft()
+            self._call(done, offset, None)
+
+    def _call(self, done: Done, offset: int, error: PenstockError | None) -> None:
+        try:
+            done(offset, error)
+        except Exception as fault:  # noqa: BLE001 - one who waits must not keep the others waiting
+            self._owner.fault("finish", self, fault)
 
     def _reject(self, offset: int, error: PenstockError) -> None:
         """Take back all that was appended from `offset` on, and tell why."""
@@ -653,9 +674,10 @@ class Log:
         if self.on_reject is not None:
             self.on_reject(offset)
         for _, appended_at, done in reversed(rejected):
-            done(appended_at, error)
+            self._call(done, appended_at, error)
 
-    def _fail(self, error: LogFailed) -> None:
+    def fail(self, error: LogFailed) -> None:
+        """Take nothing more until a restart, and tell those who wait. What is committed can still be read."""
         if self.state is State.OPEN:
             logger.error("%s: takes no more appends until a restart: %s", self.directory, error)
             self.state = State.FAILED
@@ -726,13 +748,6 @@ class Log:
         self._files.sync_directory(self.directory)
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(segment.index_path)
-
-
-def _tell(waiting: deque[tuple[int, int, Done]], mark: int) -> None:
-    """A mark has come so far."""
-    while waiting and waiting[0][0] <= mark:
-        _, offset, done = waiting.popleft()
-        done(offset, None)
 
 
 def _base(segment: Segment) -> int:

@@ -25,6 +25,8 @@ The state topic comes first, so the next start finishes what was interrupted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
 import secrets
 import sqlite3
@@ -252,8 +254,8 @@ class Store:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._keep_up(worker))
                     group.create_task(self._take_turns(lanes))
-                    # Shielded: to cancel who waits for it would be taken for a crash.
-                    await asyncio.shield(lanes.crash)
+                    # Shielded: cancelling who waits for it does not end the lanes.
+                    await asyncio.shield(lanes.end)
             finally:
                 self._lanes = None
                 await lanes.stop()
@@ -309,9 +311,11 @@ class Store:
     def _take_writes(self, durability: Durability | None) -> list[Write]:
         writes = []
         for log in list(self._dirty):
-            if durability in (None, log.policy.durability) and (write := log.begin_write()):
-                del self._dirty[log]
-                writes.append(write)
+            if durability in (None, log.policy.durability):
+                with self._limited_to(log):
+                    if (write := log.begin_write()) is not None:
+                        del self._dirty[log]
+                        writes.append(write)
         return writes
 
     def _take_syncs(self, now_us: int | None) -> list[Sync]:
@@ -327,17 +331,35 @@ class Store:
 
     def _finish(self, round_: Round) -> None:
         for write in round_.writes:
-            write.log.finish_write(write)
+            with self._limited_to(write.log):
+                write.log.finish_write(write)
             self._unsynced[write.log] = None
             self._note_failure(write.log)
         for sync, error in zip(round_.syncs, round_.errors, strict=True):
-            sync.log.finish_sync(sync, error)
+            with self._limited_to(sync.log):
+                sync.log.finish_sync(sync, error)
             self._note_failure(sync.log)
+        if round_.fault is not None:
+            self.health.fault("sync", "all that was in the round has failed", round_.fault)
         if round_.writes:
             self.write_seconds.observe(round_.write_us / 1e6)
             self.round_messages.observe(sum(batch.count for write in round_.writes for batch in write.done))
         if round_.syncs:
             self.sync_seconds.observe(round_.sync_us / 1e6)
+
+    @contextlib.contextmanager
+    def _limited_to(self, log: Log) -> Iterator[None]:
+        """Let an unexpected exception fail this log, visibly, and nothing else."""
+        try:
+            yield
+        except Exception as fault:  # noqa: BLE001 - supervises one log of a round
+            self.fault("commit", log, fault)
+            self._dirty.pop(log, None)
+            log.fail(LogFailed(f"{log.directory}: unexpected error: {fault!r}"))
+            self._note_failure(log)
+
+    def fault(self, seam: str, log: Log, error: Exception) -> None:
+        self.health.fault(seam, str(log.directory), error)
 
     def _note_failure(self, log: Log) -> None:
         if log.failure is not None and log.state is LogState.FAILED:
@@ -385,6 +407,7 @@ class Store:
         await disk.commit([_topic_change(topic), Change("store", "next_topic", number + 1)])
         opening = self._opening(topic)
         await disk.work(opening.run)
+        self._note_fault(opening)
         if opening.failure is not None:
             await self._take_back(topic, opening, opening.failure, disk)
         self._install(topic, opening)
@@ -417,6 +440,7 @@ class Store:
         await disk.commit([_topic_change(topic)])
         opening = self._opening(topic)
         await disk.work(opening.run)
+        self._note_fault(opening)
         self._install(topic, opening)
         if opening.failure is not None:
             raise AppendFailed(
@@ -470,21 +494,21 @@ class Store:
             await lanes.asked.wait()
 
     async def _take_turn(self, turn: _Turn, lanes: _Lanes) -> None:
-        """Change a topic, to the end: though `run` is cancelled meanwhile, as a round is. Not if the rounds crash."""
+        """Change a topic, to the end: though `run` is cancelled meanwhile, as a round is."""
         self._changing = True
         task = asyncio.create_task(turn.change(_InRounds(self, lanes)))
         cancelled: asyncio.CancelledError | None = None
         while not task.done():
             try:
-                if lanes.crash.done():
+                if lanes.end.done():
                     task.cancel()
                     await asyncio.wait([task])
                 else:
-                    await asyncio.wait([task, lanes.crash], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait([task, lanes.end], return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError as error:
                 cancelled = error
         self._changing = False
-        turn.tell(task)
+        turn.tell(task, self.health)
         if cancelled is not None:
             raise cancelled
 
@@ -508,6 +532,7 @@ class Store:
                 topic = Topic.from_json(int(key), value)
                 opening = self._opening(topic)
                 opening.run()
+                self._note_fault(opening)
                 self._install(topic, opening)
         unknown = self._files.sizes(self.directory / "topics").keys() - known
         if unknown:
@@ -519,6 +544,10 @@ class Store:
     def _opening(self, topic: Topic) -> _Opening:
         places = [(topic.id, partition) for partition in range(topic.partitions)]
         return _Opening(self._open_log, topic, [place for place in places if place not in self._logs])
+
+    def _note_fault(self, opening: _Opening) -> None:
+        if opening.fault is not None:
+            self.health.fault("open", str(opening.failure), opening.fault)
 
     def _install(self, topic: Topic, opening: _Opening) -> None:
         self._topics[topic.id] = topic
@@ -592,10 +621,13 @@ class Store:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self.settings.upkeep_ms / 1000)
-            await loop.run_in_executor(worker, self._upkeep, list(self._logs.values()))
-            projection = self._take_projection()
-            if await loop.run_in_executor(worker, self._write_projection, projection):
-                self._state.projected(projection.changes)
+            try:
+                await loop.run_in_executor(worker, self._upkeep, list(self._logs.values()))
+                projection = self._take_projection()
+                if await loop.run_in_executor(worker, self._write_projection, projection):
+                    self._state.projected(projection.changes)
+            except Exception as fault:  # noqa: BLE001 - it is tried again the next time
+                self.health.fault("upkeep", str(self.directory), fault)
 
     def _upkeep(self, logs: list[Log]) -> None:
         for log in logs:
@@ -607,6 +639,8 @@ class Store:
                             log.compact()
             except (PenstockError, OSError) as error:
                 logger.error("%s: upkeep failed, tried again later: %s", log.directory, error)
+            except Exception as fault:  # noqa: BLE001 - the other logs are kept up all the same
+                self.fault("upkeep", log, fault)
 
     def _take_projection(self) -> _Projection:
         changes, offset = self._state.unprojected()
@@ -685,18 +719,18 @@ class _Turn(NamedTuple):
     change: _Change[Any]
     answer: asyncio.Future[Any]
 
-    def tell(self, task: asyncio.Task[Any]) -> None:
-        """Tell how it went. A fault of ours is raised as well, for `run` to end with it."""
+    def tell(self, task: asyncio.Task[Any], health: Health) -> None:
+        """Tell how it went."""
         if task.cancelled():
-            self.refuse(
-                Closed("the rounds crashed while a topic was changed: the next start finishes that or undoes it")
-            )
+            self.refuse(Closed("the process ends while a topic is changed: the next start finishes that or undoes it"))
         elif (error := task.exception()) is not None:
-            if self.answer.done():
+            if not isinstance(error, PenstockError | ValueError):
+                health.fault("topics", "the next start finishes the change of a topic, or undoes it", error)
+            elif self.answer.done():
                 logger.warning("a change of a topic failed, and whoever asked for it went away: %s", error)
             self.refuse(error)
-            if not isinstance(error, PenstockError | ValueError):
-                raise error
+            if not isinstance(error, Exception):
+                raise error  # it ends the process, and `run` first
         elif not self.answer.done():
             self.answer.set_result(task.result())
 
@@ -716,6 +750,8 @@ class _Opening:
         self.refused: dict[Place, PenstockError] = {}
         # Set if the disk did not do what it was asked. Other logs are refused for what is in them.
         self.failure: DiskError | None = None
+        # The unexpected exception behind it, if it was one.
+        self.fault: Exception | None = None
 
     def run(self) -> None:
         for place in self.places:
@@ -731,6 +767,11 @@ class _Opening:
             self.logs[place] = self._open_log(place, self._topic.policy, piped=self._topic.origin is not None)
         except OSError as error:
             raise AppendFailed(f"partition {place[1]} cannot be opened: {error}") from error
+        except PenstockError:
+            raise
+        except Exception as fault:
+            self.fault = fault
+            raise AppendFailed(f"partition {place[1]} cannot be opened, unexpected error: {fault!r}") from fault
 
 
 class _Projection(NamedTuple):
@@ -762,6 +803,8 @@ class Round:
         self.writes = writes
         self.syncs = syncs
         self.errors: list[OSError | None] = []
+        # An unexpected exception in the sync, which may have done anything: all that was to be synced has failed.
+        self.fault: Exception | None = None
         # How long it took.
         self.write_us = self.sync_us = 0
 
@@ -785,7 +828,11 @@ class Round:
                 write.sync() for write in self.writes if write.done and not isinstance(write.error, LogFailed)
             ]
         if self.syncs:
-            self.errors = self._files.sync([sync.file for sync in self.syncs])
+            try:
+                self.errors = self._files.sync([sync.file for sync in self.syncs])
+            except Exception as fault:  # noqa: BLE001 - it fails the logs of the round
+                self.fault = fault
+                self.errors = [OSError(errno.EIO, f"unexpected error: {fault!r}") for _ in self.syncs]
             self.sync_us = self._clock.monotonic_us() - written_us
 
 
@@ -801,12 +848,14 @@ class _Lane:
         loop: asyncio.AbstractEventLoop,
         take: Callable[[], Round | None],
         finish: Callable[[Round], None],
-        crash: asyncio.Future[None],
+        health: Health,
+        end: asyncio.Future[None],
     ) -> None:
         self._loop = loop
         self._take = take
         self._finish = finish
-        self._crash = crash
+        self._health = health
+        self._end = end
         self._awake = False
         self._running = False
         # Set once the lane is to stop: when no round runs any more.
@@ -844,27 +893,30 @@ class _Lane:
 
     def _work(self) -> None:
         while (round_ := self._rounds.get()) is not None:
-            error = self._run(round_)
-            self._loop.call_soon_threadsafe(self._done, round_, error)
+            end = self._run(round_)
+            self._loop.call_soon_threadsafe(self._done, round_, end)
 
     @staticmethod
-    def _run(round_: Round) -> Exception | None:
+    def _run(round_: Round) -> BaseException | None:
         try:
             round_.run()
-        except Exception as raised:  # noqa: BLE001 - whoever waits for `crash` supervises the lane
-            return raised
+        except BaseException as end:  # noqa: BLE001 - a round lets only that pass which ends the process
+            return end
         return None
 
-    def _done(self, round_: Round, error: Exception | None) -> None:
+    def _done(self, round_: Round, end: BaseException | None) -> None:
         self._running = False
         try:
-            if error is not None:
-                raise error
+            if end is not None:
+                raise end
             self._finish(round_)
             self.wake()
-        except Exception as raised:  # noqa: BLE001 - as above
-            if not self._crash.done():
-                self._crash.set_exception(raised)
+        except Exception as fault:  # noqa: BLE001 - the lane goes on with the next round
+            self._health.fault("round", self._thread.name, fault)
+            self.wake()
+        except BaseException as raised:  # noqa: BLE001 - `run` ends with it
+            if not self._end.done():
+                self._end.set_exception(raised)
         if self._stopped is not None and not self._stopped.done():
             self._stopped.set_result(None)
 
@@ -877,10 +929,10 @@ class _Lanes:
         # A change of the topics was asked for. A round was finished.
         self.asked = asyncio.Event()
         self.finished = asyncio.Event()
-        # Ends when a round raised what it must not: a fault of ours.
-        self.crash: asyncio.Future[None] = loop.create_future()
-        self._synced = _Lane("synced", loop, store._take_synced_round, self._finish, self.crash)
-        self._written = _Lane("written", loop, store._take_written_round, self._finish, self.crash)
+        # Done when a round raised what ends the process: no error, and no bug.
+        self.end: asyncio.Future[None] = loop.create_future()
+        self._synced = _Lane("synced", loop, store._take_synced_round, self._finish, store.health, self.end)
+        self._written = _Lane("written", loop, store._take_written_round, self._finish, store.health, self.end)
 
     def wake(self, log: Log) -> None:
         lane = self._written if log.policy.durability is Durability.FLUSH else self._synced

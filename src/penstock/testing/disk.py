@@ -49,7 +49,7 @@ _SECTOR_BYTES: Final = (1, 8, 64, 512, 4096)
 _SECTORS_MAX: Final = 256
 
 
-class PowerCut(Exception):
+class PowerCut(BaseException):
     """There is no power. Not an OSError: whoever handles those must not go on as if the process lived."""
 
 
