@@ -27,6 +27,9 @@ class FlushedByHand:
     def settled(self, size: int) -> None:
         pass
 
+    def fault(self, seam: str, log: Log, error: Exception) -> None:
+        raise error
+
 
 def open_log(
     directory: Path,

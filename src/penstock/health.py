@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Final, NamedTuple
+from collections.abc import Coroutine
+from typing import Any, Final, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -51,3 +52,10 @@ class Health:
         """Count an unexpected exception, and log its traceback."""
         self.faults[seam] += 1
         logger.error("unexpected error in %s: %s", seam, where, exc_info=error)
+
+    async def supervise(self, seam: str, task: Coroutine[Any, Any, None]) -> None:
+        """Await a task of its own. An unexpected exception ends it, and not the process."""
+        try:
+            await task
+        except Exception as error:  # noqa: BLE001 - supervises one task
+            self.fault(seam, getattr(task, "__qualname__", repr(task)), error)

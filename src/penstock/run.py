@@ -130,6 +130,14 @@ class Run:
         first = bisect_left(self.all_offsets(), offset)
         return self.select(range(first, len(self))) if first < len(self) else Run([], [])
 
+    def window(self, offset: int, count: int) -> Run:
+        """The first messages whose offset is not below this one, at most so many."""
+        first = bisect_left(self.all_offsets(), offset)
+        last = min(first + count, len(self))
+        if last - first == len(self):
+            return self
+        return self.select(range(first, last)) if first < last else Run([], [])
+
     def below(self, offset: int) -> Run:
         """Those of the messages whose offset is below this one."""
         count = bisect_left(self.all_offsets(), offset)

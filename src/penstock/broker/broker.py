@@ -72,6 +72,7 @@ class Broker:
         self.store = store
         self.clock = clock
         self.settings = settings or Settings()
+        self.health = store.health
         self.figures = Figures(clock)
         self.topics = Topics()
         self.interest: Interest[Subscription] = Interest()
@@ -129,15 +130,22 @@ class Broker:
             group.save_all()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task. An unexpected exception ends this task only."""
         assert self._tasks is not None, "it runs"
-        return self._tasks.create_task(coroutine)
+        return self._tasks.create_task(self.health.supervise("task", coroutine))
 
     def call_at(self, when_us: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         assert self._loop is not None, "it runs"
         # uvloop counts in milliseconds, and rounds: never early, or whoever is woken finds nothing to do.
         # And not for longer than a day: who is woken looks again, and what a client asked for may be beyond any clock.
         delay_us = min(max(0, when_us - self.clock.monotonic_us()), _SLEEP_US_MAX) + 1000
-        return self._loop.call_later(delay_us / 1e6, callback)
+        return self._loop.call_later(delay_us / 1e6, self._on_time, callback)
+
+    def _on_time(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception as fault:  # noqa: BLE001 - supervises one timer
+            self.health.fault("timer", repr(callback), fault)
 
     def usage(self) -> dict[str, Usage]:
         """How full each limited table is, by name."""
@@ -682,11 +690,16 @@ class Broker:
 
     @property
     def failed(self) -> list[str]:
-        """Topics that are read, and take nothing more: an fsync of theirs failed."""
+        """Topics that are read, and take nothing more until a restart: an fsync failed, or we have a bug."""
         failed = self.store.failed
         if not failed:
             return []
-        names = [topic.topic.name for topic in self.topics if any(p.log in failed for p in topic.partitions)]
+        names = [
+            f"{topic.topic.name} ({partition.log.failure})"
+            for topic in self.topics
+            for partition in topic.partitions
+            if partition.log in failed
+        ]
         # What groups and topics are is in a log that is no topic's.
         is_state = failed.keys() - {p.log for topic in self.topics for p in topic.partitions}
         return [*names, "the broker's own state"] if is_state else names
@@ -716,7 +729,7 @@ class Broker:
         was_sent = False
         if subject is not None:
             for subscription in self.interest.match(subject):
-                was_sent |= subscription.deliver(target, run)
+                was_sent |= self._hand_over(subscription, target, run)
             if was_sent:
                 self.figures.delivered(run)
             return
@@ -729,9 +742,18 @@ class Broker:
                 else:
                     wanted[subscription] = [index]
         for subscription, indices in wanted.items():
-            was_sent |= subscription.deliver(target, run if len(indices) == len(run) else run.select(indices))
+            part = run if len(indices) == len(run) else run.select(indices)
+            was_sent |= self._hand_over(subscription, target, part)
         if was_sent:
             self.figures.delivered(run)
+
+    def _hand_over(self, subscription: Subscription, target: Target, run: Run) -> bool:
+        """Deliver to one subscription. An unexpected exception ends it, and nobody else's."""
+        try:
+            return subscription.deliver(target, run)
+        except Exception as fault:  # noqa: BLE001 - supervises one reader
+            subscription.fail(fault)
+            return False
 
     def _pass_over(self, partition: Partition) -> None:
         """What is committed next is too much to be handed out: whoever wants it reads it from the disk."""

@@ -417,7 +417,10 @@ class Group:
         while True:
             await self._woken.wait()
             self._woken.clear()
-            await self.drain()
+            try:
+                await self.drain()
+            except Exception as fault:  # noqa: BLE001 - supervises one group
+                self._host.health.fault("group", repr(self.name), fault)
 
     async def drain(self) -> None:
         """Hand out what can be handed out now."""
@@ -425,15 +428,25 @@ class Group:
             for position in list(self.positions.values()):
                 try:
                     await self._serve(position)
-                except PenstockError as error:
-                    logger.error("group %s cannot read %s: %s", self.name, position.partition.name.decode(), error)
-                    for member in list(self.members):
-                        member.sink.fail(member, error)
-                except Exception:  # a fault of ours in one group must not end the others
-                    logger.exception("group %s fails at %s", self.name, position.partition.name.decode())
+                except Exception as error:  # noqa: BLE001 - supervises one reader
+                    self._fail(position, error)
             self._set_timer()
         for watcher in list(self.watchers):
             watcher()
+
+    def _fail(self, position: Position, error: Exception) -> None:
+        """What comes next cannot be delivered: the members are told, and may join again."""
+        place = f"group {self.name!r} in {position.partition.name.decode()} {position.partition.number}"
+        if isinstance(error, PenstockError):
+            logger.error("%s: %s", place, error)
+        else:
+            self._host.health.fault("deliver", place, error)
+            error = PenstockError("internal error")
+        for member in list(self.members):
+            try:
+                member.sink.fail(member, error)
+            except Exception as fault:  # noqa: BLE001 - the other members are told all the same
+                self._host.health.fault("deliver", place, fault)
 
     async def _serve(self, position: Position) -> None:
         inflight, partition = position.inflight, position.partition

@@ -19,8 +19,21 @@ class Reader(Protocol):
     async def read(self, log: Log, offset: int, bytes_max: int) -> list[Batch]: ...
 
 
+# A batch with more of either is large: it is opened in another thread, and its readers get it in parts. The other
+# readers of the broker wait for one part, some milliseconds, and not for all of it, which can be seconds.
+LARGE_MESSAGES: Final = 16_384
+LARGE_BYTES: Final = 4 << 20
+_PART_MESSAGES: Final = 8192
+_PART_BYTES: Final = 1 << 20
+
 # What is kept opened of batches that were read last: readers with little room come back for the rest.
 OPENED_BYTES_MAX: Final = 4 << 20
+
+
+def is_large(item: Batch | Run) -> bool:
+    if isinstance(item, Batch):
+        return item.count > LARGE_MESSAGES or item.plain_length > LARGE_BYTES
+    return len(item) > LARGE_MESSAGES or item.size > LARGE_BYTES
 
 
 class Opened:
@@ -31,19 +44,28 @@ class Opened:
         self._runs: dict[tuple[int, int, int], Run] = {}
         self._bytes = 0
 
-    def open(self, place: tuple[int, int], batch: Batch, topic: bytes, offset: int) -> Run:
-        """The messages of a batch from an offset on."""
+    async def open(self, place: tuple[int, int], batch: Batch, topic: bytes) -> Run:
+        """The messages of a batch. A large one is opened in another thread, so that the loop goes on meanwhile."""
         key = (*place, batch.base_offset)
-        known = self._runs.get(key)
-        if known is not None:
-            self._drop(key)
-        if known is None or known.batch is None or known.batch.crc != batch.crc:
+        known = self._take(key, batch)
+        if known is None and is_large(batch):
+            known = await asyncio.get_running_loop().run_in_executor(None, open_batch, batch, topic)
+            self._take(key, batch)  # somebody else may have opened it meanwhile
+        elif known is None:
             known = open_batch(batch, topic)
         self._runs[key] = known
-        self._bytes += batch.size
+        self._bytes += batch.plain_length
         while self._bytes > self._bytes_max and len(self._runs) > 1:
             self._drop(next(iter(self._runs)))
-        return known.at_least(offset)
+        return known
+
+    def _take(self, key: tuple[int, int, int], batch: Batch) -> Run | None:
+        """Take out what is kept for a batch; None if that is nothing, or was another batch."""
+        known = self._runs.get(key)
+        if known is None:
+            return None
+        self._drop(key)
+        return known if known.batch is not None and known.batch.crc == batch.crc else None
 
     @property
     def usage(self) -> Usage:
@@ -56,7 +78,7 @@ class Opened:
     def _drop(self, key: tuple[int, int, int]) -> None:
         batch = self._runs.pop(key).batch
         assert batch is not None
-        self._bytes -= batch.size
+        self._bytes -= batch.plain_length
 
 
 class Partition:
@@ -96,7 +118,8 @@ class Partition:
         opened: Opened,
     ) -> None:
         """`name` is the topic's; `deliver` gets all that is appended once, in order; until then this is one of
-        `unserved`. `pass_over` is called where that is not at hand: from `served` on readers must read for themselves.
+        `unserved`. `pass_over` is called where that is not at hand, or large: from `served` on readers must read for
+        themselves.
         """
         self.topic_id = topic_id
         self.keeps = True
@@ -151,7 +174,7 @@ class Partition:
     async def read(self, offset: int) -> tuple[Run, int] | None:
         """The messages of the next batch from `offset` on, and where to read on; None at `served`.
 
-        What retention dropped is passed over. Nothing is awaited where None is the answer.
+        A large batch comes in parts. What retention dropped is passed over. Where None is returned nothing is awaited.
         """
         offset = max(offset, self.log.start)
         if offset >= self.served or self.log.state is State.CLOSED:
@@ -161,7 +184,12 @@ class Partition:
         if not batches:
             # These offsets were reserved when the broker crashed, and never given out.
             return Run([], []), served
-        return self._opened.open((self.topic_id, self.number), batches[0], self.name, offset), batches[0].end
+        batch = batches[0]
+        run = await self._opened.open((self.topic_id, self.number), batch, self.name)
+        if not is_large(batch):
+            return run.at_least(offset), batch.end
+        part = run.window(offset, max(1, min(_PART_MESSAGES, batch.count * _PART_BYTES // batch.plain_length)))
+        return part, part.end if part.values and part.end < run.end else batch.end
 
     async def grown(self, offset: int) -> None:
         """Wait until there is something at `offset`, or the topic is gone."""
@@ -186,7 +214,10 @@ class Partition:
         for item in fresh:
             if item.base_offset > self.served:
                 self._pass_over(self)
-            self._deliver(self, item)
+            if is_large(item):
+                self._pass_over(self)
+            else:
+                self._deliver(self, item)
             self.served = item.end
         if self.log.committed > self.served:
             self._pass_over(self)

@@ -19,6 +19,7 @@ from penstock.broker.member import Member, share_out
 from penstock.broker.partition import LivePartition, Partition
 from penstock.clock import Clock
 from penstock.errors import PenstockError
+from penstock.health import Health
 from penstock.run import Run
 from penstock.subject import matches
 
@@ -30,6 +31,7 @@ class Loop(Protocol):
 
     clock: Clock
     figures: Figures
+    health: Health
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
@@ -109,13 +111,24 @@ class Subscription:
                 for partition in list(self.behind):
                     while partition in self.behind and await self._read_next(partition):
                         pass
-        except PenstockError as error:
-            for member in list(self.members):
-                member.sink.fail(member, error)
+        except Exception as error:  # noqa: BLE001 - supervises one reader
+            self.fail(error)
         finally:
             self._reading = False
         if self.behind:
             self._wait()
+
+    def fail(self, error: Exception) -> None:
+        """End it: its members are told why, or that it is a fault of the broker."""
+        told = error if isinstance(error, PenstockError) else PenstockError("internal error")
+        if told is not error:
+            self._loop.health.fault("deliver", self.pattern.decode(errors="replace"), error)
+        self.behind.clear()
+        for member in list(self.members):
+            try:
+                member.sink.fail(member, told)
+            except Exception as fault:  # noqa: BLE001 - the other members are told all the same
+                self._loop.health.fault("deliver", member.sink.name, fault)
 
     async def _read_next(self, partition: Partition) -> bool:
         """Hand out the next batch; whether there is more and room for it."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock import headers
-from penstock.batch import Batch, accept
+from penstock.batch import BATCH_BYTES_MAX, Batch, accept
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
@@ -36,7 +36,7 @@ from penstock.errors import (
     Unauthorized,
     UnknownTopic,
 )
-from penstock.run import Run, open_batch
+from penstock.run import Run, open_batch, split
 from penstock.server import calls, provider
 from penstock.server.owing import Owing
 from penstock.server.peer import Peer, Traffic
@@ -162,9 +162,14 @@ class BinarySession(asyncio.BufferedProtocol):
         held = self.subscriptions.get(number)
         generation = held[1].generation if held is not None and isinstance(held[1], Group) else 0
         topic_id = place.topic_id if place.keeps else 0
-        batch = run.stored(place.name)
-        messages = binary.Messages(topic_id, place.number, generation, place.name, attempts or {}, batch)
-        self.write(binary.messages_frame(number, messages))
+        first = 0
+        # What is chosen from a stored batch says the offset of each message, and may need more room than the batch.
+        for part in [run] if run.batch is not None else split(run, BATCH_BYTES_MAX):
+            tries = {at - first: count for at, count in (attempts or {}).items() if 0 <= at - first < len(part)}
+            batch = part.stored(place.name)
+            messages = binary.Messages(topic_id, place.number, generation, place.name, tries, batch)
+            self.write(binary.messages_frame(number, messages))
+            first += len(part)
 
     def has_published(self, place: Place, offset: int) -> bool:
         return False  # it hears itself

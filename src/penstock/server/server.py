@@ -300,8 +300,9 @@ class Server:
             self._all_gone.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a task. An unexpected exception ends this task only."""
         assert self._tasks is not None, "it runs"
-        return self._tasks.create_task(coroutine)
+        return self._tasks.create_task(self.broker.health.supervise("task", coroutine))
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, callback)
@@ -355,7 +356,7 @@ class Server:
         if self.broker.refused:
             return f"partitions that cannot be opened: {', '.join(self.broker.refused)}"
         if self.broker.failed:
-            return f"an fsync failed, restart: these topics take nothing more: {', '.join(self.broker.failed)}"
+            return f"restart, these topics take nothing more: {'; '.join(self.broker.failed)}"
         problems = self._store.health.problems
         return "; ".join(f"{name}: {problem}" for name, problem in problems.items()) or None
 

@@ -1,0 +1,104 @@
+"""Delivery is limited in what it does at once, and in what one reader can do to the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from penstock.batch import encode
+from penstock.broker import partition as partitions
+from penstock.broker.broker import Broker
+from penstock.broker.member import Member, Place
+from penstock.errors import PenstockError
+from penstock.run import Run
+from penstock.testing import FaultyFiles
+from tests.brokers import Life, Recorder, in_loop
+
+
+class Broken(Recorder):
+    """Raises what nobody expects when it is given something."""
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+        raise RuntimeError("a bug")
+
+
+@in_loop
+async def test_a_reader_that_raises_is_ended_and_the_others_get_everything() -> None:
+    async with Life(FaultyFiles()) as life:
+        broken, sound, late = Broken(), Recorder(), Recorder()
+        life.subscribe(b"orders", broken)
+        life.subscribe(b"orders", sound)
+        receipt = await life.stored(b"orders", b"a")
+        assert not receipt.failed
+        life.subscribe(b"orders", late)
+        await life.stored(b"orders", b"b")
+        await life.settle()
+        assert sound.values == [b"a", b"b"]
+        assert late.values == [b"b"]
+        assert [str(error) for error in broken.errors[:1]] == ["internal error"]
+        assert life.broker.health.faults["deliver"] >= 1
+
+
+@in_loop
+async def test_a_group_member_that_raises_is_told_and_other_groups_go_on() -> None:
+    async with Life(FaultyFiles()) as life:
+        broken, sound = Broken(), Recorder()
+        await life.join(b"broken", b"orders", broken)
+        await life.join(b"sound", b"orders", sound)
+        await life.stored(b"orders", b"a")
+        await life.settle()
+        assert sound.values == [b"a"]
+        assert broken.errors
+        assert life.broker.health.faults["deliver"] == 1
+
+
+@in_loop
+async def test_a_timer_and_a_task_that_raise_end_alone() -> None:
+    async with Life(FaultyFiles()) as life:
+
+        def callback() -> None:
+            raise RuntimeError("a bug")
+
+        async def task() -> None:
+            raise RuntimeError("a bug")
+
+        Broker.call_at(life.broker, 0, callback)
+        life.broker.spawn(task())
+        while not life.broker.health.faults["timer"]:
+            await asyncio.sleep(0.001)
+        assert life.broker.health.faults == {"timer": 1, "task": 1}
+        await life.stored(b"orders", b"a")
+
+
+@in_loop
+async def test_a_large_batch_is_delivered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "LARGE_MESSAGES", 100)
+    monkeypatch.setattr(partitions, "_PART_MESSAGES", 64)
+    parts: list[int] = []
+
+    class Counting(Recorder):
+        def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+            parts.append(len(run))
+            super().send(member, place, run, attempts)
+
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"first")
+        everything, some = Counting(), Recorder()
+        life.subscribe(b"orders.>", everything)
+        life.subscribe(b"orders.even", some)
+        values = [b"%d" % number for number in range(1000)]
+        subjects = [b"orders.odd" if number % 2 else b"orders.even" for number in range(1000)]
+        settled: list[PenstockError | None] = []
+        batch = encode(values, timestamp=1, subjects=subjects)
+        life.partition(b"orders").append_batch(batch, 0, 0, lambda _, error: settled.append(error))
+        await life.settle()
+        await life.publish_run(Run(list(subjects), list(values)))
+        await life.settle()
+        await life.stored(b"orders.even", b"last")
+        await life.settle()
+        assert settled == [None]
+        assert everything.values == [*values, *values, b"last"]
+        assert some.values == [*values[::2], *values[::2], b"last"]
+        assert max(parts) <= 64
