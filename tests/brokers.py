@@ -25,7 +25,6 @@ from penstock.errors import PenstockError
 from penstock.run import Run
 from penstock.storage import store as stores
 from penstock.storage.log import Log
-from penstock.storage.meta import Meta
 from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests import logs
@@ -124,7 +123,7 @@ class Life:
     ) -> None:
         self.clock = clock or ManualClock()
         self.disk = disk
-        with_disk: dict[str, Any] = {} if isinstance(disk, Path) else {"files": disk, "meta": Meta(None)}
+        with_disk: dict[str, Any] = {} if isinstance(disk, Path) else {"files": disk, "meta": logs.memory_meta()}
         self.store = _WatchedStore(
             disk if isinstance(disk, Path) else DATA,
             clock=self.clock,

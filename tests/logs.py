@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,6 +10,7 @@ from penstock.batch import encode
 from penstock.clock import Clock
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.log import Log
+from penstock.storage.meta import Meta
 from penstock.storage.policy import Policy
 from penstock.storage.segment import OpenSegments, Reader
 from penstock.storage.tail import TailBudget
@@ -53,6 +55,13 @@ def open_log(
         reader=reader,
         piped=piped,
     )
+
+
+def memory_meta() -> Meta:
+    """Return a `meta.db` in memory. It closes itself when a test drops its store as a kill does."""
+    meta = Meta(None)
+    weakref.finalize(meta, meta._database.close)
+    return meta
 
 
 def append(log: Log, *values: bytes, **columns: Any) -> int:

@@ -20,10 +20,10 @@ from random import Random
 from penstock.batch import Compression, encode
 from penstock.errors import AppendFailed, LogFailed, OutOfSequence, PenstockError
 from penstock.storage.log import Log, State
-from penstock.storage.meta import Meta
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.store import Settings, Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
+from tests import logs
 
 DATA = Path("/data")
 START_US = 1_700_000_000_000_000
@@ -127,7 +127,7 @@ class Simulation:
         settings = Settings(
             reader=self.random.choice(("pread", "mmap")), tail_bytes_max=self.random.choice((0, 2000, 1 << 20))
         )
-        return Store(DATA, settings=settings, files=self.disk, clock=self.clock, meta=Meta(None))
+        return Store(DATA, settings=settings, files=self.disk, clock=self.clock, meta=logs.memory_meta())
 
     def _step(self, store: Store) -> None:
         self.clock.advance(self.random.choice((0, 1, 1000, 60_000, 2_000_000)))

@@ -574,6 +574,29 @@ def test_who_waits_for_a_message_is_woken_at_the_end(connect: Connect) -> None:
 # ---- subscriptions of one's own
 
 
+@pytest.mark.parametrize("step", [Kind.CREATE_SUBSCRIPTION, Kind.SUBSCRIBE])
+def test_an_interrupted_subscribe_leaves_no_subscription_behind(
+    connect: Connect, observer: Client, name: str, monkeypatch: pytest.MonkeyPatch, step: Kind
+) -> None:
+    client = connect()
+    assert client.create_topic(name)
+    answer = BrokerClient._answer
+
+    def interrupted(self: BrokerClient, kind: Kind, *arguments: Any) -> Any:
+        answered = answer(self, kind, *arguments)
+        if kind is step:
+            raise KeyboardInterrupt
+        return answered
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BrokerClient, "_answer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.subscribe(name)
+    # Answered in the order of the requests.
+    assert client.create_topic(f"{name}-other")
+    assert name not in [group.pattern for group in observer.groups()]
+
+
 def test_a_topic_is_subscribed_to_by_a_subscription_of_ones_own(connect: Connect, observer: Client, name: str) -> None:
     client, inbox = connect(name), Inbox()
     assert client.create_topic(name)

@@ -61,9 +61,14 @@ except KeyboardInterrupt:
     client.unsubscribe_from_subscription('my-consumer-group')
     client.disconnect()
 """
-# What the document forgot; and when it is ready to be interrupted, it says so.
+# What the document forgot; and when it is ready to be interrupted, it says so. Two threads print: each line is one
+# write.
 IMPORT_TIME: Final = """\
+import os
 import time
+
+def print(text):
+    os.write(1, f"{text}\\n".encode())
 
 def tell_and_sleep(seconds, sleep=time.sleep):
     print("It waits.")

@@ -750,9 +750,9 @@ class TestGathering:
     def test_a_batch_is_sealed_when_it_is_large_enough(self) -> None:
         bench = Bench()
 
-        bench.add(*[b"x" * 300] * 3)
+        bench.add(*[b"x" * 250] * 3)
         assert bench.pump() == []
-        bench.add(b"x" * 300)
+        bench.add(b"x" * 250)
 
         (sealed,) = bench.pump()
         assert len(values_of(sealed)) == 4

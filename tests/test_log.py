@@ -25,13 +25,12 @@ from penstock.errors import (
     ReadFailed,
 )
 from penstock.storage.log import RESERVE_AHEAD, Log, State
-from penstock.storage.meta import Meta
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.producers import IN_FLIGHT_MAX
 from penstock.storage.segment import Damage, Found, Reader
 from penstock.storage.store import Settings, Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
-from tests.logs import append, messages, open_log, values
+from tests.logs import append, memory_meta, messages, open_log, values
 from tests.watched import Call, WatchedFiles
 
 DIRECTORY = Path("/data/log")
@@ -640,7 +639,7 @@ def test_what_was_read_stays_readable_when_its_segment_is_dropped() -> None:
 
 
 def open_store(files: Any, **settings: Any) -> Store:
-    return Store(Path("/data"), files=files, clock=ManualClock(), meta=Meta(None), settings=Settings(**settings))
+    return Store(Path("/data"), files=files, clock=ManualClock(), meta=memory_meta(), settings=Settings(**settings))
 
 
 def test_a_reader_who_keeps_up_never_touches_the_disk() -> None:

@@ -14,7 +14,6 @@ from penstock.batch import Batch, Compression, encode
 from penstock.errors import AppendFailed, LogFailed, OriginConflict, PenstockError, ReadOnlyTopic
 from penstock.run import Run
 from penstock.storage.log import Log, State
-from penstock.storage.meta import Meta
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.store import Settings, Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
@@ -156,7 +155,7 @@ def test_a_write_that_fails_is_taken_back_and_comes_again() -> None:
 
 
 def open_store(disk: FaultyFiles) -> Store:
-    return Store(DATA, files=disk, clock=ManualClock(), meta=Meta(None))
+    return Store(DATA, files=disk, clock=ManualClock(), meta=logs.memory_meta())
 
 
 def test_a_topic_remembers_its_origin() -> None:
@@ -291,7 +290,7 @@ class Copying:
 
     def _open(self) -> Store:
         settings = Settings(tail_bytes_max=self.random.choice((0, 2000, 1 << 20)))
-        return Store(DATA, settings=settings, files=self.disk, clock=self.clock, meta=Meta(None))
+        return Store(DATA, settings=settings, files=self.disk, clock=self.clock, meta=logs.memory_meta())
 
     def _step(self, store: Store, log: Log) -> None:
         self.clock.advance(1000)

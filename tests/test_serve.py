@@ -203,6 +203,30 @@ def test_data_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 # ---- stop
 
 
+def test_sigint_stops_it_though_it_was_ignored_at_the_start(tmp_path: Path) -> None:
+    """As for the background jobs of a shell script."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        server = Serve(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with server:
+        assert server.stop(signal.SIGINT) == (0, "")
+
+
+def test_what_a_test_starts_can_be_interrupted_though_the_tests_ignore_it() -> None:
+    code = (
+        "import os, signal, subprocess, sys, tests\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('alive', flush=True)\n"
+        "child = 'import signal; print(signal.getsignal(signal.SIGINT).__name__)'\n"
+        "subprocess.run([sys.executable, '-c', child], check=True)\n"
+    )
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("alive\ndefault_int_handler\n", "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_stops_cleanly_and_keeps_what_it_acknowledged(tmp_path: Path, number: signal.Signals) -> None:
     with Serve(tmp_path) as server:

@@ -37,7 +37,7 @@ from penstock.storage.meta import Change, Meta
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
 from penstock.storage.store import Settings, Store, outcome
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
-from tests.logs import append, values
+from tests.logs import append, memory_meta, values
 from tests.watched import Call, WatchedFiles
 
 DATA = Path("/data")
@@ -54,7 +54,7 @@ def open_store(files: Any, *, meta: Meta | None = None, clock: ManualClock | Non
     return Store(
         DATA,
         files=files,
-        meta=meta or Meta(None),
+        meta=meta or memory_meta(),
         clock=clock or ManualClock(),
         settings=Settings(**settings),
     )
@@ -768,7 +768,7 @@ def test_a_meta_db_from_before_a_compaction_does_not_bring_back_what_was_deleted
     """Its next batches to apply are gone, and with them the tombstones of what it still knows."""
     clock = ManualClock()
     disk = FaultyFiles()
-    meta = Meta(None)
+    meta = memory_meta()
     store = open_store(disk, meta=meta, clock=clock)
     gone = store.create_topic("gone")
     store.upkeep()
@@ -779,7 +779,7 @@ def test_a_meta_db_from_before_a_compaction_does_not_bring_back_what_was_deleted
     clock.advance(10_000_000)
     store.upkeep()
     store.close()
-    stale = Meta(None)
+    stale = memory_meta()
     stale.apply(yesterday, applied)
     with open_store(disk, meta=stale, clock=clock) as store:
         assert store.topics == []
@@ -789,7 +789,7 @@ class WatchedMeta:
     """A meta.db that tells of each call; `before` may raise."""
 
     def __init__(self) -> None:
-        self.meta = Meta(None)
+        self.meta = memory_meta()
         self.before: Callable[[str], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -816,6 +816,18 @@ def test_what_meta_db_had_no_room_for_is_projected_later() -> None:
     disk.kill()
     with open_store(disk, meta=meta) as store:
         assert store.topics == [first, second]
+
+
+def test_a_close_that_fails_lets_go_of_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="input/output"), monkeypatch.context() as patch, Store(tmp_path) as store:
+        patch.setattr(store, "flush", fail)
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        store.segments()
+    Store(tmp_path).close()
+
+
+def fail() -> None:
+    raise OSError(errno.EIO, "input/output error")
 
 
 def test_a_store_closes_when_meta_db_has_no_room() -> None:

@@ -232,10 +232,16 @@ class BrokerClient:
         It is deleted by `unsubscribe` and `disconnect`. Without `auto_ack` messages are acknowledged by `acknowledge`.
         """
         name = f"{self.client_id}-{secrets.token_hex(8)}"
-        if not self.create_subscription(name, topic, offset):
-            return False
-        if self._join(name, _Subscription(handler, auto_ack, (topic, partition))):
-            return True
+        try:
+            if not self.create_subscription(name, topic, offset):
+                return False
+            if self._join(name, _Subscription(handler, auto_ack, (topic, partition))):
+                return True
+        except BaseException:
+            # An interrupt or a timeout: it may exist, and nobody else knows its name.
+            with suppress(ConnectionLost):
+                self._connected().tell(Kind.DELETE_SUBSCRIPTION, {"subscription_id": name})
+            raise
         self.delete_subscription(name)
         return False
 

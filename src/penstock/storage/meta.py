@@ -11,8 +11,8 @@ import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -107,10 +107,10 @@ def _open(path: Path) -> sqlite3.Connection:
     if not path.exists():
         return _create(str(path))
     database = _connect(str(path))
-    version = database.execute("PRAGMA user_version").fetchone()[0]
-    if version != _VERSION or database.execute("PRAGMA quick_check").fetchone()[0] != "ok":
-        database.close()
-        raise sqlite3.DatabaseError(f"version {version}, or damaged")
+    with _closed_on_error(database):
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        if version != _VERSION or database.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError(f"version {version}, or damaged")
     return database
 
 
@@ -126,18 +126,24 @@ def _recreate(path: Path) -> sqlite3.Connection:
 
 def _create(name: str) -> sqlite3.Connection:
     database = _connect(name)
-    with closing(database.cursor()) as cursor:
+    with _closed_on_error(database), closing(database.cursor()) as cursor:
         cursor.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
     return database
 
 
 def _connect(name: str) -> sqlite3.Connection:
     database = sqlite3.connect(name, check_same_thread=False)
-    try:
+    with _closed_on_error(database):
         # Consistent after a power cut, and only a little behind: the rest is applied again from the state topic.
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
-    except sqlite3.DatabaseError:
+    return database
+
+
+@contextmanager
+def _closed_on_error(database: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
         database.close()
         raise
-    return database

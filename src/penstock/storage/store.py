@@ -290,12 +290,14 @@ class Store:
         self._worker.shutdown()
         while self._turns:
             self._turns.popleft().refuse(Closed(f"{self.directory}: the store is closed, nothing was changed"))
-        self.flush()
-        for log in [log for log in self._logs.values() if log is not self._state_log]:
-            log.close()
-        self._project(self._take_projection())
-        self._state_log.close()
-        self._let_go()
+        try:
+            self.flush()
+            for log in [log for log in self._logs.values() if log is not self._state_log]:
+                log.close()
+            self._project(self._take_projection())
+            self._state_log.close()
+        finally:
+            self._let_go()
 
     def _let_go(self) -> None:
         self._worker.shutdown()
