@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.broker.inflight import Inflight
+from penstock.broker.inflight import Inflight, Record
 
 ANN, BOB = 1, 2
 LONG = 1 << 60
@@ -37,7 +37,19 @@ def took(*offsets: int, upto: int | None = None, member: int = ANN, due_us: int 
 
 
 def restarted(inflight: Inflight, now_us: int = 0, then_us: int = 0) -> Inflight:
-    return Inflight.restore(json.loads(json.dumps(inflight.snapshot(now_us))), then_us)
+    return Inflight.restore([as_json(inflight.snapshot(now_us))], then_us)
+
+
+def as_json(record: Record | None) -> Record:
+    assert record is not None
+    found: Record = json.loads(json.dumps(record))
+    return found
+
+
+def outline(inflight: Inflight) -> tuple[int, int, dict[int, int], list[tuple[int, int]]]:
+    """Return all that must survive a restart, except for delays."""
+    attempts = {offset: inflight.attempts(offset) for offset in inflight._lots}
+    return inflight.floor, inflight.next, attempts, inflight.dead()
 
 
 def check(inflight: Inflight) -> None:
@@ -448,8 +460,75 @@ def test_a_snapshot_says_what_is_pending_and_when_it_is_due() -> None:
     inflight.ack(0)
     inflight.nack(2, 70)
     inflight.kill(3)
-    assert inflight.snapshot(50) == {"floor": 1, "next": 9, "pending": [[1, 1, 0], [2, 1, 20]], "dead": [[3, 1]]}
-    assert inflight.snapshot(90)["pending"] == [[1, 1, 0], [2, 1, 0]], "no delay is below 0"
+    lots = [[1, 0, [0, 1]], [1, 20, [1, 1]], [1, None, [2, 1]]]
+    assert inflight.snapshot(50) == {"floor": 1, "next": 9, "lots": lots}
+    assert inflight.snapshot(90)["lots"] == [[1, 0, [0, 2]], [1, None, [2, 1]]], "no delay is below 0"
+
+
+def test_a_snapshot_stores_runs_of_offsets() -> None:
+    inflight = took(*range(1000, 11_000))
+    inflight.ack_many(range(1000, 11_000, 2))
+    assert inflight.snapshot(0)["lots"] == [[1, 0, [0, 1, *[1, 1] * 4999]]]
+    inflight.ack_many(range(2001, 10_001))
+    assert inflight.snapshot(0)["lots"] == [[1, 0, [0, 1, *[1, 1] * 499, 8001, 1, *[1, 1] * 499]]]
+
+
+def test_changes_contain_only_what_changed_since_the_mark() -> None:
+    inflight = took(*range(1000))
+    records = [as_json(inflight.snapshot(50))]
+    inflight.mark()
+    assert inflight.changes(50) == {"floor": 0, "next": 1000, "lots": [], "done": []}
+    inflight.ack(500)
+    inflight.nack(600, 70)
+    inflight.kill(700)
+    inflight.ack_many([2000, 5000])  # never taken
+    inflight.take([1003, 1004], 1010, BOB, 200)
+    records.append(as_json(inflight.changes(50)))
+    assert records[-1] == {
+        "floor": 0,
+        "next": 1010,
+        "lots": [[1, 20, [600, 1]], [1, None, [700, 1]], [1, 0, [1003, 2]]],
+        "done": [500, 1],
+    }
+    inflight.mark()
+    inflight.ack_upto(400)
+    inflight.bury([700])
+    records.append(as_json(inflight.changes(50)))
+    assert records[-1] == {"floor": 401, "next": 1010, "lots": [], "done": [299, 1]}, "what is below `floor` is done"
+    again = Inflight.restore(records, 1000)
+    check(again)
+    assert outline(again) == outline(inflight)
+
+
+def test_changes_are_unknown_after_a_reset_and_without_a_mark() -> None:
+    inflight = took(0, 1, 2)
+    assert inflight.changes(0) is None
+    inflight.mark()
+    inflight.unmark()
+    assert inflight.changes(0) is None
+    inflight.mark()
+    inflight.reset(0)
+    assert inflight.changes(0) is None
+
+
+def test_acks_of_messages_that_are_not_pending_are_not_remembered() -> None:
+    inflight = took(0, 1)
+    inflight.mark()
+    for turn in range(100):
+        inflight.ack_many([5000 + turn])
+        inflight.ack(9000 + turn)
+        inflight.bury([1])
+    assert inflight._changed == set()
+
+
+def test_a_record_in_the_old_form_is_still_read() -> None:
+    old = {"floor": 1, "next": 9, "pending": [[1, 1, 0], [2, 3, 20]], "dead": [[3, 4]], "buried": 0}
+    inflight = Inflight.restore([old], 1000)
+    check(inflight)
+    assert outline(inflight) == (1, 9, {1: 1, 2: 3}, [(3, 4)])
+    assert (inflight.back(1000, 9), inflight.back(1020, 9)) == ([1], [1, 2])
+    changed = {"floor": 2, "next": 9, "lots": [], "done": [1, 1]}
+    assert outline(Inflight.restore([old, changed], 0)) == (2, 9, {2: 3}, [])
 
 
 def test_after_a_restart_only_what_was_pending_is_delivered_again() -> None:
@@ -477,7 +556,7 @@ def test_after_a_restart_the_dead_still_wait_for_their_letters() -> None:
 
 
 def test_a_smaller_bound_after_a_restart_leaves_no_room() -> None:
-    again = Inflight.restore(took(0, 1, 2).snapshot(0), 0, 2)
+    again = Inflight.restore([took(0, 1, 2).snapshot(0)], 0, 2)
     assert (again.pending_max, again.room(), len(again)) == (2, 0, 3)
 
 
@@ -553,6 +632,7 @@ class InflightMachine(RuleBasedStateMachine):
         super().__init__()
         self.inflight: Inflight
         self.pending: dict[int, Message] = {}
+        self.records: list[Record] = []
         self.floor = self.next = self.now_us = 0
         self.taken = self.acked = self.buried = self.lost = 0
 
@@ -728,10 +808,26 @@ class InflightMachine(RuleBasedStateMachine):
 
     # Kept.
 
+    @rule()
+    def save(self) -> None:
+        changes = self.inflight.changes(self.now_us)
+        if changes is None:
+            self.records = [as_json(self.inflight.snapshot(self.now_us))]
+        else:
+            self.records.append(as_json(changes))
+        self.inflight.mark()
+
+    @rule()
+    def fail_to_save(self) -> None:
+        self.inflight.unmark()
+
     @rule(then_us=st.integers(0, 50), pending_max=st.sampled_from((30, 8)))
     def restart(self, then_us: int, pending_max: int) -> None:
-        data = json.loads(json.dumps(self.inflight.snapshot(self.now_us)))
-        self.inflight = Inflight.restore(data, then_us, pending_max)
+        self.save()
+        again = Inflight.restore(self.records, then_us, pending_max)
+        check(again)
+        self.inflight = Inflight.restore([as_json(self.inflight.snapshot(self.now_us))], then_us, pending_max)
+        assert outline(again) == outline(self.inflight)
         assert self.inflight.pending_max == pending_max
         for message in self._living().values():
             delay_us = max(0, message.at_us - self.now_us) if message.member is None else 0

@@ -19,6 +19,7 @@ from penstock.broker.deadletters import DeadLetters
 from penstock.broker.delay import DELAYED_TOPIC, Delays
 from penstock.broker.figures import Figures
 from penstock.broker.group import Group, Mode
+from penstock.broker.inflight import Record
 from penstock.broker.intake import LIVE, Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member
@@ -655,8 +656,12 @@ class Broker:
         for topic in self.topics:
             if group.matches(topic.name) and not topic.is_internal:
                 for partition in topic.partitions:
-                    position = self.store.state.get("position", group.key(partition))
-                    group.attach(partition, partition.start, position)
+                    group.attach(partition, partition.start, self._position_records(group.key(partition)))
+
+    def _position_records(self, key: str) -> list[Record]:
+        state = self.store.state
+        whole = state.get("position", key)
+        return [] if whole is None else [whole, *state.additions("position", key)]
 
     async def dead_letter_topic(self) -> ServedTopic:
         name = self.settings.dead_letter_prefix.encode()

@@ -5,7 +5,8 @@ back, or was with a member that left goes to another one; after the last try it 
 *partitioned* group each partition belongs to one member (partition p to member p % members), which commits an offset.
 
 A position counts when it is in the state topic; whoever acknowledges is told then. Many acknowledgements share a write.
-So after a crash only that is delivered again which nobody was told about.
+So after a crash only that is delivered again which nobody was told about. A write contains what changed since the last
+one. The whole position is written again when the changes have grown as large as it is.
 
 A dead letter is stored once, whatever happens: first the position says which messages are about to become dead letters
 and under which number, then they are appended under that number, which the log of the dead letters knows again, and
@@ -19,11 +20,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from penstock import headers
 from penstock.broker.flow import Backlog
-from penstock.broker.inflight import Inflight
+from penstock.broker.inflight import Inflight, Record, weight
 from penstock.broker.member import Member, share_out
 from penstock.broker.partition import Partition
 from penstock.broker.sources import append_once, source_number
@@ -32,6 +33,7 @@ from penstock.broker.topic import ServedTopic
 from penstock.errors import OffsetOutOfRange, PenstockError, StaleCommit
 from penstock.run import Run
 from penstock.storage.meta import Change
+from penstock.storage.state import Addition
 from penstock.storage.store import Store
 from penstock.subject import meets
 
@@ -43,6 +45,8 @@ _SAVE_US: Final = 1_000_000
 _RETRY_US: Final = 1_000_000
 _NEVER_US: Final = 1 << 62
 _GRAVES_MAX: Final = 100
+# What a record of changes costs besides its numbers: a batch, a key, and later the deletion of the key.
+_RECORD_WEIGHT: Final = 32
 
 Saved = Callable[[PenstockError | None], None]
 
@@ -81,6 +85,8 @@ class Position:
         "retried",
         "sent",
         "since",
+        "_weight",
+        "_written",
     )
 
     def __init__(self, partition: Partition, inflight: Inflight) -> None:
@@ -96,6 +102,10 @@ class Position:
         self.sent = self.retried = self.acked = self.failed = 0
         # The group's generation when it was last moved by hand: what was delivered before comes again, or not at all.
         self.since = 0
+        # How much more may be written as changes before the whole position is written again.
+        self._weight = 0
+        # What was written last of the fields above.
+        self._written: Record = {}
 
     def is_done(self, offset: int) -> bool:
         """Whether it was acknowledged, as far as is known."""
@@ -118,24 +128,50 @@ class Position:
     def lag(self) -> int:
         return len(self.inflight) + max(0, self.partition.served - self.inflight.next)
 
-    def to_json(self, now_us: int) -> dict[str, Any]:
-        return {
-            **self.inflight.snapshot(now_us),
-            "buried": self.buried,
-            "burying": self.burying,
-            "graves": list(self.graves),
-            "since": self.since,
-        }
+    def to_json(self, now_us: int) -> Record:
+        return {**self.inflight.snapshot(now_us), **self._beside()}
 
     @classmethod
-    def from_json(cls, partition: Partition, data: dict[str, Any], now_us: int) -> Position:
-        position = cls(partition, Inflight.restore(data, now_us))
+    def from_json(cls, partition: Partition, records: Sequence[Record], now_us: int) -> Position:
+        """Restore a position from what was written of it: the whole, then the changes."""
+        position = cls(partition, Inflight.restore(records, now_us))
+        data = {name: value for record in records for name, value in record.items()}
         position.buried = data["buried"]
         position.graves = dict.fromkeys(data.get("graves", ()))
         position.since = data.get("since", 0)
         if data["burying"] is not None:
             position.burying = [(offset, attempts) for offset, attempts in data["burying"]]
         return position
+
+    def save(self, key: str, now_us: int) -> Change | Addition:
+        """Return what to write now: the changes since the last call, or the whole position.
+
+        If the write fails, call `unsave`.
+        """
+        beside = self._beside()
+        changes = self.inflight.changes(now_us)
+        if changes is not None and beside != self._written:
+            changes |= beside
+        self._weight -= 0 if changes is None else weight(changes) + _RECORD_WEIGHT
+        self._written = beside
+        self.inflight.mark()
+        if changes is not None and self._weight > 0:
+            return Addition("position", key, changes)
+        whole = self.to_json(now_us)
+        self._weight = weight(whole)
+        return Change("position", key, whole)
+
+    def unsave(self) -> None:
+        """Write the whole position next time."""
+        self.inflight.unmark()
+
+    def _beside(self) -> Record:
+        return {
+            "buried": self.buried,
+            "burying": self.burying and [list(pair) for pair in self.burying],
+            "graves": list(self.graves),
+            "since": self.since,
+        }
 
 
 class Group:
@@ -176,6 +212,7 @@ class Group:
         self._unsaved: dict[Position, None] = {}
         self._saved: list[Saved] = []
         self._is_saving = False
+        self._is_stopped = False
         self._retry_us = 0
 
     # Its members.
@@ -216,13 +253,13 @@ class Group:
 
     # Its positions.
 
-    def attach(self, partition: Partition, start: int, data: dict[str, Any] | None = None) -> Position:
-        """Read this partition too, from `start`, or from where `data` says."""
+    def attach(self, partition: Partition, start: int, records: Sequence[Record] = ()) -> Position:
+        """Read this partition too, from `start`, or from where the stored records say."""
         place = (partition.topic_id, partition.number)
-        if data is None:
+        if not records:
             position = Position(partition, Inflight(start))
         else:
-            position = Position.from_json(partition, data, self._host.clock.monotonic_us())
+            position = Position.from_json(partition, records, self._host.clock.monotonic_us())
             # Also if the clock was set back.
             self.generation = max(self.generation, position.since)
         self.positions[place] = position
@@ -235,6 +272,10 @@ class Group:
         if position is not None:
             self._unsaved.pop(position, None)
             partition.groups.pop(self.wake, None)
+
+    def _has(self, position: Position) -> bool:
+        place = (position.partition.topic_id, position.partition.number)
+        return self.positions.get(place) is position and not self._is_stopped
 
     def positions_of(self, topic_id: int) -> list[Position]:
         return [position for place, position in self.positions.items() if place[0] == topic_id]
@@ -401,6 +442,7 @@ class Group:
         self._task = self._host.spawn(self._run())
 
     def stop(self) -> None:
+        self._is_stopped = True
         if self._task is not None:
             self._task.cancel()
         if self._timer is not None:
@@ -411,6 +453,8 @@ class Group:
     def save_all(self) -> None:
         """Write where it is, in passing; before a stop."""
         for position in self.positions.values():
+            # Whole, so that delays are stored as they are now.
+            position.unsave()
             self._save(position, None)
 
     async def _run(self) -> None:
@@ -721,9 +765,11 @@ class Group:
 
     def _write(self) -> None:
         now_us = self._host.clock.monotonic_us()
-        positions, self._unsaved = self._unsaved, {}
+        # Skip positions of a topic or group that was deleted meanwhile.
+        positions = {position: None for position in self._unsaved if self._has(position)}
+        self._unsaved = {}
         callbacks, self._saved = self._saved, []
-        changes = [Change("position", self.key(p.partition), p.to_json(now_us)) for p in positions]
+        changes = [position.save(self.key(position.partition), now_us) for position in positions]
 
         def done(_offset: int, error: PenstockError | None) -> None:
             for saved in callbacks:
@@ -731,6 +777,8 @@ class Group:
             if error is not None:
                 logger.error("group %s: its position is not written, tried again: %s", self.name, error)
                 self._unsaved = positions | self._unsaved
+                for position in positions:
+                    position.unsave()
             if self._saved or (self._unsaved and error is None):
                 self._write()
                 return
@@ -738,6 +786,9 @@ class Group:
             if self._unsaved:
                 self._host.call_at(self._host.clock.monotonic_us() + _SAVE_US, self._write_soon)
 
+        if not changes:
+            done(0, None)
+            return
         try:
             self._host.store.state.write(changes, done)
         except PenstockError as error:

@@ -327,7 +327,7 @@ class Course:
         self.group.restart(self._topic_id)
         self._until = {position.partition.number: position.partition.served for position in self._positions()}
         self._is_reset = True
-        await self._enter(State.REPLAYING, self.group.changes(self._topic_id))
+        await self._enter(State.REPLAYING, with_positions=True)
         self._end()
 
     async def _replay(self) -> None:
@@ -347,7 +347,7 @@ class Course:
         finally:
             del self.group.watchers[self.wake]
         # With the positions: READY must not be remembered better than what it rests upon.
-        await self._enter(State.READY_SENT, self.group.changes(self._topic_id))
+        await self._enter(State.READY_SENT, with_positions=True)
 
     async def _ask(self, word: Word) -> None:
         """Tell all, those who come meanwhile too, and wait until all of them have answered."""
@@ -406,12 +406,13 @@ class Course:
         self._asked = {}
         self._end()
 
-    async def _enter(self, state: State, changes: Iterable[Change] = (), reason: str = "") -> None:
+    async def _enter(self, state: State, *, with_positions: bool = False, reason: str = "") -> None:
         """Write it, and only then be in it."""
-        written = [Change(_KIND, self._key, self._to_json(state, reason)), *changes]
         while True:
+            # At each try the positions as they are then: the group may have written newer ones in between.
+            positions = self.group.changes(self._topic_id) if with_positions else []
             try:
-                await self._host.store.write_state(written)
+                await self._host.store.write_state([Change(_KIND, self._key, self._to_json(state, reason)), *positions])
                 break
             except PenstockError as error:
                 logger.error("the refresh of %s cannot go on, tried again: %s", self._topic.decode(), error)

@@ -3,6 +3,9 @@
 It is written to the state topic first, as ordinary batches of keyed JSON messages, so that one mechanism makes it
 durable and, later, replicated. The latest value of each key is kept here; `meta.db` follows, for queries and so
 that a start need not read the whole topic.
+
+A large value that changes often is not rewritten each time. Instead an `Addition` stores what changed, as a message
+with a key of its own: `<kind>+/<key>/<number>`. Setting or deleting the value deletes its additions in the same batch.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from penstock.batch import Batch, encode
 from penstock.errors import PenstockError
@@ -21,13 +24,28 @@ from penstock.storage.meta import Change, Meta
 STATE_TOPIC: Final = 0
 
 _READ_BYTES: Final = 1 << 20
+# What the kind of an addition ends with.
+_ADDED: Final = "+"
+
+Key = tuple[str, str]  # kind and key
+
+
+class Addition(NamedTuple):
+    """Something to store beside the value of a key, until that is set again."""
+
+    kind: str
+    key: str
+    value: Any
 
 
 class State:
     def __init__(self, log: Log, meta: Meta) -> None:
         self._log = log
         self._values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        self._unprojected: list[Change] = []
+        # The numbers of the additions of each key that has any.
+        self._added: dict[Key, _Added] = {}
+        # The latest change of each key since the last projection.
+        self._unprojected: dict[Key, Change] = {}
         self._applied = meta.applied()
         if not log.segments[-1].base <= self._applied <= log.end:
             # What it missed may have been compacted away since, deletions too.
@@ -35,6 +53,7 @@ class State:
             self._applied = log.start
         self._apply(meta.state())
         self._catch_up()
+        self._find_additions()
 
     def get(self, kind: str, key: str) -> Any:
         """The committed value of a key, None if it has none."""
@@ -43,32 +62,67 @@ class State:
     def items(self, kind: str) -> list[tuple[str, Any]]:
         return list(self._values[kind].items())
 
-    def write(self, changes: Sequence[Change], done: Done | None = None) -> None:
+    def additions(self, kind: str, key: str) -> list[Any]:
+        """Return what was added to the value of a key, in order, as far as it is committed."""
+        added = self._added.get((kind, key))
+        if added is None:
+            return []
+        found = [self.get(*_place(kind, key, number)) for number in added.numbers()]
+        return [value for value in found if value is not None]
+
+    def write(self, changes: Sequence[Change | Addition], done: Done | None = None) -> None:
         """Set and delete values, all or none of them. They count once they are committed; `done` tells."""
+        # The additions that these changes delete, up to which number.
+        replaced: list[tuple[Key, _Added, int]] = []
+        written: list[Change] = []
+        for change in changes:
+            key = (change.kind, change.key)
+            added = self._added.get(key)
+            if isinstance(change, Addition):
+                if added is None:
+                    added = self._added[key] = _Added()
+                added.last += 1
+                written.append(Change(*_place(*key, added.last), change.value))
+                continue
+            written.append(change)
+            if added is not None:
+                written += [Change(*_place(*key, number), None) for number in added.numbers()]
+                replaced.append((key, added, added.last))
         batch = encode(
-            [b"" if value is None else json.dumps(value).encode() for _, _, value in changes],
-            keys=[f"{kind}/{key}".encode() for kind, key, _ in changes],
-            tombstones=[value is None for _, _, value in changes],
+            [b"" if value is None else json.dumps(value, separators=(",", ":")).encode() for _, _, value in written],
+            keys=[f"{kind}/{key}".encode() for kind, key, _ in written],
+            tombstones=[value is None for _, _, value in written],
             timestamp=0,
         )
 
         def committed(offset: int, error: PenstockError | None) -> None:
             if error is None:
-                self._apply(changes)
-                self._unprojected += changes
-                self._applied = max(self._applied, batch.end)
+                self._commit(written, batch.end)
+                for key, added, last in replaced:
+                    added.first = last + 1
+                    # Numbers start again at 1. A later write may still refer to this object, but only to numbers below.
+                    if added.last == last and self._added.get(key) is added:
+                        del self._added[key]
             if done is not None:
                 done(offset, error)
 
         self._log.append(batch, done=committed)
 
     def unprojected(self) -> tuple[list[Change], int]:
-        """What `meta.db` has not seen yet, for `Meta.apply`, which may be called by another thread."""
-        return list(self._unprojected), self._applied
+        """Return what `meta.db` has not seen yet, for `Meta.apply`, which another thread may call."""
+        return list(self._unprojected.values()), self._applied
 
     def projected(self, changes: list[Change]) -> None:
-        """`meta.db` has seen these, which were the first."""
-        del self._unprojected[: len(changes)]
+        """Drop these changes, which `meta.db` has seen, except those of keys that have changed again since."""
+        for change in changes:
+            key = (change.kind, change.key)
+            if self._unprojected.get(key) is change:
+                del self._unprojected[key]
+
+    def _commit(self, changes: list[Change], end: int) -> None:
+        self._apply(changes)
+        self._unprojected.update(((change.kind, change.key), change) for change in changes)
+        self._applied = max(self._applied, end)
 
     def _apply(self, changes: Sequence[Change]) -> None:
         for kind, key, value in changes:
@@ -80,10 +134,32 @@ class State:
     def _catch_up(self) -> None:
         while batches := self._log.read(self._applied, _READ_BYTES):
             for batch in batches:
-                changes = list(read_changes(batch))
-                self._apply(changes)
-                self._unprojected += changes
-                self._applied = batch.end
+                self._commit(list(read_changes(batch)), batch.end)
+
+    def _find_additions(self) -> None:
+        for kind in [kind for kind in self._values if kind.endswith(_ADDED)]:
+            for place in self._values[kind]:
+                key, _, number = place.rpartition("/")
+                added = self._added.setdefault((kind.removesuffix(_ADDED), key), _Added(int(number), int(number)))
+                added.first, added.last = min(added.first, int(number)), max(added.last, int(number))
+
+
+class _Added:
+    """Which numbers additions of a key may have, those on their way to the disk included."""
+
+    __slots__ = ("first", "last")
+
+    def __init__(self, first: int = 1, last: int = 0) -> None:
+        self.first = first
+        self.last = last
+
+    def numbers(self) -> range:
+        return range(self.first, self.last + 1)
+
+
+def _place(kind: str, key: str, number: int) -> Key:
+    """Return kind and key of an addition."""
+    return kind + _ADDED, f"{key}/{number}"
 
 
 def read_changes(batch: Batch) -> Iterator[Change]:

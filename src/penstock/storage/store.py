@@ -71,7 +71,11 @@ logger = logging.getLogger(__name__)
 # the way to a worker and back costs 100 and more, up to Python's switch interval when the loop is busy.
 _QUICK_BYTES: Final = 64 << 10
 
-_STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT)
+# Small segments, so that most of the state topic can be compacted at any time. Nobody but the state itself reads it, so
+# tombstones need not stay.
+_STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT, segment_bytes=1 << 20, tombstone_ms=0)
+# The state topic is compacted when its sealed segments have grown by this much, and by as much as they were.
+_STATE_GROWTH_BYTES: Final = 4 << 20
 
 T = TypeVar("T")
 Place = tuple[int, int]  # the id of a topic, and a partition
@@ -107,6 +111,8 @@ class Store:
         self._clock: Clock = clock or SystemClock()
         self._open_segments = OpenSegments(self.settings.open_segments_max)
         self._tail_budget = TailBudget(self.settings.tail_bytes_max)
+        # Bytes of the sealed segments of the state topic after the last compaction.
+        self._state_bytes = 0
         self._logs: dict[Place, Log] = {}
         # Logs that cannot be opened. The others are served all the same.
         self.refused: dict[Place, PenstockError] = {}
@@ -253,6 +259,7 @@ class Store:
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._keep_up(worker))
+                    group.create_task(self._compact_state(worker, lanes))
                     group.create_task(self._take_turns(lanes))
                     # Shielded: cancelling who waits for it does not end the lanes.
                     await asyncio.shield(lanes.end)
@@ -343,6 +350,8 @@ class Store:
             self._note_failure(sync.log)
         if round_.fault is not None:
             self.health.fault("sync", "all that was in the round has failed", round_.fault)
+        if self._lanes is not None and self._is_state_overgrown():
+            self._lanes.overgrown.set()
         if round_.writes:
             self.write_seconds.observe(round_.write_us / 1e6)
             self.round_messages.observe(sum(batch.count for write in round_.writes for batch in write.done))
@@ -594,7 +603,8 @@ class Store:
             clock=self._clock,
             owner=self,
             open_segments=self._open_segments,
-            tail_budget=self._tail_budget,
+            # Nobody reads the state topic while it grows.
+            tail_budget=TailBudget(0) if topic_id == STATE_TOPIC else self._tail_budget,
             reader=self.settings.reader,
             piped=piped,
         )
@@ -618,6 +628,22 @@ class Store:
             raise BadDirectory(
                 f"{directory} is of a deleted topic and cannot be removed, the next start tries again: {error}"
             ) from error
+
+    async def _compact_state(self, worker: ThreadPoolExecutor, lanes: _Lanes) -> None:
+        """Compact the state topic when it has grown: between two upkeeps it could grow by hundreds of megabytes."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await lanes.overgrown.wait()
+            await loop.run_in_executor(worker, self._upkeep, [self._state_log])
+            self._state_bytes = self._sealed_state_bytes()
+            lanes.overgrown.clear()
+
+    def _is_state_overgrown(self) -> bool:
+        log = self._state_log
+        return log.compaction_due and self._sealed_state_bytes() > 2 * self._state_bytes + _STATE_GROWTH_BYTES
+
+    def _sealed_state_bytes(self) -> int:
+        return sum(segment.size for segment in self._state_log.segments[:-1])
 
     async def _keep_up(self, worker: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
@@ -930,6 +956,8 @@ class _Lanes:
         self._timer: asyncio.TimerHandle | None = None
         # A change of the topics was asked for. A round was finished.
         self.asked = asyncio.Event()
+        # The state topic has grown, and should be compacted.
+        self.overgrown = asyncio.Event()
         self.finished = asyncio.Event()
         # Done when a round raised what ends the process: no error, and no bug.
         self.end: asyncio.Future[None] = loop.create_future()
