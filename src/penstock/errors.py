@@ -29,7 +29,7 @@
     ├── BrokerError            this process cannot do it now: try again
     │   ├── Overloaded         too many bytes wait for the disk
     │   ├── Closed             stopped, or stopping
-    │   ├── TooManyTopics      no more topics are made by themselves
+    │   ├── TooManyTopics      more topics or partitions than are allowed
     │   ├── UnknownTopic       no such topic
     │   └── RefreshAborted     a refresh was given up: what was there before it still counts
     ├── ClientError            between a client and its broker

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
     sys.setswitchinterval(0.0001)
     # Messages are in no cycles: looking for those costs a few percent, and finds nothing.
     gc.set_threshold(100_000, 20, 20)
+    _raise_descriptor_limit()
     try:
         server = Server(loaded.config, settings=loaded.document())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -54,6 +56,16 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
             print(f"error: {reason}", file=sys.stderr)
         return False
     return True
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many open files as the system lets this process have: connections and segments share them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:
+            logger.warning("the limit of open files stays at %d: %s", soft, error)
 
 
 def _reasons(error: Exception) -> Iterator[str | None]:

@@ -36,7 +36,7 @@ class OsDisk:
     def write(self, path: Path, data: bytes, position: int) -> None:
         is_new = not path.exists()
         # Written and synced by one descriptor: Linux tells the others nothing of a page that could not be written.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             _write_all(descriptor, data, position)
             os.fdatasync(descriptor)
@@ -64,7 +64,7 @@ class OsDisk:
         if path.is_dir():
             return
         self.make_directory(path.parent)
-        path.mkdir(exist_ok=True)
+        path.mkdir(0o700, exist_ok=True)
         _sync_directory(path.parent)
 
     def remove(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class Lock:
 
     def __init__(self, directory: Path) -> None:
         path = directory / "LOCK"
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

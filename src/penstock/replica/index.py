@@ -6,10 +6,11 @@ know was never acknowledged, and whatever it knows must be there.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -248,6 +249,10 @@ class Index:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
+    # SQLite makes what it keeps beside the database as private as the database is. One that is there is not opened:
+    # closing it again would take the locks of other connections.
+    with suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     return sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
 

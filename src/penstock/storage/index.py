@@ -25,6 +25,7 @@ _HEADER: Final = struct.Struct("<4sHHIIQ")
 _CRC: Final = slice(12, None)
 _MAGIC: Final = b"PIDX"
 _VERSION: Final = 1
+_ENTRY_BYTES: Final = 24
 
 
 class Index:
@@ -38,6 +39,10 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    @property
+    def memory_bytes(self) -> int:
+        return _ENTRY_BYTES * len(self._offsets)
 
     def add(self, batch: Batch, position: int) -> None:
         """Batches are added in the order of the log; an entry is made where the last one is far enough back."""
@@ -86,7 +91,7 @@ class Index:
         magic, version, _, crc, entries, indexed_bytes = _HEADER.unpack_from(data)
         if magic != _MAGIC or version != _VERSION or indexed_bytes != log_bytes:
             return None
-        if len(data) != _HEADER.size + 24 * entries or crc32c(memoryview(data)[_CRC]) != crc:
+        if len(data) != _HEADER.size + _ENTRY_BYTES * entries or crc32c(memoryview(data)[_CRC]) != crc:
             return None
         index = cls()
         columns = (index._offsets, index._positions, index._times)

@@ -342,7 +342,9 @@ class Log:
         self._writing = None
         self._owner.settled(write.size)
         if self.state is not State.OPEN:
-            return  # it failed or was deleted meanwhile, and whoever waits was told
+            # It failed or was deleted meanwhile, and whoever waits was told.
+            self._let_go(write.created)
+            return
         self._publish(write)
         self.written = write.end
         if write.control is not None and write.error is None:
@@ -598,7 +600,12 @@ class Log:
             self._note_close()
         self.state = State.CLOSED
         self._reject(self.committed, Closed(f"{self.directory}: the log is closed"))
-        for segment in self._segments:
+        self._let_go(self._segments)
+
+    def _let_go(self, segments: Sequence[Segment]) -> None:
+        """Close segments whose sync nobody waits for any more."""
+        for segment in segments:
+            segment.is_given_up = True
             self._open_segments.drop(segment)
 
     def abandon(self) -> None:
@@ -682,6 +689,7 @@ class Log:
             logger.error("%s: takes no more appends until a restart: %s", self.directory, error)
             self.state = State.FAILED
             self.failure = error
+            self._segments[-1].is_given_up = True
             self._reject(self.committed, error)
 
     def _plan(self, batches: Sequence[Batch | Run]) -> list[Part]:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from penstock.storage.files import FILE_MODE
 
 logger = logging.getLogger(__name__)
 
 _VERSION: Final = 1
+_IN_MEMORY: Final = ":memory:"
 _SCHEMA: Final = """
     CREATE TABLE state (kind TEXT, key TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID;
     CREATE TABLE applied (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), "offset" INTEGER NOT NULL);
@@ -54,7 +58,7 @@ class Meta:
         """Open the file, made anew where it cannot be used; without a path, in memory."""
         self._lock = threading.Lock()
         if path is None:
-            self._database = _create(":memory:")
+            self._database = _create(_IN_MEMORY)
             return
         try:
             self._database = _open(path)
@@ -121,7 +125,7 @@ def _recreate(path: Path) -> sqlite3.Connection:
         return _create(str(path))
     except (sqlite3.Error, OSError) as error:
         logger.warning("%s: cannot be made, kept in memory until the next start: %s", path, error)
-        return _create(":memory:")
+        return _create(_IN_MEMORY)
 
 
 def _create(name: str) -> sqlite3.Connection:
@@ -132,6 +136,11 @@ def _create(name: str) -> sqlite3.Connection:
 
 
 def _connect(name: str) -> sqlite3.Connection:
+    if name != _IN_MEMORY:
+        # SQLite makes what it keeps beside the database as private as the database is. One that is there is not
+        # opened: closing it again would take the locks of other connections. What is wrong, SQLite tells.
+        with suppress(OSError):
+            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
     database = sqlite3.connect(name, check_same_thread=False)
     with _closed_on_error(database):
         # Consistent after a power cut, and only a little behind: the rest is applied again from the state topic.

@@ -7,24 +7,28 @@ synced, indexed, and never written again.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from penstock.batch import HEADER_BYTES, Batch, Control, encode_control, parse, size_at
 from penstock.errors import AppendFailed, CorruptBatch, LogDamaged, LogFailed
+from penstock.health import Usage
 from penstock.storage.files import File, Files
 from penstock.storage.index import INDEX_EVERY_BYTES, Index
 
 logger = logging.getLogger(__name__)
 
 Reader = Literal["pread", "mmap"]
+T = TypeVar("T")
 
 _WINDOW_BYTES: Final = 1 << 20
 _U32_MAX: Final = (1 << 32) - 1
+_INDEX_BYTES_MAX: Final = 64 << 20
 
 
 class Found(NamedTuple):
@@ -52,27 +56,77 @@ def log_name(base: int) -> str:
 
 
 class OpenSegments:
-    """The sealed segments that have a file open; the least recently read are let go.
+    """The segments with an open file, active ones included. Above the limit, those that were not used for longest are
+    closed; they are opened again when they are needed.
 
-    A reader that still holds the file of one keeps it open until it is done.
+    A segment is closed only while all that was written to it is synced: an error of the sync is reported to the files
+    that were open when the bytes were written. A reader that holds the file of a closed segment keeps it open until
+    it is done.
     """
 
-    def __init__(self, segments_max: int = 256) -> None:
-        self._segments: OrderedDict[Segment, None] = OrderedDict()
+    def __init__(self, segments_max: int = 256, index_bytes_max: int = _INDEX_BYTES_MAX) -> None:
+        # Least recently used first, with the bytes of an index that can be loaded again.
+        self._segments: OrderedDict[Segment, int] = OrderedDict()
         self._segments_max = segments_max
+        self._index_bytes_max = index_bytes_max
+        self._index_bytes = 0
         self._lock = threading.Lock()
 
+    @property
+    def files_usage(self) -> Usage:
+        return Usage(len(self._segments), self._segments_max)
+
+    @property
+    def index_usage(self) -> Usage:
+        return Usage(self._index_bytes, self._index_bytes_max)
+
     def touch(self, segment: Segment) -> None:
+        """The segment has opened its file, or has loaded its index."""
         with self._lock:
-            self._segments[segment] = None
-            self._segments.move_to_end(segment)
-            if len(self._segments) > self._segments_max:
-                self._segments.popitem(last=False)[0].release()
+            self._forget(segment)
+            self._segments[segment] = size = segment.index_bytes
+            self._index_bytes += size
+            # Each is looked at twice at the most: used, and then not used any more.
+            for _ in range(2 * len(self._segments)):
+                if len(self._segments) <= self._segments_max and self._index_bytes <= self._index_bytes_max:
+                    break
+                oldest = next(iter(self._segments))
+                if oldest is segment or oldest.used or not oldest.is_closable:
+                    oldest.used = False
+                    self._segments.move_to_end(oldest)
+                else:
+                    self._forget(oldest)
+                    oldest.release()
+
+    def hold(self, segment: Segment) -> None:
+        """Keep its file open: it will be written to. It can be closed again when all of that is synced."""
+        with self._lock:
+            segment.is_writing = True
 
     def drop(self, segment: Segment) -> None:
+        """Close a segment, now if it is not written to, else with the last who has it."""
         with self._lock:
-            self._segments.pop(segment, None)
-        segment.release()
+            self._forget(segment)
+            if segment.is_closable:
+                segment.release()
+
+    def open(self, call: Callable[[], T]) -> T:
+        """Make a call that needs a file descriptor. If there is none left, close the segments that can be, and make it
+        again."""
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        with self._lock:
+            for segment in list(self._segments):
+                if segment.is_closable:
+                    self._forget(segment)
+                    segment.release()
+        return call()
+
+    def _forget(self, segment: Segment) -> None:
+        self._index_bytes -= self._segments.pop(segment, 0)
 
 
 class Segment:
@@ -90,10 +144,13 @@ class Segment:
         "_view",
         "base",
         "head_time",
+        "is_given_up",
+        "is_writing",
         "log",
         "sealed",
         "size",
         "synced",
+        "used",
         "written",
     )
 
@@ -112,6 +169,11 @@ class Segment:
         self.size = self.written = self.synced = size
         self.sealed = True
         self._pinned = False
+        # Whether someone looked into it since `OpenSegments` last did.
+        self.used = True
+        # Whether the writer has its file; and whether its log failed, so that nobody waits for a sync any more.
+        self.is_writing = False
+        self.is_given_up = False
         # Which log its batches must be of; None: of whichever the first is of.
         self.log: int | None = None
         # When the head was written, once someone needed to know.
@@ -127,16 +189,25 @@ class Segment:
 
     @property
     def file(self) -> File:
+        self.used = True
         file = self._file
         if file is not None:
             return file
-        file = self._files.open(self.path)
+        file = self._open.open(lambda: self._files.open(self.path))
         if self._pinned and self._file is not None:
             return self._file  # what has the name now may be another file
         self._file = file
-        if self.sealed:
-            self._open.touch(self)
+        self._open.touch(self)
         return file
+
+    @property
+    def is_closable(self) -> bool:
+        return not self.is_writing and (self.synced == self.written or self.is_given_up)
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory that `release` gives back."""
+        return 0 if self._index is None or not self.sealed else self._index.memory_bytes
 
     @property
     def index_path(self) -> Path:
@@ -149,10 +220,10 @@ class Segment:
         head = encode_control(control)
         head.stamp(self.base, append_time=append_time, log=log)
         try:
-            self._file = self._files.create(self.path)
-            self._file.write(head.data, 0)
-            self._file.sync()
-            self._files.sync_directory(self._directory)
+            file = self._file = self._open.open(lambda: self._files.create(self.path))
+            file.write(head.data, 0)
+            file.sync()
+            self._open.open(lambda: self._files.sync_directory(self._directory))
         except OSError as error:
             self._remove_unborn()
             raise AppendFailed(f"{self.path}: cannot be created: {error.strerror}") from error
@@ -162,6 +233,7 @@ class Segment:
         self.size = self.written = self.synced = len(head.data)
         self.sealed = False
         self.log = log
+        self._open.touch(self)
 
     def resume(self, index: Index, size: int) -> None:
         """Go on writing where recovery found the end."""
@@ -171,10 +243,22 @@ class Segment:
 
     def write(self, batches: Sequence[Batch]) -> None:
         """Write all of them, or nothing: a part that was written is taken back before AppendFailed is raised."""
+        self._open.hold(self)
         try:
-            self.file.write_all([batch.data for batch in batches], self.written)
+            self._write(batches)
+        finally:
+            # Last: from here on it stays open because `written` is beyond `synced`.
+            self.is_writing = False
+
+    def _write(self, batches: Sequence[Batch]) -> None:
+        try:
+            file = self.file
         except OSError as error:
-            self._take_back(self.written)
+            raise AppendFailed(f"{self.path}: cannot be opened: {error.strerror}") from error
+        try:
+            file.write_all([batch.data for batch in batches], self.written)
+        except OSError as error:
+            self._take_back(file, self.written)
             raise AppendFailed(f"{self.path}: cannot write {len(batches)} batches: {error.strerror}") from error
         index = self.index
         position = self.written
@@ -202,9 +286,11 @@ class Segment:
 
     def save_index(self) -> None:
         try:
-            index_file = self._files.create(self.index_path)
-            index_file.write(self.index.encode(self.written), 0)
-            index_file.close()
+            index_file = self._open.open(lambda: self._files.create(self.index_path))
+            try:
+                index_file.write(self.index.encode(self.written), 0)
+            finally:
+                index_file.close()
         except OSError as error:
             # It will be built from the log when it is needed.
             logger.warning("%s: cannot save the index: %s", self.index_path, error.strerror)
@@ -219,7 +305,10 @@ class Segment:
 
     def _remove_unborn(self) -> None:
         # Durably: found again behind batches that were written meanwhile, it would look like an overlap.
-        self._file = None
+        # Closed here, not with its last reference: the error that is raised has one.
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         try:
             if self.path.name in self._files.sizes(self._directory):
                 self._files.remove(self.path)
@@ -227,11 +316,11 @@ class Segment:
         except OSError as error:
             raise LogFailed(f"{self.path}: cannot be created, nor removed: {error.strerror}") from error
 
-    def _take_back(self, length: int) -> None:
+    def _take_back(self, file: File, length: int) -> None:
         # Synced, so that what was refused does not come back after a power cut in place of what is written next.
         try:
-            self.file.truncate(length)
-            self.file.sync()
+            file.truncate(length)
+            file.sync()
         except OSError as error:
             raise LogFailed(f"{self.path}: a write failed and cannot be taken back: {error.strerror}") from error
 
@@ -242,6 +331,7 @@ class Segment:
         index = self._index
         if index is None:
             index = self._index = self._load_index() or self._build_index()
+            self._open.touch(self)
         return index
 
     def read(self, offset: int, bytes_max: int, following: int | None = None) -> list[Batch]:
@@ -349,16 +439,17 @@ class Segment:
         return self.head_time
 
     def release(self) -> None:
-        """Let go of the file and the index; they are opened again when they are needed."""
+        """Close the file, and let go of the index if it can be loaded again."""
         if not self._pinned:
             self._file = None
             self._view = None
-            self._index = None
+            if self.sealed:
+                self._index = None
 
     def pin(self) -> None:
         """Keep the file open, because another one will have its name: readers of this one go on with this one."""
         if self._file is None:
-            self._file = self._files.open(self.path)
+            self._file = self._open.open(lambda: self._files.open(self.path))
         self._pinned = True
 
     def content(self, position: int, length: int) -> memoryview:
@@ -415,10 +506,15 @@ class Segment:
 
     def _load_index(self) -> Index | None:
         try:
-            file = self._files.open(self.index_path)
+            file = self._open.open(lambda: self._files.open(self.index_path))
+        except OSError:
+            return None
+        try:
             return Index.decode(file.read(file.size(), 0), self.size)
         except OSError:
             return None
+        finally:
+            file.close()
 
     def _build_index(self) -> Index:
         index = Index()

@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import secrets
 import sqlite3
 import threading
@@ -50,6 +51,7 @@ from penstock.errors import (
     LogFailed,
     Overloaded,
     PenstockError,
+    TooManyTopics,
     UnknownTopic,
     UnsupportedBatch,
 )
@@ -71,6 +73,8 @@ logger = logging.getLogger(__name__)
 # the way to a worker and back costs 100 and more, up to Python's switch interval when the loop is busy.
 _QUICK_BYTES: Final = 64 << 10
 
+_OPEN_SEGMENTS_MAX: Final = 1024
+
 # Small segments, so that most of the state topic can be compacted at any time. Nobody but the state itself reads it, so
 # tombstones need not stay.
 _STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT, segment_bytes=1 << 20, tombstone_ms=0)
@@ -87,7 +91,10 @@ class Settings:
     # Bytes that wait for a write, over all logs: what a crash of the process can cost, and a bound on memory.
     unflushed_bytes_max: int = 64 << 20
     tail_bytes_max: int = 64 << 20
-    open_segments_max: int = 256
+    # Segments with an open file. None: half of the file descriptors that the process may have, 1024 at most.
+    open_segments_max: int | None = None
+    # Partitions of all topics together. Each costs some memory and time at every start, used or not.
+    partitions_max: int = 20_000
     # Under `flush` a log is synced when this many messages are written, or this long after the first of them.
     flush_messages: int = 500
     flush_ms: int = 100
@@ -109,7 +116,13 @@ class Store:
         self.health = Health()
         self._files: Files = files or OsFiles()
         self._clock: Clock = clock or SystemClock()
-        self._open_segments = OpenSegments(self.settings.open_segments_max)
+        segments_max = self.settings.open_segments_max or _open_segments_max()
+        # A mapping has a descriptor of its own.
+        self._open_segments = OpenSegments(
+            max(1, segments_max // 2) if self.settings.reader == "mmap" else segments_max
+        )
+        # Files with unsynced bytes stay open, so each lane has so many of them at the most.
+        self._unsynced_max = max(1, segments_max // 2)
         self._tail_budget = TailBudget(self.settings.tail_bytes_max)
         # Bytes of the sealed segments of the state topic after the last compaction.
         self._state_bytes = 0
@@ -215,7 +228,12 @@ class Store:
 
     def usage(self) -> dict[str, Usage]:
         """How full each limited table is, by name."""
-        return {"unflushed_bytes": Usage(self.unflushed_bytes, self.settings.unflushed_bytes_max)}
+        return {
+            "unflushed_bytes": Usage(self.unflushed_bytes, self.settings.unflushed_bytes_max),
+            "open_segments": self._open_segments.files_usage,
+            "index_bytes": self._open_segments.index_usage,
+            "partitions": Usage(self._partitions, self.settings.partitions_max),
+        }
 
     # Rounds.
 
@@ -247,7 +265,8 @@ class Store:
 
     def flush(self) -> None:
         """Write and sync all that was appended, here and now."""
-        self._drive(self._round(self._take_writes(None), [], sync=True))
+        while writes := self._take_writes(None):
+            self._drive(self._round(writes, [], sync=True))
         self._drive(self._round([], self._take_syncs(None), sync=True))
 
     async def run(self) -> None:
@@ -318,13 +337,22 @@ class Store:
         self._finish(round_)
 
     def _take_writes(self, durability: Durability | None) -> list[Write]:
-        writes = []
+        """What waits, of as many logs as may have unsynced bytes. The first that waited are the first to be taken."""
+        writes: list[Write] = []
+        room = self._unsynced_max
+        if durability is Durability.FLUSH:
+            room -= len(self._unsynced)
         for log in list(self._dirty):
-            if durability in (None, log.policy.durability):
-                with self._limited_to(log):
-                    if (write := log.begin_write()) is not None:
-                        del self._dirty[log]
-                        writes.append(write)
+            if durability not in (None, log.policy.durability):
+                continue
+            is_open = durability is Durability.FLUSH and log in self._unsynced
+            if room <= 0 and not is_open:
+                continue
+            with self._limited_to(log):
+                if (write := log.begin_write()) is not None:
+                    del self._dirty[log]
+                    writes.append(write)
+                    room -= not is_open
         return writes
 
     def _take_syncs(self, now_us: int | None) -> list[Sync]:
@@ -342,12 +370,15 @@ class Store:
         for write in round_.writes:
             with self._limited_to(write.log):
                 write.log.finish_write(write)
-            self._unsynced[write.log] = None
+            if self._sync_due_us(write.log) is not None:
+                self._unsynced[write.log] = None
             self._note_failure(write.log)
         for sync, error in zip(round_.syncs, round_.errors, strict=True):
             with self._limited_to(sync.log):
                 sync.log.finish_sync(sync, error)
             self._note_failure(sync.log)
+            if self._sync_due_us(sync.log) is None:
+                self._unsynced.pop(sync.log, None)
         if round_.fault is not None:
             self.health.fault("sync", "all that was in the round has failed", round_.fault)
         if self._lanes is not None and self._is_state_overgrown():
@@ -377,7 +408,9 @@ class Store:
             self.failed[log] = None
 
     def _sync_due_us(self, log: Log) -> int | None:
-        return log.sync_due_us(self.settings.flush_messages, self.settings.flush_ms * 1000)
+        due_us = log.sync_due_us(self.settings.flush_messages, self.settings.flush_ms * 1000)
+        is_crowded = due_us is not None and len(self._unsynced) >= self._unsynced_max
+        return 0 if is_crowded else due_us
 
     def _next_sync_us(self) -> int | None:
         """When the next sync of a `flush` topic is due, on the monotonic clock."""
@@ -415,6 +448,7 @@ class Store:
     async def _create(self, name: str, partitions: int, policy: Policy, origin: str | None, disk: _Disk) -> Topic:
         number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
         topic = Topic(number, name, partitions, policy, origin)
+        self._check_partitions(topic, partitions)
         await disk.commit([_topic_change(topic), Change("store", "next_topic", number + 1)])
         opening = self._opening(topic)
         await disk.work(opening.run)
@@ -435,7 +469,7 @@ class Store:
                 f"make room, then alter the topic or restart to open them, or delete it"
             ) from failure
         try:
-            await self._remove(topic.id, [], disk)
+            await self._remove(topic.id, list(opening.logs.values()), disk)
         except BadDirectory as error:
             logger.error("%s", error)
         raise AppendFailed(
@@ -448,6 +482,7 @@ class Store:
             raise ValueError(f"topic {topic.name} cannot have fewer partitions than before")
         if topic.origin != before.origin and (before.origin is not None or not self._is_empty(before)):
             raise ValueError(f"topic {topic.name} cannot be that of {topic.origin}: it has messages of its own")
+        self._check_partitions(topic, topic.partitions - before.partitions)
         await disk.commit([_topic_change(topic)])
         opening = self._opening(topic)
         await disk.work(opening.run)
@@ -522,6 +557,17 @@ class Store:
         turn.tell(task, self.health)
         if cancelled is not None:
             raise cancelled
+
+    @property
+    def _partitions(self) -> int:
+        return sum(topic.partitions for topic in self._topics.values())
+
+    def _check_partitions(self, topic: Topic, more: int) -> None:
+        if more > 0 and self._partitions + more > self.settings.partitions_max:
+            raise TooManyTopics(
+                f"topic {topic.name} cannot get {more} partitions: there are {self._partitions}, and "
+                f"{self.settings.partitions_max} are the most (storage.partitions_max): delete topics, or raise it"
+            )
 
     def _topic(self, topic_id: int) -> Topic:
         try:
@@ -614,8 +660,8 @@ class Store:
         directory = self.directory / "topics" / str(topic_id)
         try:
             with self._upkeep_lock:
-                # A file that is open keeps its room on the disk. The active one may have to be written to once more.
-                for segment in (segment for log in logs for segment in log.segments[:-1]):
+                # A file that is open keeps its room on the disk.
+                for segment in (segment for log in logs for segment in log.segments):
                     self._open_segments.drop(segment)
                 for partition in self._files.sizes(directory):
                     for name in self._files.sizes(directory / partition):
@@ -985,6 +1031,11 @@ class _Lanes:
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(self._written.stop(), self._synced.stop())
+
+
+def _open_segments_max() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_OPEN_SEGMENTS_MAX, max(1, soft // 2)) if soft >= 0 else _OPEN_SEGMENTS_MAX
 
 
 def _topic_change(topic: Topic) -> Change:

@@ -14,6 +14,7 @@ what it leaves behind. What is modelled:
 - **Failed syncs.** What was pending can still be read, and no later sync makes it durable: Linux marks the
   pages clean. Only writing it again helps. It is the same for the names of a directory.
 - **Room.** `capacity` bounds the bytes of the files that have a name.
+- **Descriptors.** `descriptors_max` bounds the files that are open. Listing or syncing a directory needs one too.
 
 Not modelled: durable bytes that rot (`set_content` does that), and a disk that lies about its syncs.
 """
@@ -67,15 +68,25 @@ class FaultyFiles:
             pass
         check(disk.power_cut())
 
-    `calls` counts the mutating calls. `cut_after` and `capacity` may be set at any time; a disk comes back
-    from a cut with its capacity, and without the faults and the cut that were planned before.
+    `calls` counts the mutating calls. `cut_after`, `capacity` and `descriptors_max` may be set at any time; a disk
+    comes back from a cut with its capacity, and without the faults and the cut that were planned before.
     """
 
-    def __init__(self, *, seed: int = 0, cut_after: int | None = None, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        cut_after: int | None = None,
+        capacity: int | None = None,
+        descriptors_max: int | None = None,
+    ) -> None:
         self.seed: Final = seed
         self.cut_after = cut_after
         self.capacity = capacity
+        self.descriptors_max = descriptors_max
         self.calls = 0
+        # Files that are open. A file is closed with its last reference, if not before.
+        self.open_files = 0
         self._lock = threading.RLock()
         self._random = Random(seed)
         self._power = _Power.ON
@@ -94,6 +105,7 @@ class FaultyFiles:
     def open(self, path: Path) -> FaultyFile:
         with self._lock:
             inode = self._find_file(path)
+            self._check_descriptors(path)
             _raise(self._begin("open", path))
             return FaultyFile(self, inode, path)
 
@@ -101,6 +113,7 @@ class FaultyFiles:
         with self._lock:
             directory = self._find_directory(path.parent)
             inode = self._find_file(path) if path.name in directory.entries else None
+            self._check_descriptors(path)
             planned = self._begin("create", path)
             if self._happens(planned):
                 if inode is not None:
@@ -118,6 +131,7 @@ class FaultyFiles:
                 entries = list(self._find_directory(directory).entries.items())
             except FileNotFoundError:
                 return {}
+            self._check_descriptors(directory)
             _raise(self._begin("sizes", directory))
             self._random.shuffle(entries)  # no file system promises an order
             return {name: len(node.content) if isinstance(node, _Inode) else 0 for name, node in entries}
@@ -176,6 +190,7 @@ class FaultyFiles:
     def sync_directory(self, path: Path) -> None:
         with self._lock:
             directory = self._find_directory(path)
+            self._check_descriptors(path)
             planned = self._begin("sync_directory", path)
             if self._happens(planned):
                 directory.keep(len(directory.pending))
@@ -223,11 +238,12 @@ class FaultyFiles:
             self._faults.append(_Fault(call, error, times, after, path_suffix))
 
     def heal(self) -> None:
-        """Forget the faults and the cut that are planned, and have room for everything."""
+        """Forget the faults and the cut that are planned, and have room and descriptors for everything."""
         with self._lock:
             self._faults.clear()
             self.cut_after = None
             self.capacity = None
+            self.descriptors_max = None
 
     def power_cut(self) -> FaultyFiles:
         """The disk after the reboot, with all that is on it durable. This one is of no use from now on."""
@@ -247,6 +263,7 @@ class FaultyFiles:
         with self._lock:
             self._check_power()
             self._process += 1
+            self.open_files = 0
             self._locks.clear()
 
     def content(self, path: Path) -> bytes:
@@ -276,6 +293,10 @@ class FaultyFiles:
     def _check_power(self) -> None:
         if self._power is not _Power.ON:
             raise PowerCut("there is no power: go on with the disk that power_cut returns")
+
+    def _check_descriptors(self, path: Path) -> None:
+        if self.descriptors_max is not None and self.open_files >= self.descriptors_max:
+            raise _error(errno.EMFILE, path)
 
     def _begin(self, call: str, *paths: Path) -> OSError | PowerCut | None:
         """What the call has to raise, after it has done what it does in spite of that."""
@@ -390,6 +411,11 @@ class FaultyFile:
         self._path = path
         self._process = disk._process
         self._closed = False
+        disk.open_files += 1
+
+    def __del__(self) -> None:
+        with self._disk._lock:
+            self._close()
 
     def read(self, length: int, position: int) -> bytes:
         with self._disk._lock:
@@ -453,9 +479,15 @@ class FaultyFile:
         disk = self._disk
         with disk._lock:
             disk._check_power()
-            self._closed = True
+            self._close()
             if disk._locks.get(self._inode) is self:
                 del disk._locks[self._inode]
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._process == self._disk._process:
+                self._disk.open_files -= 1
 
     def _opened(self, *numbers: int) -> _Inode:
         """The inode, if the handle is good, and the positions and lengths it is given are."""
