@@ -1,0 +1,45 @@
+"""One siege after another: `python -m tests.hostile --seconds 60 --door NATS --attack half_a_payload`.
+
+Without `--door` all doors, without `--attack` all of a door's attacks. The table at the end tells the longest stall and
+the most memory for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.hostile.doors import DOORS
+from tests.hostile.oracle import Figures, table
+from tests.hostile.siege import Door, Scale, besiege
+
+
+def besiege_all(doors: Sequence[Door], seed: int, scale: Scale) -> list[Figures]:
+    """A failure leaves the directory of its server behind, and names the seed."""
+    directory = Path(tempfile.mkdtemp(prefix="penstock-hostile-"))
+    figures = [besiege(directory / door.name, door, seed, scale) for door in doors]
+    directory.rmdir()
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=5, help="for each door")
+    parser.add_argument("--connections", type=int, default=Scale(0).connections_max, help="of one attack at a time")
+    parser.add_argument("--door", choices=[door.name for door in DOORS])
+    parser.add_argument("--attack")
+    options = parser.parse_args()
+    doors = [door for door in DOORS if options.door in (None, door.name)]
+    if options.attack is not None:
+        doors = [door._replace(attacks=door.named(options.attack)) for door in doors if door.named(options.attack)]
+    scale = Scale(options.seconds, connections_max=options.connections)
+    print(table(besiege_all(doors, options.seed, scale)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
