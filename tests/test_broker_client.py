@@ -597,6 +597,22 @@ def test_an_interrupted_subscribe_leaves_no_subscription_behind(
     assert name not in [group.pattern for group in observer.groups()]
 
 
+def test_an_interrupt_before_a_thread_has_started_leaves_a_client_that_disconnects(
+    connect: Connect, observer: Client, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect()
+    assert client.create_topic(name)
+
+    def interrupted(_thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        client.subscribe(name)
+    client.disconnect()
+    assert name not in [group.pattern for group in observer.groups()]
+
+
 def test_a_topic_is_subscribed_to_by_a_subscription_of_ones_own(connect: Connect, observer: Client, name: str) -> None:
     client, inbox = connect(name), Inbox()
     assert client.create_topic(name)

@@ -365,8 +365,9 @@ class _Connection:
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=work, name=f"penstock {self._client_id} {name}", daemon=True)
-        self._threads[name] = thread
         thread.start()
+        # Not before: an interrupt may come in between, and `close` joins what is here.
+        self._threads[name] = thread
 
     @property
     def is_open(self) -> bool:
@@ -567,7 +568,7 @@ class _Connection:
         return subscription.acknowledges
 
     def _is_in_turn(self) -> bool:
-        return threading.current_thread() is self._threads["messages"]
+        return threading.current_thread() is self._threads.get("messages")
 
     # Deadlines.
 
