@@ -10,12 +10,13 @@ CLIENTS ?= 50
 PIPES   ?= 50
 DRIVERS ?= 5
 
-BIN   := .venv/bin
-READY := .venv/.ready
+VENV  ?= .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format bench soak lock clean
+.PHONY: help demo test fast lint format bench soak lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -26,11 +27,14 @@ demo: $(READY) ## set up, then see the log at work
 test: lint ## set up, lint, then run every test
 	@$(BIN)/python -m pytest
 
+fast: $(READY) ## only the tests that start no process, in a minute or two
+	@$(BIN)/python -m pytest -p tests.fast
+
 lint: $(READY) ## ruff, mypy, import-linter
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "Run 'make format'." >&2; exit 1; }
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports --no-logo >.venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log >&2; exit 1; }
+	@$(BIN)/lint-imports --no-logo >$(VENV)/lint-imports.log 2>&1 || { cat $(VENV)/lint-imports.log >&2; exit 1; }
 	@echo "lint: clean"
 
 format: $(READY) ## put the code into its one form
@@ -43,11 +47,14 @@ bench: $(READY) ## measure against the machine's own limits, nats-server and Red
 soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5
 	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS) --pipes $(PIPES) --drivers $(DRIVERS)
 
-# Written last and only when all went well, so an interrupted set-up starts again.
+# Written last and only when all went well, so an interrupted set-up starts again; and so does another PYTHON.
+ifneq ($(shell $(PYTHON) -V 2>&1 || :),$(shell $(BIN)/python -V 2>&1 || :))
+.PHONY: $(READY)
+endif
 $(READY): requirements.lock pyproject.toml
 	@$(check-python)
-	@echo "Setting up .venv (once, and again when the dependencies change) ..."
-	@$(PYTHON) -m venv --clear .venv
+	@echo "Setting up $(VENV) (once, and again when the dependencies change) ..."
+	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements.lock
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
@@ -69,7 +76,7 @@ lock: ## pin every dependency, with hashes, in requirements.lock
 	    $(LOCK_FLAGS) --output-file requirements.lock pyproject.toml
 
 clean: ## remove what was set up, built and cached
-	@rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf $(VENV) .venv-newest build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # One line that says what to install. It must also run on a Python that is too old, hence no new syntax.

@@ -109,7 +109,7 @@ async def test_a_topic_whose_sync_failed_is_named_until_it_is_deleted() -> None:
 
         assert (await life.publish(b"orders", b"b")).error is not None
 
-        assert life.broker.failed == ["orders"]
+        assert life.broker.failed == [f"orders ({path}: fsync failed: Input/output error)"]
         await life.do(life.broker.delete_topic(b"orders"))
         assert life.broker.failed == []
 
