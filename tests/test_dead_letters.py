@@ -8,8 +8,11 @@ import errno
 
 import pytest
 
+from penstock.broker import group as groups
+from penstock.broker import sources
 from penstock.broker.broker import Settings
-from penstock.errors import PenstockError
+from penstock.errors import BadRequest, PenstockError, ReadFailed
+from penstock.run import Run
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop
@@ -310,6 +313,112 @@ async def test_a_redriven_message_does_not_come_back_from_a_topic_that_was_delet
         assert life.in_log(b"orders") == []
 
 
+# Large ones
+
+
+@in_loop
+async def test_more_than_a_batch_can_hold_die_together_and_are_redriven_together() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        values = [bytes([number]) * 2_000_000 for number in range(35)]
+        await life.do(life.broker.create_group(b"orders", b"orders.>"))
+        for value in values:
+            await life.publish(b"orders.eu", value)
+        group, member = await life.join(b"orders", b"orders.>", Recorder())
+        await life.advance(DEADLINE)
+        life.broker.leave(group, member)
+        assert (life.log(b"DLQ").end, group.lag()) == (35, 0)
+        assert await life.redrive() == 35
+        assert life.in_log(b"orders")[35:] == values
+        assert await life.letters() == []
+        assert life.store.health.problems == {}
+
+
+@in_loop
+async def test_letters_are_listed_until_they_are_redriven() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"orders.eu", b"b"), (b"bills.eu", b"c"))
+        disk.fail("write", errno.ENOSPC, times=3, path_suffix=str(life.log(b"orders").segments[0].path))
+        for _ in range(2):
+            with pytest.raises(PenstockError, match="No space"):
+                await life.redrive()
+            assert [letter.value for letter in await life.letters()] == [b"a", b"b"]
+        assert life.in_log(b"bills") == [b"c", b"c"]
+        assert await life.redrive(b"bills.>") == 0
+        await life.kill()
+    async with Life(disk, settings=SETTINGS) as life:
+        assert [letter.value for letter in await life.letters()] == [b"a", b"b"]
+        assert await life.redrive() == 2
+        assert life.in_log(b"orders") == [b"a", b"b"] * 2
+        assert await life.letters() == []
+    async with Life(disk, settings=SETTINGS) as life:
+        assert await life.letters() == []
+
+
+@in_loop
+async def test_a_message_that_has_no_room_in_a_dead_letter_leaves_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "BATCH_BYTES_MAX", 5000)
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", bytes(4000)), (b"orders.eu", bytes(4900)), (b"orders.eu", b"c"))
+        assert [letter.value for letter in await life.letters()] == [bytes(4000), b"", b"c"]
+        empty = (await life.letters())[1]
+        assert b"4900 bytes" in empty.reason
+        assert (empty.topic, empty.origin_partition, empty.origin_offset) == (b"orders", 0, 1)
+        with pytest.raises(BadRequest, match="too large"):
+            await life.redrive()
+        assert life.in_log(b"orders")[3:] == [bytes(4000), b"c"]
+        assert await life.letters() == [empty]
+        assert life.broker.groups[b"orders"].lag() == 2
+
+
+@in_loop
+async def test_a_message_that_cannot_be_read_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await life.do(life.broker.create_group(b"orders", b"orders"))
+        await life.stored(b"orders", b"a", b"b", b"c")
+        partition = life.partition(b"orders")
+        message = type(partition).message
+
+        async def damaged(self: object, offset: int) -> Run | None:
+            if self is partition and offset == 1:
+                raise ReadFailed("damaged")
+            return await message(partition if self is partition else self, offset)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(type(partition), "message", damaged)
+        await life.join(b"orders", b"orders", Recorder())
+        await life.advance(DEADLINE)
+        assert life.in_log(b"DLQ") == [b"a", b"c"]
+        assert list(life.store.health.problems) == ["dead letters of group orders"]
+        monkeypatch.undo()
+        await life.advance(DEADLINE)
+        assert life.in_log(b"DLQ") == [b"a", b"c", b"b"]
+        assert life.store.health.problems == {}
+
+
+@in_loop
+async def test_an_unexpected_error_is_counted_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        with monkeypatch.context() as patched:
+            patched.setattr(groups.Group, "_letter", lambda *_: 1 / 0)
+            await die(life, (b"orders.eu", b"a"))
+            assert life.store.health.faults["dead letters"]
+            assert list(life.store.health.problems) == ["dead letters of group orders"]
+        await life.advance(SECOND)
+        assert life.in_log(b"DLQ") == [b"a"]
+        assert life.store.health.problems == {}
+
+
+@in_loop
+async def test_a_redrive_goes_on_while_the_topic_of_dead_letters_is_altered() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))
+        before = await life.do(life.broker.dead_letters())
+        await life.do(life.broker.alter_topic(b"DLQ", partitions=2))
+        assert await life.do(life.broker.dead_letters()) is before
+        assert await life.redrive() == 2
+        assert (life.in_log(b"orders"), life.in_log(b"bills")) == ([b"a", b"a"], [b"b", b"b"])
+
+
 # Interrupted
 
 
@@ -413,8 +522,20 @@ async def let_die(life: Life) -> None:
     await life.advance(DEADLINE)
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        pytest.param({}, id="one batch"),
+        pytest.param({"DECISION_BYTES_MAX": 1}, id="several decisions"),
+        pytest.param({"PART_BYTES": 1}, id="one decision in parts"),
+    ],
+)
 @in_loop
-async def test_dying_that_is_cut_anywhere_leaves_each_dead_letter_once() -> None:
+async def test_dying_that_is_cut_anywhere_leaves_each_dead_letter_once(
+    limits: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(sources, name, value)
     some = 0
     async for disk, clock, cut in each_cut(prepare_dying, let_die, settings=SETTINGS):
         print(f"cut {cut}, which is the seed too")

@@ -249,8 +249,8 @@ async def test_one_that_is_stored_while_others_are_moved_is_not_late() -> None:
         run = run_of(b"orders", b"second", headers=b"Delay: 1s\r\n")
         move = delays._mover.move
 
-        async def move_slowly(offsets: Sequence[int]) -> dict[int, PenstockError]:
-            failed = await move(offsets)
+        async def move_slowly(offsets: Sequence[int], *, retry: bool = False) -> dict[int, PenstockError]:
+            failed = await move(offsets, retry=retry)
             await life.offer(run)
             return failed
 

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000
+# Of the broker's own topics. Upkeep removes whole segments that nobody needs any more, but never the last one.
+_OWN_POLICY: Final = Policy(dedup=DedupMode.OFF, segment_bytes=8 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,17 @@ class Broker:
             started.set()
 
     async def _own_topic(self, name: bytes) -> ServedTopic:
-        return self.topics.get(name) or await self._create(name, 1, Policy(dedup=DedupMode.OFF))
+        served = self.topics.get(name) or await self._create(name, 1, _OWN_POLICY)
+        if served.refusal is None and served.topic.policy != _OWN_POLICY:
+            # An older version made it.
+            topic = replace(served.topic, policy=_OWN_POLICY)
+            try:
+                await self.store.alter_topic_async(topic)
+            except PenstockError as error:
+                logger.warning("%s keeps its policy until the next start: %s", topic.name, error)
+            else:
+                served = self._serve(topic)
+        return served
 
     def save(self) -> None:
         """Before a stop: let the groups write where they are."""
@@ -429,7 +441,10 @@ class Broker:
             self._intake.note(topic, partition, batch)
 
     def partition(self, topic_id: int, number: int) -> Partition | None:
+        """Return a partition, or None if there is none. Raises if its topic cannot be opened."""
         topic = self.topics.by_id(topic_id)
+        if topic is not None and topic.refusal is not None:
+            raise topic.refusal
         return topic.partitions[number] if topic is not None and number < len(topic.partitions) else None
 
     def _check_made_by_itself(self, subject: bytes) -> None:
@@ -678,8 +693,9 @@ class Broker:
             return None
         if topic.refusal is not None:
             raise topic.refusal
-        if self._dead_letters is None or self._dead_letters.topic is not topic:
+        if self._dead_letters is None or self._dead_letters.topic.topic.id != topic.topic.id:
             self._dead_letters = DeadLetters(topic, self)
+        self._dead_letters.serve(topic)
         return self._dead_letters
 
     def is_dead_letters(self, topic: bytes) -> bool:

@@ -10,6 +10,7 @@ from penstock.broker.mover import Mover
 from penstock.broker.partition import Partition
 from penstock.broker.topic import ServedTopic
 from penstock.clock import Clock
+from penstock.errors import BadRequest, PenstockError
 from penstock.run import Run
 from penstock.storage.store import Store
 from penstock.subject import is_subject, matches
@@ -42,23 +43,26 @@ class DeadLetter(NamedTuple):
 
 class DeadLetters:
     def __init__(self, topic: ServedTopic, host: Host) -> None:
-        self.topic = topic
         self._host = host
-        self._movers = {
-            partition: Mover(
-                f"redriven {partition.topic_id} {partition.number}", partition, host, self._route, self._shape
-            )
-            for partition in topic.partitions
-        }
+        self._movers: dict[Partition, Mover] = {}
+        self.serve(topic)
+
+    def serve(self, topic: ServedTopic) -> None:
+        """Serve the topic as it is now: it may have been given more partitions."""
+        self.topic = topic
+        for partition in topic.partitions:
+            if partition not in self._movers:
+                name = f"redriven {partition.topic_id} {partition.number}"
+                self._movers[partition] = Mover(name, partition, self._host, self._route, self._shape)
 
     async def list(self, pattern: bytes = b">", *, redriven: bool = False) -> AsyncIterator[DeadLetter]:
         """Those whose own subject matches, oldest first; with `redriven`, also those that were sent again."""
-        for partition, mover in self._movers.items():
+        for partition, mover in list(self._movers.items()):
             offset = partition.start
             while (found := await partition.read(offset)) is not None:
                 run, offset = found
                 for index in range(len(run)):
-                    is_redriven = mover.is_moved(run.offset(index))
+                    is_redriven = mover.has_arrived(run.offset(index))
                     letter = _letter(partition, run, index, is_redriven) if redriven or not is_redriven else None
                     if letter is not None and matches(pattern, letter.subject):
                         yield letter
@@ -72,9 +76,10 @@ class DeadLetters:
     async def redrive(
         self, pattern: bytes = b">", count: int | None = None, offsets: Iterable[int] | None = None
     ) -> int:
-        """Publish them to their subjects again, each once, though it may be interrupted and called again; how many.
+        """Publish dead letters to their subjects again, and return how many. Each is published once, even if this is
+        interrupted and called again.
 
-        `offsets`: only those there. Raises if some of them cannot be; then they are still to be redriven.
+        `offsets`: only those there. Raises if some of them cannot be published; then these are still listed.
         """
         wanted = None if offsets is None else frozenset(offsets)
         chosen: dict[int, list[int]] = {}
@@ -86,29 +91,38 @@ class DeadLetters:
                 continue
             chosen.setdefault(letter.partition, []).append(letter.offset)
             taken += 1
-        for partition, mover in self._movers.items():
-            failed = await mover.move(chosen.get(partition.number, []))
-            await mover.finish()
-            if failed:
-                raise next(iter(failed.values()))
+        failed: list[PenstockError] = []
+        for partition, mover in list(self._movers.items()):
+            failed += (await mover.move(chosen.get(partition.number, []), retry=True)).values()
+        if failed:
+            raise failed[0]
         return taken
 
     async def _route(self, run: Run) -> Partition:
-        subject = self._shape(run).subjects[0]
+        subject = _subject(run)
+        if headers.value_of(run.headers[0], b"Dead-Letter-Is-Empty") is not None:
+            raise BadRequest(
+                f"dead letter {run.offset(0)} cannot be redriven: its message was too large for a dead letter;"
+                " fetch it from its topic, at the offset that the letter names"
+            )
         topic = await self._host.owner(subject)
         topic.turn()
         return topic.choose(subject, run.keys.get(0))
 
-    def _shape(self, run: Run) -> Run:
-        """The message as it was published."""
-        subject = headers.value_of(run.headers[0], b"Dead-Letter-Subject")
-        assert subject is not None
-        again = Run([subject], run.values)
+    def _shape(self, run: Run, _target: Partition) -> Run:
+        """Return the message as it was published."""
+        again = Run([_subject(run)], run.values)
         again.keys, again.tombstones = run.keys, run.tombstones
         block = headers.without(run.headers[0], b"dead-letter-")
         if block:
             again.headers[0] = block
         return again
+
+
+def _subject(run: Run) -> bytes:
+    subject = headers.value_of(run.headers[0], b"Dead-Letter-Subject")
+    assert subject is not None
+    return subject
 
 
 def _letter(partition: Partition, run: Run, index: int, is_redriven: bool) -> DeadLetter | None:

@@ -1,22 +1,26 @@
-"""Messages for later: stored at once, in a topic of the broker's own, and appended to theirs when they are due."""
+"""Delayed messages: stored at once in a topic of the broker's own, and appended to their topics when they are due.
+
+Upkeep removes the segments of that topic whose messages were all delivered. One message that is due in a year would
+keep all segments behind its own, so messages that wait in the oldest segment are stored again at the end of the topic
+when it has grown to a multiple of what waits in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from heapq import heappop, heappush
-from typing import Final, Protocol
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable
+from heapq import heapify, heappop, heappush
+from typing import Final, NamedTuple, Protocol
 
 from penstock import headers
-from penstock.broker.mover import Mover
+from penstock.broker.mover import RETRY_US, RETRY_US_MAX, Mover
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Loop
 from penstock.broker.topic import ServedTopic
 from penstock.errors import Overloaded, PenstockError
-from penstock.run import Run
+from penstock.run import Run, message_bytes
 from penstock.storage.store import Store
-
-logger = logging.getLogger(__name__)
 
 DELAYED_TOPIC: Final = b"$delayed"
 # Each takes some memory until it is due.
@@ -24,7 +28,11 @@ DELAYED_MAX: Final = 100_000
 # Those that are due within so short a time go together.
 _TOGETHER_US: Final = 5_000
 _MOVE_MAX: Final = 1000
-_RETRY_US: Final = 1_000_000
+# The log may have so many bytes beyond twice those that wait.
+_SLACK_BYTES: Final = 64 << 20
+_FOREVER_US: Final = 3600 * 1_000_000
+# Under which problems and faults are reported.
+_NAME: Final = "delayed messages"
 _DUE: Final = b"Penstock-Due"
 
 
@@ -38,29 +46,44 @@ class Host(Loop, Protocol):
     def partition(self, topic_id: int, number: int) -> Partition | None: ...
 
 
+class _Waiting(NamedTuple):
+    """A message that is to be moved at a moment: when it is due, or when to try again."""
+
+    moment_us: int
+    due_us: int
+    offset: int
+    size: int
+
+
 class Delays:
     def __init__(self, partition: Partition, host: Host) -> None:
         self.partition = partition
         self._host = host
         self._mover = Mover(f"delayed {partition.topic_id}", partition, host, self._route, self._shape)
         self._next = max(self._mover.floor, partition.start)
-        # When each is due, and where it is stored.
-        self._due: list[tuple[int, int]] = []
+        # A heap of those that wait, and their bytes.
+        self._due: list[_Waiting] = []
+        self._bytes = 0
+        # How often each of those was tried that are due and cannot be moved, and why the last of them could not.
+        self._tries: dict[int, int] = {}
+        self._error: PenstockError | None = None
+        # Whether the mover is to store messages again in their own topic.
+        self._is_trimming = False
         self._woken = asyncio.Event()
         partition.groups[self._woken.set] = None
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return how many messages wait."""
         return len(self._due) + self.partition.end - self._next
 
     def refusal(self) -> PenstockError | None:
-        """Why no more can be delayed, if so."""
+        """Return why no more messages can be delayed, if so."""
         if len(self) >= DELAYED_MAX:
             return Overloaded(f"{len(self)} messages are delayed: no more than {DELAYED_MAX} can be")
         return None
 
     def delayed(self, run: Run, index: int, due_us: int) -> Run:
-        """The message as it is stored until then."""
+        """Return the message as it is stored until it is due."""
         late = run.select([index])
         block = headers.without(run.headers[index], b"delay", b"deliver-at", _DUE.lower())
         late.headers[0] = block + headers.lines(penstock_due=due_us)
@@ -68,62 +91,128 @@ class Delays:
 
     async def run(self) -> None:
         while True:
-            # Whoever wakes us from here on is heard.
+            # A wake-up from here on is not missed.
             self._woken.clear()
-            wait_us = _RETRY_US
-            try:
-                await self._mover.finish()
-                await self._look()
-                wait_us = await self._move()
-            except PenstockError as error:
-                logger.error("delayed messages that are due cannot be stored, tried again: %s", error)
+            errors = [await self._attempt(step) for step in (self._look, self._move, self._trim)]
+            wait_us = self._report(next(filter(None, errors), None))
             moment_us = self._host.clock.monotonic_us() + max(wait_us, _TOGETHER_US)
             timer = self._host.call_at(moment_us, self._woken.set)
             await self._woken.wait()
             timer.cancel()
 
-    async def _look(self) -> None:
-        """Take note of those that were stored since the last time."""
-        while (found := await self.partition.read(self._next)) is not None:
-            run, self._next = found
-            for index in range(len(run)):
-                due = headers.value_of(run.headers.get(index, b""), _DUE)
-                if due is not None and due.isdigit() and not self._mover.is_moved(run.offset(index)):
-                    heappush(self._due, (int(due), run.offset(index)))
+    async def _attempt(self, step: Callable[[], Awaitable[None]]) -> Exception | None:
+        """Do one step, and return what prevented it. An error in one does not end the others."""
+        try:
+            await step()
+        except PenstockError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  a bug of ours must not end the timer
+            self._host.store.health.fault("delays", step.__name__, error)
+            return error
+        return None
 
-    async def _move(self) -> int:
-        """Move those that are due; how long until the next is."""
-        while self._due:
-            now_us = self._host.clock.now_us()
-            if self._due[0][0] > now_us:
-                wait_us = self._due[0][0] - now_us
-                return wait_us if self._mover.is_finished else min(wait_us, _RETRY_US)
-            due: dict[int, int] = {}
-            while self._due and self._due[0][0] <= now_us and len(due) < _MOVE_MAX:
-                due_us, offset = heappop(self._due)
-                due[offset] = due_us
+    def _report(self, error: Exception | None) -> int:
+        """Report what prevents messages from being moved, and return how long to wait until the next try."""
+        health = self._host.store.health
+        reason = error or self._mover.problem or (self._error if self._tries else None)
+        if reason is None:
+            health.clear(_NAME)
+            return max(0, self._due[0].moment_us - self._host.clock.now_us()) if self._due else _FOREVER_US
+        stuck = len(self._tries) + self._mover.waiting
+        health.report(_NAME, f"{stuck} that are due cannot be stored yet, and are tried again: {reason}")
+        return RETRY_US
+
+    async def _look(self) -> None:
+        """Take note of messages that were stored since the last time."""
+        while (found := await self.partition.read(self._next)) is not None:
+            run, following = found
+            for index in range(len(run)):
+                offset = run.offset(index)
+                self._skip(offset)
+                due = headers.value_of(run.headers.get(index, b""), _DUE)
+                if due is not None and due.isdigit() and not self._mover.is_moved(offset):
+                    self._wait(_Waiting(int(due), int(due), offset, message_bytes(run, index)))
+                    self._next = offset + 1
+            self._skip(following)
+
+    def _skip(self, offset: int) -> None:
+        """Below this offset there is nothing more to move that is not waiting."""
+        if offset > self._next:
+            self._mover.skip(self._next, offset - 1)
+            self._next = offset
+
+    def _wait(self, waiting: _Waiting) -> None:
+        heappush(self._due, waiting)
+        self._bytes += waiting.size
+
+    async def _move(self) -> None:
+        """Move the messages that are due."""
+        await self._mover.finish()
+        while self._due and self._due[0].moment_us <= (now_us := self._host.clock.now_us()):
+            due: list[_Waiting] = []
+            while self._due and self._due[0].moment_us <= now_us and len(due) < _MOVE_MAX:
+                due.append(heappop(self._due))
+                self._bytes -= due[-1].size
+            await self._hand_over(due)
+
+    async def _hand_over(self, chosen: list[_Waiting]) -> None:
+        """Let the mover have these, which are not in the heap any more. Those that it cannot move go back."""
+        failed: dict[int, PenstockError] = {}
+        try:
+            failed = await self._mover.move([waiting.offset for waiting in chosen])
+        finally:
+            for waiting in chosen:
+                if self._mover.is_moved(waiting.offset):
+                    self._tries.pop(waiting.offset, None)
+                else:
+                    self._wait(self._later(waiting, failed.get(waiting.offset)))
+
+    def _later(self, waiting: _Waiting, error: PenstockError | None) -> _Waiting:
+        """Try it again: after a while if it alone could not be moved."""
+        if error is None:
+            return waiting
+        self._error = error
+        tries = self._tries[waiting.offset] = self._tries.get(waiting.offset, 0) + 1
+        retry_us = self._host.clock.now_us() + min(RETRY_US << min(tries - 1, 10), RETRY_US_MAX)
+        return waiting._replace(moment_us=max(waiting.due_us, retry_us))
+
+    async def _trim(self) -> None:
+        """Let upkeep remove what was delivered."""
+        log = self.partition.log
+        log.unneeded = self._mover.needed_from
+        while oldest := self._oldest():
+            moved = set(oldest)
+            self._due = [waiting for waiting in self._due if waiting not in moved]
+            heapify(self._due)
+            self._bytes -= sum(waiting.size for waiting in oldest)
+            self._is_trimming = True
             try:
-                failed = await self._mover.move(list(due))
-            except PenstockError:
-                for offset, due_us in due.items():
-                    heappush(self._due, (due_us, offset))
-                raise
-            for offset, error in failed.items():
-                logger.error("a delayed message that is due cannot be stored, tried again: %s", error)
-                if not self._mover.is_moved(offset):
-                    heappush(self._due, (now_us + _RETRY_US, offset))
-        return 3600 * 1_000_000 if self._mover.is_finished else _RETRY_US
+                await self._hand_over(oldest)
+            finally:
+                self._is_trimming = False
+            log.unneeded = self._mover.needed_from
+
+    def _oldest(self) -> list[_Waiting]:
+        """Return what to store again at the end, for the oldest segment to be removed; nothing if it may stay."""
+        segments = self.partition.log.segments
+        first = max(0, bisect_right(segments, self.partition.log.unneeded, key=lambda segment: segment.base) - 1)
+        size = sum(segment.size for segment in segments[first:])
+        if first + 1 == len(segments) or size <= 2 * self._bytes + _SLACK_BYTES:
+            return []
+        return sorted(waiting for waiting in self._due if waiting.offset < segments[first + 1].base)
 
     async def _route(self, run: Run) -> Partition:
+        if self._is_trimming:
+            return self.partition
         topic = await self._host.owner(run.subjects[0])
         topic.turn()
         return topic.choose(run.subjects[0], run.keys.get(0))
 
-    def _shape(self, run: Run) -> Run:
-        """The message as it was published, but for what delayed it."""
+    def _shape(self, run: Run, target: Partition) -> Run:
+        """Return the message as it was published, without what delayed it."""
         shaped = Run(run.subjects, run.values)
         shaped.keys, shaped.replies, shaped.tombstones = run.keys, run.replies, run.tombstones
-        block = headers.without(run.headers[0], _DUE.lower())
+        block = run.headers[0] if target is self.partition else headers.without(run.headers[0], _DUE.lower())
         if block:
             shaped.headers[0] = block
         return shaped

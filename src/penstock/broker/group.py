@@ -23,15 +23,17 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from penstock import headers
+from penstock.batch import BATCH_BYTES_MAX
+from penstock.broker import sources
 from penstock.broker.flow import Backlog
 from penstock.broker.inflight import Inflight, Record, weight
 from penstock.broker.member import Member, share_out
 from penstock.broker.partition import Partition
-from penstock.broker.sources import append_once, source_number
+from penstock.broker.sources import Completion, Source
 from penstock.broker.subscription import Loop, select_matching
 from penstock.broker.topic import ServedTopic
 from penstock.errors import OffsetOutOfRange, PenstockError, StaleCommit
-from penstock.run import Run
+from penstock.run import Run, batch_bytes, message_bytes
 from penstock.storage.meta import Change
 from penstock.storage.state import Addition
 from penstock.storage.store import Store
@@ -672,56 +674,88 @@ class Group:
     # Dead letters.
 
     async def _bury(self, position: Position) -> None:
-        if position.burying is None:
-            position.burying = position.inflight.dead()
-        burying = position.burying
+        """Store dead letters: as many as one decision covers. The group is woken for the others."""
+        health, name = self._host.store.health, f"dead letters of group {(self.name or b'without a name').decode()}"
         try:
+            if position.burying is None:
+                position.burying = await self._choose_dead(position)
+            burying = position.burying
             # Before the first letter is stored the position must say which ones these are.
             await self._saved_now(position)
             await self._store_letters(position, burying)
-        except PenstockError as error:
-            logger.error("group %s cannot store dead letters, tried again: %s", self.name, error)
+        except Exception as error:  # noqa: BLE001  a bug of ours must not end the group
+            if not isinstance(error, PenstockError):
+                health.fault("dead letters", f"group {self.name!r} of {position.partition.name!r}", error)
+            health.report(name, f"they cannot be stored yet, and are tried again: {error!r}")
             self._retry_us = self._host.clock.monotonic_us() + _RETRY_US
             return
+        health.clear(name)
         position.bury([offset for offset, _ in burying])
         self.dead_lettered += len(burying)
         self._save(position, None)
+        if position.inflight.dead():
+            self.wake()
+
+    async def _choose_dead(self, position: Position) -> list[tuple[int, int]]:
+        """Return the first messages that are dead, as many as one decision covers. Those that cannot be read stay dead:
+        they must not hold up the others."""
+        chosen: list[tuple[int, int]] = []
+        size = 0
+        failed: PenstockError | None = None
+        for offset, attempts in position.inflight.dead()[: sources.DECISION_MESSAGES_MAX]:
+            try:
+                run = await position.partition.message(offset)
+            except PenstockError as error:
+                failed = error
+                continue
+            size += 0 if run is None else message_bytes(run, 0)
+            if chosen and size > sources.DECISION_BYTES_MAX:
+                break
+            chosen.append((offset, attempts))
+        if failed is not None and not chosen:
+            raise failed
+        return chosen
 
     async def _store_letters(self, position: Position, burying: list[tuple[int, int]]) -> None:
         topic = await self._host.dead_letter_topic()
-        policy = position.partition.policy
-        letters: dict[Partition, Run] = {}
-        for offset, attempts in burying:
-            found = await position.partition.read(offset)
-            if found is None or not found[0].values or found[0].offset(0) != offset:
-                self.lost += 1
-                logger.warning("offset %d of %s is gone, so it is no dead letter", offset, position.partition.name)
-                continue
-            run = found[0]
-            subject = self._host.dead_letter_subject(run.subjects[0])
-            letter = Run([subject], [run.values[0]])
-            letter.headers[0] = headers.without(run.headers.get(0, b""), b"dead-letter-") + headers.lines(
-                dead_letter_reason="not acknowledged" if attempts >= policy.deliveries_max else "refused",
-                dead_letter_attempts=attempts,
-                dead_letter_group=(self.name or b"").decode(),
-                dead_letter_subject=run.subjects[0].decode(),
-                dead_letter_topic=position.partition.name.decode(),
-                dead_letter_partition=position.partition.number,
-                dead_letter_offset=offset,
-            )
-            if 0 in run.keys:
-                letter.keys[0] = run.keys[0]
-            if 0 in run.tombstones:
-                letter.tombstones.add(0)
-            target = topic.choose(subject, run.keys.get(0))
-            if target in letters:
-                letters[target].extend(letter)
-            else:
-                letters[target] = letter
         origin = position.partition
-        source = source_number("dead letters", self.name, self.identity, origin.topic_id, origin.number)
-        for target, run in letters.items():
-            await append_once(self._host, target, run, source if self.name else 0, position.buried + 1)
+        source = Source("dead letters", self.name, self.identity, origin.topic_id, origin.number)
+        completion = Completion(self._host, source if self.name else None, position.buried + 1)
+        for target in topic.partitions:
+            await completion.begin(target)
+        for index, (offset, attempts) in enumerate(burying):
+            run = await origin.message(offset)
+            if run is None:
+                self.lost += 1
+                logger.warning("offset %d of %s is gone, so it is no dead letter", offset, origin.name.decode())
+                continue
+            subject = self._host.dead_letter_subject(run.subjects[0])
+            target = topic.choose(subject, run.keys.get(0))
+            await completion.add(target, index, self._letter(origin, run, subject, attempts))
+        await completion.end()
+
+    def _letter(self, origin: Partition, run: Run, subject: bytes, attempts: int) -> Run:
+        """Return the dead letter of a message."""
+        letter = Run([subject], run.values)
+        letter.keys, letter.tombstones = run.keys, run.tombstones
+        reason = "not acknowledged" if attempts >= origin.policy.deliveries_max else "refused"
+        fields = {
+            "dead_letter_reason": reason,
+            "dead_letter_attempts": attempts,
+            "dead_letter_group": (self.name or b"").decode(),
+            "dead_letter_subject": run.subjects[0].decode(),
+            "dead_letter_topic": origin.name.decode(),
+            "dead_letter_partition": origin.number,
+            "dead_letter_offset": run.offset(0),
+        }
+        own = headers.without(run.headers.get(0, b""), b"dead-letter-")
+        letter.headers[0] = own + headers.lines(**fields)
+        if batch_bytes(letter) > BATCH_BYTES_MAX:
+            # It is as large as a message can be: only what tells where to find it has room.
+            fields["dead_letter_reason"] = f"{reason}; its {len(run.values[0])} bytes have no room in a dead letter"
+            letter = Run([subject], [b""])
+            letter.headers[0] = headers.lines(**fields, dead_letter_is_empty="true")
+        return letter
 
     # Saving.
 

@@ -1,9 +1,11 @@
-"""Taking stored messages from one partition to where they belong, each once, whatever happens in between.
+"""Move stored messages from one partition to their targets, each once, whatever happens in between.
 
-A move has a number, and says which message goes to which partition. That is written to the state topic first; then the
-messages are appended to their targets under that number, which each target's log knows again. So whatever was
-interrupted is simply done once more, and finds its messages where it put them. Moves that are done are folded into one
-record now and then.
+A move is a decision: a record in the state topic names its messages and their targets. `broker/sources.py` describes
+how its messages reach each target once, in several batches if they are too large for one. A decision that was
+interrupted is completed later. Finished ones are folded into one record now and then.
+
+A target that cannot take its messages delays only those: it is tried again after a while, and until it has taken what
+was decided nothing more is decided for it.
 """
 
 from __future__ import annotations
@@ -11,22 +13,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from itertools import groupby
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from penstock.broker import sources
 from penstock.broker.partition import Partition
-from penstock.broker.sources import append_once, source_number
+from penstock.broker.ranges import Ranges
+from penstock.broker.sources import Completion, Source
 from penstock.clock import Clock
-from penstock.errors import PenstockError
-from penstock.run import Run
+from penstock.errors import BrokerError, Overloaded, PenstockError
+from penstock.run import Run, message_bytes
 from penstock.storage.meta import Change
 from penstock.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 _KIND: Final = "moved"
-# Moves that are kept one by one, before they are folded.
+# Finished moves that are kept one by one before they are folded. With many ranges to write, it takes more moves.
 _MOVES_MAX: Final = 64
+_RANGES_PER_MOVE: Final = 64
+# A limit on the size of the folded record, about 10 MiB.
+RANGES_MAX: Final = 400_000
+# How long a target that could not take its messages is left alone: twice as long after each further failure.
+RETRY_US: Final = 1_000_000
+RETRY_US_MAX: Final = 30_000_000
 
 Place = tuple[int, int]  # the id of a topic, and a partition
 
@@ -36,8 +45,16 @@ class Host(Protocol):
     store: Store
 
     def partition(self, topic_id: int, number: int) -> Partition | None:
-        """None if it is there no more."""
+        """Return a partition, or None if it was deleted. Raises if it cannot be served."""
         ...
+
+
+class _Stuck(NamedTuple):
+    """Why a target could not take its messages, and when to try again."""
+
+    error: PenstockError
+    retry_us: int
+    delay_us: int
 
 
 class Mover:
@@ -47,28 +64,31 @@ class Mover:
         partition: Partition,
         host: Host,
         route: Callable[[Run], Awaitable[Partition]],
-        shape: Callable[[Run], Run],
+        shape: Callable[[Run, Partition], Run],
     ) -> None:
-        """`name` is that of the mover in the state topic, for ever.
+        """`name` identifies the mover in the state topic, for ever.
 
-        `route` says where the one message of a run belongs, `shape` what it looks like there.
+        `route` returns the target of the one message of a run, `shape` the message as it is stored there.
         """
         self.partition = partition
         self._name = name
         self._host = host
         self._route = route
         self._shape = shape
-        self._source = source_number(_KIND, name)
+        self._source = Source(_KIND, name)
         self._lock = asyncio.Lock()
         folded = host.store.state.get(_KIND, name) or {"number": 0, "floor": 0, "ranges": []}
-        # All below the floor were moved, and these above it.
+        # All messages below the floor were moved or are gone, and these above it. Moved means decided.
         self.floor: int = folded["floor"]
-        self._moved: set[int] = {offset for first, last in folded["ranges"] for offset in range(first, last + 1)}
+        self._moved = Ranges((first, last) for first, last in folded["ranges"])
         self._number: int = folded["number"]
         # Moves that are not folded yet.
         self._numbers: list[int] = []
-        # What is not known to have arrived, by target: number and offsets, in order.
+        # Messages that are not known to have arrived: by target the number and offsets of each decision, in order;
+        # and the target of each.
         self._unfinished: dict[Place, list[tuple[int, list[int]]]] = {}
+        self._on_the_way: dict[int, Place] = {}
+        self._stuck: dict[Place, _Stuck] = {}
         self._restore()
 
     def _restore(self) -> None:
@@ -76,103 +96,188 @@ class Mover:
         found = [(key, value) for key, value in self._host.store.state.items(_KIND) if key.startswith(prefix)]
         moves = {int(key.removeprefix(prefix)): value for key, value in found}
         for number in sorted(moves):
-            self._begin(number, {(topic_id, partition): offsets for topic_id, partition, offsets in moves[number]})
+            targets = {(topic_id, partition): offsets for topic_id, partition, offsets in moves[number]}
+            self._begin(number, targets)
+            for place, offsets in targets.items():
+                if self._has_arrived(place, number, len(offsets)):
+                    self._end_first(place)
+
+    def _has_arrived(self, place: Place, number: int, count: int) -> bool:
+        try:
+            target = self._host.partition(*place)
+        except PenstockError:
+            return False
+        return target is None or Completion(self._host, self._source, number).arrived(target) >= count
 
     @property
-    def is_finished(self) -> bool:
-        """Whether all that was moved has arrived."""
-        return not self._unfinished
+    def needed_from(self) -> int:
+        """The lowest offset that may have to be read again."""
+        return min(self.floor, *self._on_the_way, self.floor)
+
+    @property
+    def waiting(self) -> int:
+        """The number of messages that are decided and have not arrived."""
+        return len(self._on_the_way)
+
+    @property
+    def problem(self) -> PenstockError | None:
+        """Why a target cannot take its messages, if there is one that cannot."""
+        return next((stuck.error for stuck in self._stuck.values()), None)
 
     def is_moved(self, offset: int) -> bool:
+        """Return whether it is decided: the message will arrive, or has."""
         return offset < self.floor or offset in self._moved
 
-    async def finish(self) -> None:
-        """Do once more what may have been interrupted."""
-        async with self._lock:
-            for place in list(self._unfinished):
-                await self._append(place)
+    def has_arrived(self, offset: int) -> bool:
+        return self.is_moved(offset) and offset not in self._on_the_way
 
-    async def move(self, offsets: Sequence[int]) -> dict[int, PenstockError]:
-        """Move these messages, in this order, unless they were before; those that cannot be, and why."""
+    def skip(self, first: int, last: int) -> None:
+        """There is nothing to move from offset `first` to `last`."""
+        self._moved.add(first, last)
+        self._raise_floor()
+
+    async def finish(self) -> None:
+        """Complete what was decided, where the targets can take it now."""
         async with self._lock:
+            await self._finish_all()
+
+    async def move(self, offsets: Sequence[int], *, retry: bool = False) -> dict[int, PenstockError]:
+        """Move these messages, in this order, unless they were moved before. Return those that have not arrived, and
+        why. `retry`: also try targets again that failed a moment ago."""
+        async with self._lock:
+            await self._finish_all(retry=retry)
+            if len(self._moved) > RANGES_MAX:
+                raise Overloaded(
+                    f"messages of {self.partition.name.decode()} were moved from {len(self._moved)} separate ranges of"
+                    f" offsets, the limit is {RANGES_MAX}: move the oldest ones first"
+                )
             failed: dict[int, PenstockError] = {}
             targets: dict[Place, list[int]] = {}
+            count = size = 0
             for offset in dict.fromkeys(offsets):
                 if self.is_moved(offset):
                     continue
                 try:
-                    run = await self._read(offset)
-                    if run is not None:
-                        target = await self._route(run)
-                        place = (target.topic_id, target.number)
-                        await self._append(place)
-                        targets.setdefault(place, []).append(offset)
-                except PenstockError as error:
-                    failed[offset] = error
+                    found = await self._plan(offset)
+                except Exception as error:  # noqa: BLE001  a bug of ours delays this message only
+                    failed[offset] = self._expected(error, f"offset {offset}")
+                    continue
+                if found is None:
+                    self.skip(offset, offset)
+                    continue
+                place, added = found
+                if count and (count >= sources.DECISION_MESSAGES_MAX or size + added > sources.DECISION_BYTES_MAX):
+                    await self._move(targets)
+                    targets, count, size = {}, 0, 0
+                    if place in self._stuck:
+                        failed[offset] = self._stuck[place].error
+                        continue
+                targets.setdefault(place, []).append(offset)
+                count, size = count + 1, size + added
             if targets:
-                await self._move(targets, failed)
-            if len(self._numbers) >= _MOVES_MAX and not self._unfinished:
-                await self._fold()
-            return failed
+                await self._move(targets)
+            await self._fold()
+            late = {offset: self._on_the_way[offset] for offset in offsets if offset in self._on_the_way}
+            return failed | {offset: self._stuck[place].error for offset, place in late.items()}
 
-    async def _move(self, targets: dict[Place, list[int]], failed: dict[int, PenstockError]) -> None:
+    async def _plan(self, offset: int) -> tuple[Place, int] | None:
+        """Return the target of a message and its size there, or None if it is gone. Raises if it cannot be moved now:
+        all that can go wrong with it alone does so here, before it is decided."""
+        run = await self._read(offset)
+        if run is None:
+            return None
+        target = await self._route(run)
+        place = (target.topic_id, target.number)
+        if place in self._stuck:
+            raise self._stuck[place].error
+        return place, message_bytes(self._shape(run, target), 0)
+
+    async def _move(self, targets: dict[Place, list[int]]) -> None:
         number = self._number + 1
         value = [[topic_id, partition, offsets] for (topic_id, partition), offsets in targets.items()]
         await self._host.store.write_state([Change(_KIND, f"{self._name}/{number}", value)])
         self._begin(number, targets)
-        for place, offsets in targets.items():
-            try:
-                await self._append(place)
-            except PenstockError as error:
-                failed.update(dict.fromkeys(offsets, error))
+        for place in targets:
+            await self._finish(place)
 
     def _begin(self, number: int, targets: dict[Place, list[int]]) -> None:
         """From here on the messages count as moved: they will be."""
-        self._number = number
+        self._number = max(self._number, number)
         self._numbers.append(number)
         for place, offsets in targets.items():
             self._unfinished.setdefault(place, []).append((number, offsets))
-            self._moved.update(offsets)
-        while self.floor in self._moved:
-            self._moved.remove(self.floor)
-            self.floor += 1
+            for offset in offsets:
+                self._on_the_way[offset] = place
+                self._moved.add(offset, offset)
+        self._raise_floor()
 
-    async def _append(self, place: Place) -> None:
-        """Append what has not arrived at a target. Raises where the disk refuses; then it is tried again later."""
-        unfinished = self._unfinished.get(place, [])
-        while unfinished:
-            number, offsets = unfinished[0]
-            target = self._host.partition(*place)
-            runs = [run for offset in offsets if (run := await self._read(offset)) is not None]
-            # Gone with its topic, if that was deleted.
-            if target is not None and runs:
-                together = self._shape(runs[0])
-                for run in runs[1:]:
-                    together.extend(self._shape(run))
-                await append_once(self._host, target, together, self._source, number)
-            unfinished.pop(0)
-        self._unfinished.pop(place, None)
+    def _end_first(self, place: Place) -> None:
+        """The first unfinished decision for a target is complete."""
+        _, offsets = self._unfinished[place].pop(0)
+        for offset in offsets:
+            self._on_the_way.pop(offset, None)
+        if not self._unfinished[place]:
+            del self._unfinished[place]
+            self._stuck.pop(place, None)
+
+    async def _finish_all(self, *, retry: bool = False) -> None:
+        for place in list(self._unfinished):
+            await self._finish(place, retry=retry)
+
+    async def _finish(self, place: Place, *, retry: bool = True) -> None:
+        """Complete what was decided for a target. If that fails, the target is stuck until the next try."""
+        now_us = self._host.clock.monotonic_us()
+        stuck = self._stuck.get(place)
+        if stuck is not None and now_us < stuck.retry_us and not retry:
+            return
+        try:
+            while place in self._unfinished:
+                await self._append(place, *self._unfinished[place][0])
+                self._end_first(place)
+        except Exception as error:  # noqa: BLE001  a bug of ours delays this target only
+            expected = self._expected(error, f"topic {place[0]} partition {place[1]}")
+            delay_us = RETRY_US if stuck is None else min(2 * stuck.delay_us, RETRY_US_MAX)
+            self._stuck[place] = _Stuck(expected, now_us + delay_us, delay_us)
+
+    async def _append(self, place: Place, number: int, offsets: list[int]) -> None:
+        target = self._host.partition(*place)
+        if target is None:
+            return  # the messages are gone with their topic
+        completion = Completion(self._host, self._source, number)
+        for index in range(await completion.begin(target), len(offsets)):
+            run = await self._read(offsets[index])
+            if run is not None:
+                await completion.add(target, index, self._shape(run, target))
+        await completion.end()
 
     async def _read(self, offset: int) -> Run | None:
-        """The message there; None if it is gone."""
-        found = await self.partition.read(offset)
-        if found is None or not found[0].values or found[0].offset(0) != offset:
-            logger.warning("offset %d of %s is gone, and cannot be moved", offset, self.partition.name.decode())
-            return None
-        return found[0].select([0])
+        """Return the message there, or None if it is gone."""
+        run = await self.partition.message(offset)
+        if run is None:
+            logger.warning("offset %d of %s is gone and cannot be moved", offset, self.partition.name.decode())
+        return run
+
+    def _expected(self, error: Exception, where: str) -> PenstockError:
+        """Return an error as one that a client can be told. An unexpected one is a fault of ours."""
+        if isinstance(error, PenstockError):
+            return error
+        self._host.store.health.fault("mover", f"{self._name}, {where}", error)
+        return BrokerError(f"internal error while messages of {self.partition.name.decode()} are moved: {error!r}")
+
+    def _raise_floor(self) -> None:
+        self.floor = self._moved.pop_below(max(self.floor, self.partition.start))
 
     async def _fold(self) -> None:
-        """One record in place of many."""
-        changes = [Change(_KIND, f"{self._name}/{number}", None) for number in self._numbers]
-        folded = {"number": self._number, "floor": self.floor, "ranges": _ranges(self._moved)}
-        await self._host.store.write_state([Change(_KIND, self._name, folded), *changes])
-        self._numbers.clear()
-
-
-def _ranges(offsets: set[int]) -> list[tuple[int, int]]:
-    """First and last of each stretch without a gap."""
-    found = []
-    for _, stretch in groupby(enumerate(sorted(offsets)), key=lambda pair: pair[1] - pair[0]):
-        members = [offset for _, offset in stretch]
-        found.append((members[0], members[-1]))
-    return found
+        """Write one record in place of many."""
+        unfinished = {number for decisions in self._unfinished.values() for number, _ in decisions}
+        finished = [number for number in self._numbers if number not in unfinished]
+        if len(finished) < _MOVES_MAX + len(self._moved) // _RANGES_PER_MOVE:
+            return
+        changes = [Change(_KIND, f"{self._name}/{number}", None) for number in finished]
+        folded = {"number": self._number, "floor": self.floor, "ranges": list(self._moved)}
+        try:
+            await self._host.store.write_state([Change(_KIND, self._name, folded), *changes])
+        except PenstockError as error:
+            logger.warning("finished moves of %s are folded later: %s", self._name, error)
+            return
+        self._numbers = sorted(unfinished)

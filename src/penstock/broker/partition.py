@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Final, Protocol
 
 from penstock.batch import Batch
+from penstock.errors import OffsetOutOfRange
 from penstock.health import Usage
 from penstock.run import Run, open_batch
 from penstock.storage.log import Done, Log, State
@@ -190,6 +192,20 @@ class Partition:
             return run.at_least(offset), batch.end
         part = run.window(offset, max(1, min(_PART_MESSAGES, batch.count * _PART_BYTES // batch.plain_length)))
         return part, part.end if part.values and part.end < run.end else batch.end
+
+    async def message(self, offset: int) -> Run | None:
+        """Return the message at an offset, or None if there is none, or no longer."""
+        if not self.log.start <= offset < self.served or self.log.state is State.CLOSED:
+            return None
+        try:
+            batches = await self._reader.read(self.log, offset, 1)
+        except OffsetOutOfRange:
+            return None  # retention was faster
+        if not batches:
+            return None
+        run = await self._opened.open((self.topic_id, self.number), batches[0], self.name)
+        index = bisect_left(run.all_offsets(), offset)
+        return run.select([index]) if index < len(run) and run.offset(index) == offset else None
 
     async def grown(self, offset: int) -> None:
         """Wait until there is something at `offset`, or the topic is gone."""

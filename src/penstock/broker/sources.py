@@ -1,28 +1,118 @@
-"""Appending what comes from within the broker: under the number of its source, so that it is stored once."""
+"""Append messages from within the broker, each once, in batches of limited size.
+
+The broker first decides: a record in the state topic says which messages go where, under a number that ascends. Then it
+appends the messages of that decision to their targets. The position of each batch in its target's log says how much has
+arrived: the number of the decision, and the count of its messages up to the last one in the batch. A decision that was
+interrupted goes on behind the last batch that arrived. So it does not matter how the messages are cut into batches, nor
+whether retention removed some of them meanwhile.
+
+Older versions appended a decision as one batch, at its number, under another source.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
+from typing import Final, Protocol
 
 from penstock.broker.partition import Partition
 from penstock.clock import Clock
-from penstock.run import Run
-from penstock.storage.store import outcome
+from penstock.run import Run, message_bytes
+from penstock.storage.store import Store, outcome
+
+# A decision covers at most so many messages, and about so many bytes; a larger message has a decision of its own.
+DECISION_MESSAGES_MAX: Final = 1000
+DECISION_BYTES_MAX: Final = 4 << 20
+# A batch has about so many bytes: a reader opens all of it to get at one message. A larger message has its own batch.
+PART_BYTES: Final = 4 << 20
+# Bits of a position that count the messages of a decision.
+_COUNT_BITS: Final = 32
+_ALL: Final = 1 << _COUNT_BITS
 
 
-class Timed(Protocol):
+class Host(Protocol):
     clock: Clock
+    store: Store
+
+
+class Source:
+    """A source of decisions, under names that no other source has."""
+
+    def __init__(self, *names: object) -> None:
+        # Positions of older versions: the number of the decision.
+        self.whole = source_number(*names)
+        self.parts = source_number("parts", *names)
+
+
+class Completion:
+    """Appends the messages of one decision to their targets. An interrupted one is repeated with the same messages."""
+
+    def __init__(self, host: Host, source: Source | None, number: int) -> None:
+        """Without a source, messages that arrived before are not recognised."""
+        self._host = host
+        self._source = source
+        self._number = number
+        # By target: messages for the next batch, and the count of the decision's messages up to the last of them.
+        self._waiting: dict[Partition, tuple[Run, int]] = {}
+        self._bytes: dict[Partition, int] = {}
+
+    def arrived(self, target: Partition) -> int:
+        """Return how many messages of the decision, from its first, were appended to a target or skipped there."""
+        if self._source is None:
+            return 0
+        if target.log.position(self._source.whole) >= self._number:
+            return _ALL
+        return max(0, target.log.position(self._source.parts) - (self._number << _COUNT_BITS))
+
+    async def begin(self, target: Partition) -> int:
+        """Wait until all that was appended to a target before is stored; then return what `arrived` does."""
+        if self.arrived(target):
+            await _stored(target)
+        return self.arrived(target)
+
+    async def add(self, target: Partition, index: int, run: Run) -> None:
+        """Append one message, which is the decision's `index`th, unless it has arrived. Call `end` after the last."""
+        if index < self.arrived(target):
+            return
+        size = message_bytes(run, 0)
+        if target in self._waiting and self._bytes[target] + size > PART_BYTES:
+            await self._append(target)
+        if target in self._waiting:
+            together, _ = self._waiting[target]
+            together.extend(run)
+            self._waiting[target] = together, index + 1
+            self._bytes[target] += size
+        else:
+            self._waiting[target] = run, index + 1
+            self._bytes[target] = size
+
+    async def end(self) -> None:
+        """Append the rest, and wait until it is stored."""
+        for target in list(self._waiting):
+            await self._append(target)
+
+    async def _append(self, target: Partition) -> None:
+        run, count = self._waiting.pop(target)
+        await self._host.store.room()
+        batch = run.encode(target.name, self._host.clock.now_us())
+        if self._source is None:
+            target.append_batch(batch, 0, 0, None)
+        else:
+            target.append_batch(batch, self._source.parts, self._number << _COUNT_BITS | count, None)
+        await _stored(target)
+
+
+async def _stored(target: Partition) -> None:
+    """Wait until all that was appended to a target so far is committed. In a log that a transaction holds, wait only
+    until it is on the disk: the log is released when other logs have caught up, and that can take long."""
+    settled, done = outcome()
+    if target.log.is_held:
+        target.log.when_durable(done)
+    else:
+        target.log.when_committed(target.end, done)
+    await settled
 
 
 def source_number(*names: object) -> int:
     """A number for a source of messages that no other one has."""
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
-
-
-async def append_once(host: Timed, target: Partition, run: Run, source: int, number: int) -> int:
-    """Append a run, and wait until it is committed; not again, if this number of this source was appended before."""
-    settled, done = outcome()
-    target.append_batch(run.encode(target.name, host.clock.now_us()), source, number, done)
-    return await settled

@@ -300,6 +300,10 @@ class Log:
         assert self._held_at is None, "who holds it releases it first"
         self._held_at = self.end
 
+    @property
+    def is_held(self) -> bool:
+        return self._held_at is not None
+
     def release(self) -> None:
         self._held_at = None
         self._held_bytes = 0
