@@ -1245,14 +1245,14 @@ def test_what_is_rejected_is_a_dead_letter_at_once(client: Frames, topic: str, g
 
 
 def test_who_needs_more_time_has_it(tmp_path: Path) -> None:
-    with Serve(tmp_path, topic_ack_deadline_ms=500) as server, Frames(server) as client:
+    with Serve(tmp_path, topic_ack_deadline_ms=1500) as server, Frames(server) as client:
         client.open(1, "orders", group="g")
         client.publish("orders", b"a", b"b")
         held = client.delivered(2)
-        # The one that is extended stays, until the other one has come twice more.
+        # The one that is extended stays, and the other one comes again.
         again: list[Delivered] = []
         until = time.monotonic() + 20
-        while len(again) < 2:
+        while not again:
             assert time.monotonic() < until, "nothing comes again"
             assert client.settle(Verb.EXTEND, held[0], 0, 99) == [99]
             again += client.delivered(len(client.kept(Type.MESSAGES)))

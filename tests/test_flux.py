@@ -18,7 +18,7 @@ TOPICS = """
 [topics.patient]
 ack_deadline_ms = "1h"
 [topics.quick]
-ack_deadline_ms = 150
+ack_deadline_ms = 500
 deliveries_max = 3
 """
 _numbers = count()

@@ -26,7 +26,7 @@ TOPICS = """
 [topics.patient]
 ack_deadline_ms = "1h"
 [topics.quick]
-ack_deadline_ms = 300
+ack_deadline_ms = 700
 deliveries_max = 3
 """
 _numbers = count()
@@ -609,10 +609,10 @@ def test_in_progress_puts_off_the_deadline(server: Serve, quick: str) -> None:
             await settle(one)
             await other.publish(quick, b"first")
             [first] = await take(subscription, 1)
-            # Another message comes back three times meanwhile, so the deadline was over more than once.
+            # Another message comes back meanwhile, so the deadline was over.
             await other.publish(quick, b"clock")
             ticks = 0
-            while ticks < 3:
+            while ticks < 2:
                 await first.in_progress()
                 try:
                     message = await subscription.next_msg(0.05)

@@ -248,7 +248,7 @@ def test_one_that_fails_ends_the_subscription_loudly_and_is_not_answered(
 
 
 def test_who_waits_in_vain_is_told_so_and_goes_on_from_where_it_was(client: Client, shell: Shell, topic: str) -> None:
-    client.create_topic(topic, refresh_wait_ms=300)
+    client.create_topic(topic, refresh_wait_ms=1500)
     fill(client, topic)
     silent = shell.client(address_of_client(client), name="silent")
     with Replica(shell, client, topic) as replica, Replica(shell, silent, topic, reads=False) as deaf:
@@ -259,7 +259,7 @@ def test_who_waits_in_vain_is_told_so_and_goes_on_from_where_it_was(client: Clie
         replica.subscription.flush()
         client.refresh_topic(topic)
         status = wait_state(client, topic, "ABORTED")
-        assert status.reason == f"group {topic}: silent (127.0.0.1) did not answer RESET within 0.3 s"
+        assert status.reason == f"group {topic}: silent (127.0.0.1) did not answer RESET within 1.5 s"
         wait_for(lambda: replica.error)
         assert isinstance(replica.error, RefreshAborted)
         with pytest.raises(RefreshAborted):
