@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Mapping
 from typing import Final
 
 import pytest
 
+from penstock.broker import refresh as refreshes
 from penstock.broker.broker import Settings
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
@@ -124,6 +126,28 @@ async def to(state: State, life: Life, ann: Consumer) -> Refresh:
         await ann.answer(life)
     assert state_of(refresh) is state
     return refresh
+
+
+@in_loop
+async def test_its_record_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refreshes, "MEMBERS_MAX", 15)
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        consumers = [Consumer(f"{number} " + "n" * 10_000) for number in range(30)]
+        await stocked(life, *consumers)
+        await begin(life)
+        for consumer in consumers:
+            await consumer.leave(life)
+        assert len(course(life).waits_for()) == 15
+        await life.kill()
+    async with Life(disk) as life:
+        assert len(course(life).waits_for()) == 15
+        await consumers[0].join(life)
+        assert len(course(life).waits_for()) == 15, "it is there again, and is to answer"
+        await life.advance(WAIT)
+        assert course(life).state is State.ABORTED
+        assert "and 5 more did not answer" in course(life).reason
+        assert all(len(json.dumps(value)) < 10_000 for _, value in life.store.state.items("refresh"))
 
 
 # ---- its way

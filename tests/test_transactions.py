@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 from penstock.batch import Batch, accept, encode
 from penstock.broker import transactions
-from penstock.errors import AppendFailed, BadRequest, LogFailed, PenstockError, StageLost, UnknownTopic
+from penstock.broker.partition import Partition
+from penstock.errors import (
+    AppendFailed,
+    BadRequest,
+    BrokerError,
+    LogFailed,
+    Overloaded,
+    PenstockError,
+    StageLost,
+    UnknownTopic,
+)
 from penstock.storage import log
 from penstock.storage.policy import Durability, Policy
 from penstock.storage.store import outcome
@@ -283,6 +293,88 @@ async def test_it_is_done_once_though_the_power_is_cut_again_and_again() -> None
 # What goes wrong
 
 
+@in_loop
+async def test_one_of_too_many_batches_is_refused_before_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        offsets = [await stage(life, b"orders", b"%d" % number) for number in range(4)]
+        monkeypatch.setattr(transactions, "PARTS_MAX", 3)
+        with pytest.raises(BadRequest, match="4 batches, the limit is 3"):
+            await commit(life, offsets)
+        with pytest.raises(BadRequest, match="more than 3"):
+            await stage(life, b"orders", b"x")
+        assert not opened(life).is_decided(JOB, 0)
+        await commit(life, offsets[:3])
+        assert life.in_log(b"orders") == [b"0", b"1", b"2"]
+
+
+@in_loop
+async def test_so_many_batches_are_staged_and_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transactions, "STAGED_MAX", 3)
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await make_topics(life, orders=FSYNC)
+        for name in (b"a", b"b", b"b"):
+            await stage(life, b"orders", b"x", name=name)
+        with pytest.raises(Overloaded, match="abort"):
+            await stage(life, b"orders", b"x", name=b"c")
+        opened(life).abort(b"b", 0)
+        assert life.broker.usage()["staged_batches"] == (1, 3)
+        disk.fail("write", errno.ENOSPC, path_suffix=_path(life, transactions.STAGED_TOPIC))
+        with pytest.raises(AppendFailed):
+            await stage(life, b"orders", b"x", name=b"c")
+        assert life.broker.usage()["staged_batches"] == (1, 3)
+        await commit(life, [await stage(life, b"orders", b"x", name=b"c")], name=b"c")
+        assert life.broker.usage()["staged_batches"] == (1, 3)
+    async with Life(disk) as life:
+        # Nobody wanted what was aborted, but that is not remembered.
+        assert life.broker.usage()["staged_batches"] == (3, 3)
+
+
+@in_loop
+async def test_there_are_so_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transactions, "NAMES_MAX", 2)
+    monkeypatch.setattr(transactions, "ONCE_MAX", 2)
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC)
+        for name in (b"a", b"b"):
+            await commit(life, [], name=name)
+        with pytest.raises(Overloaded, match="2 names"):
+            await commit(life, [], name=b"c")
+        await commit(life, [], name=b"b", number=1)
+        for number in range(5):
+            await life.do(opened(life).commit(b"once-%d" % number, 0, [], once=True))
+            await life.settle()
+        names = [name for name, _ in life.store.state.items("transaction")]
+        assert names == ["a", "b", "once-3", "once-4"]
+
+
+@in_loop
+async def test_an_unexpected_error_delays_one_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life, orders=FSYNC, bills=FSYNC)
+        broken = life.partition(b"orders")
+        append = type(broken).append_batch
+
+        def append_batch(self: Partition, *args: Any) -> int:
+            if self is broken:
+                raise ZeroDivisionError
+            return append(self, *args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(broken), "append_batch", append_batch)
+            with pytest.raises(BrokerError, match="internal error"):
+                await commit(life, [await stage(life, b"orders", b"1")])
+            await commit(life, [await stage(life, b"bills", b"x", name=b"other")], name=b"other")
+            assert life.in_log(b"bills") == [b"x"]
+            await life.advance(transactions.RETRY_US)
+            assert life.store.health.faults["transactions"] >= 2
+            assert "1 committed" in life.store.health.problems["transactions"]
+        await life.advance(transactions.RETRY_US)
+        assert life.in_log(b"orders") == [b"1"]
+        assert life.store.health.problems == {}
+
+
 def _path(life: Life, topic: bytes) -> str:
     return f"topics/{life.partition(topic).topic_id}/0/00000000000000000000.log"
 
@@ -435,6 +527,7 @@ async def test_what_is_not_needed_any_more_is_dropped_from_the_disk() -> None:
         await life.settle()
         life.store.upkeep()
         assert log.start > open_
+        assert sum(segment.size for segment in log.segments) < 9 << 20
 
 
 @in_loop

@@ -162,7 +162,11 @@ class Broker:
 
     def usage(self) -> dict[str, Usage]:
         """How full each limited table is, by name."""
-        return {"opened_batches": self._opened.usage}
+        found = {"opened_batches": self._opened.usage}
+        for part in (self.delays, self.transactions):
+            if part is not None:
+                found |= part.usage()
+        return found
 
     # Topics.
 

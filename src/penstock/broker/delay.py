@@ -19,6 +19,7 @@ from penstock.broker.partition import Partition
 from penstock.broker.subscription import Loop
 from penstock.broker.topic import ServedTopic
 from penstock.errors import Overloaded, PenstockError
+from penstock.health import Usage
 from penstock.run import Run, message_bytes
 from penstock.storage.store import Store
 
@@ -81,6 +82,10 @@ class Delays:
         if len(self) >= DELAYED_MAX:
             return Overloaded(f"{len(self)} messages are delayed: no more than {DELAYED_MAX} can be")
         return None
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each limited table is, by name."""
+        return {"delayed_messages": Usage(len(self), DELAYED_MAX)}
 
     def delayed(self, run: Run, index: int, due_us: int) -> Run:
         """Return the message as it is stored until it is due."""

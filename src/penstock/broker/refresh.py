@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 # Until the next try, when a state cannot be written.
 _RETRY_US: Final = 1_000_000
 _KIND: Final = "refresh"
+# Limits on the record of a refresh: how many members it names, how much of a name, and how many a reason lists.
+MEMBERS_MAX: Final = 1000
+_NAME_MAX: Final = 256
+_LISTED_MAX: Final = 10
 
 
 class State(StrEnum):
@@ -304,8 +308,8 @@ class Course:
             await self._run()
         except _Overdue as overdue:
             await self._abort(str(overdue))
-        except Exception:  # a fault of ours in one refresh must not end the broker
-            logger.exception("the refresh of %s for group %s fails", self._topic, self.group.name)
+        except Exception as error:  # noqa: BLE001 - a bug of ours ends this refresh only
+            self._host.store.health.fault("refresh", f"{self._topic!r} for group {self.group.name!r}", error)
             await self._abort("internal error")
 
     async def _run(self) -> None:
@@ -384,11 +388,12 @@ class Course:
         for member in [member for member in self._present if member not in members]:
             del self._present[member]
             self._asked.pop(member, None)
-            self._missing.append(_who(member))
+            if len(self._missing) < MEMBERS_MAX:
+                self._missing.append(_who(member))
         for member in members:
             if member not in self._present:
                 self._present[member] = None
-                back = next((who for who in self._missing if who.name == member.sink.name), None)
+                back = next((who for who in self._missing if who.name == _who(member).name), None)
                 if back is not None:
                     self._missing.remove(back)
 
@@ -455,7 +460,7 @@ class Course:
             "reason": reason,
             "is_reset": self._is_reset,
             "until": list(self._until.items()),
-            "members": [*map(_who, self._present), *self._missing],
+            "members": [*map(_who, self._present), *self._missing][:MEMBERS_MAX],
         }
 
 
@@ -468,8 +473,9 @@ def _is_able(member: Member) -> bool:
 
 
 def _who(member: Member) -> Who:
-    return Who(member.sink.name, member.sink.address)
+    return Who(member.sink.name[:_NAME_MAX], member.sink.address)
 
 
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(map(str, names))
+def _listed(names: Sequence[object]) -> str:
+    listed = ", ".join(map(str, names[:_LISTED_MAX]))
+    return listed if len(names) <= _LISTED_MAX else f"{listed} and {len(names) - _LISTED_MAX} more"

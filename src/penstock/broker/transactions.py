@@ -32,7 +32,17 @@ from penstock.broker.partition import Partition
 from penstock.broker.sources import source_number
 from penstock.broker.subscription import Loop
 from penstock.broker.topic import ServedTopic
-from penstock.errors import BadRequest, BatchTooLarge, Closed, PenstockError, StageLost, UnknownTopic
+from penstock.errors import (
+    BadRequest,
+    BatchTooLarge,
+    BrokerError,
+    Closed,
+    Overloaded,
+    PenstockError,
+    StageLost,
+    UnknownTopic,
+)
+from penstock.health import Usage
 from penstock.run import Run
 from penstock.storage.log import Done, Log
 from penstock.storage.log import State as LogState
@@ -50,8 +60,17 @@ NAME_BYTES_MAX: Final = 256
 STAGED_US_MAX: Final = 7 * 24 * 3600 * 1_000_000
 # How long it is known that a transaction without a name of its own was committed: its client may ask again.
 ONCE_US: Final = 600 * 1_000_000
-# Batches of one transaction for one partition: the position of a batch is the decision and its place in it.
+# Batches of one transaction: a limit on its decision, about 3 MiB. The position of a batch is the decision and its
+# place in it.
+PARTS_MAX: Final = 1 << 18
 _PARTS_BITS: Final = 20
+# Batches that are staged and not committed, over all transactions: each takes some memory.
+STAGED_MAX: Final = 1 << 20
+# Names that somebody may come back to, and those of one transaction each; of the latter the oldest are forgotten first.
+NAMES_MAX: Final = 100_000
+ONCE_MAX: Final = 100_000
+# Under which problems are reported.
+_PROBLEM: Final = "transactions"
 
 _SOURCE: Final = source_number("transactions")
 # When what a log could not take is tried again.
@@ -104,6 +123,7 @@ class Transactions:
         self._staged = partition
         self._host = host
         self._open: dict[Key, _Open] = {}
+        self._staged_count = 0
         # What was decided, in that order, and is not known to be done.
         self._undone: dict[int, _Decision] = {}
         self._committing: dict[Key, asyncio.Future[bool]] = {}
@@ -133,7 +153,7 @@ class Transactions:
                 if not self.is_decided(*key):
                     topic_id, partition, _ = _PLACE.unpack_from(run.values[index])
                     since_us = run.timestamp if run.timestamps is None else run.timestamps[index]
-                    self._open.setdefault(key, _Open(since_us)).places[run.offset(index)] = (topic_id, partition)
+                    self._add(key, self._open.get(key, _Open(since_us)), run.offset(index), (topic_id, partition))
         self._trim()
 
     def is_decided(self, name: bytes, number: int) -> bool:
@@ -155,21 +175,56 @@ class Transactions:
             done(-1, None)
             return
         self._forget_old()
-        staged = self._open.setdefault((name, number), _Open(self._host.clock.now_us()))
+        self._check_room(name, number)
+        key = (name, number)
+        staged = self._open.get(key) or _Open(self._host.clock.now_us())
 
         def stored(offset: int, error: PenstockError | None) -> None:
-            if error is not None:
-                staged.places.pop(offset, None)
+            if error is not None and self._open.get(key) is staged:
+                del staged.places[offset]
+                self._staged_count -= 1
+                if not staged.places:
+                    del self._open[key]
             done(offset, error)
 
         run = Run([STAGED_TOPIC], [_PLACE.pack(topic_id, partition, 0) + batch.data])
         run.keys[0] = _NUMBER.pack(number) + name
-        staged.places[self._staged.append(run, stored)] = (topic_id, partition)
+        self._add(key, staged, self._staged.append(run, stored), (topic_id, partition))
+
+    def _add(self, key: Key, staged: _Open, offset: int, place: Place) -> None:
+        self._open[key] = staged
+        staged.places[offset] = place
+        self._staged_count += 1
+
+    def _drop(self, key: Key) -> None:
+        """Forget what a transaction staged."""
+        if key in self._open:
+            self._staged_count -= len(self._open.pop(key).places)
+
+    def _check_room(self, name: bytes, number: int) -> None:
+        """Raise if a transaction cannot have one batch more."""
+        staged = self._open.get((name, number))
+        if staged is not None and len(staged.places) >= PARTS_MAX:
+            raise BadRequest(f"a transaction of more than {PARTS_MAX} batches: stage larger batches, or commit earlier")
+        if self._staged_count >= STAGED_MAX:
+            raise Overloaded(f"{STAGED_MAX} batches are staged and not committed: commit or abort some transactions")
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each limited table is, by name."""
+        return {
+            "staged_batches": Usage(self._staged_count, STAGED_MAX),
+            "transaction_names": Usage(self._names_count, NAMES_MAX),
+        }
+
+    @property
+    def _names_count(self) -> int:
+        """Without those of one transaction each."""
+        return len(self._last) - len(self._once)
 
     def abort(self, name: bytes, number: int) -> None:
         """Forget what was staged."""
         if (name, number) not in self._committing:
-            self._open.pop((name, number), None)
+            self._drop((name, number))
             self._trim()
 
     # Committing.
@@ -194,22 +249,35 @@ class Transactions:
         try:
             async with self._lock:
                 is_new = not self.is_decided(*key)
+                if is_new and not once and key[0] not in self._last and self._names_count >= NAMES_MAX:
+                    raise Overloaded(
+                        f"there are {NAMES_MAX} names of transactions: use one of them again, with a higher number"
+                    )
                 parts = self._parts(key, offsets) if is_new else {}
                 await self._store_undone(parts, key)
                 if is_new:
                     await self._decide(key, parts, once=once)
                     await self._store_undone(parts, key)
             ended.set_result(is_new)
-        except PenstockError as error:
-            ended.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - a bug of ours ends this transaction only
+            ended.set_exception(self._expected(error, key))
             ended.exception()  # it may be that nobody waits for it any more
         finally:
             del self._committing[key]
+
+    def _expected(self, error: Exception, key: Key) -> PenstockError:
+        """Return an error as one that a client can be told. An unexpected one is a fault of ours."""
+        if isinstance(error, PenstockError):
+            return error
+        self._host.store.health.fault("transactions", f"number {key[1]} of {key[0]!r}", error)
+        return BrokerError(f"internal error in transaction {key[1]} of {key[0].decode()}: {error!r}")
 
     def _parts(self, key: Key, offsets: Sequence[int]) -> dict[Place, list[int]]:
         """What goes where. Everything that can be known to go wrong does so here, before it is decided."""
         staged = self._open.get(key, _Open(0))
         parts: dict[Place, list[int]] = {}
+        if len(offsets) > PARTS_MAX:
+            raise BadRequest(f"a transaction of {len(offsets)} batches, the limit is {PARTS_MAX}: stage larger batches")
         if len(set(offsets)) < len(offsets):
             raise BadRequest("what was staged is named twice: name it once")
         for offset in offsets:
@@ -220,12 +288,10 @@ class Transactions:
                     f"what was staged at {offset} is not there any more: stage all of the transaction again"
                 )
             parts.setdefault(place, []).append(offset)
-        for (topic_id, partition), several in parts.items():
+        for topic_id, partition in parts:
             topic = self._host.public_topic(topic_id)
             topic.check_writable()
             topic.partitions[partition].log.check_open()
-            if len(several) >= 1 << _PARTS_BITS:
-                raise BadRequest(f"a transaction of {len(several)} batches in one partition: make it smaller")
         return parts
 
     async def _decide(self, key: Key, parts: dict[Place, list[int]], *, once: bool) -> None:
@@ -245,7 +311,7 @@ class Transactions:
             self._once.append((last["time_us"], name.decode()))
         self._undone[decision.number] = decision
         for other in [other for other in self._open if other[0] == name and other[1] <= number]:
-            del self._open[other]
+            self._drop(other)
 
     # Doing what is decided.
 
@@ -261,14 +327,20 @@ class Transactions:
                 try:
                     await self._store(decision)
                     continue
-                except PenstockError as raised:
-                    error = raised
-                    logger.error("transaction %d of %r waits: %s", decision.key[1], decision.key[0], error)
+                except Exception as raised:  # noqa: BLE001 - a bug of ours delays this transaction only
+                    error = self._expected(raised, decision.key)
             blocked |= dict.fromkeys(decision.parts, error)
             if decision.key == key or any(place in places for place in decision.parts):
                 failed = failed or error
-        if blocked and self._retrying is None:
-            self._retrying = self._host.spawn(self._retry())
+        health = self._host.store.health
+        if not blocked:
+            health.clear(_PROBLEM)
+        else:
+            waiting = sum(not decision.is_stored for decision in self._undone.values())
+            reason = next(iter(blocked.values()))
+            health.report(_PROBLEM, f"{waiting} committed ones cannot be stored yet, and are tried again: {reason}")
+            if self._retrying is None:
+                self._retrying = self._host.spawn(self._retry())
         if failed is not None:
             raise failed
 
@@ -330,7 +402,7 @@ class Transactions:
         """Forget what was staged."""
         horizon_us = self._host.clock.now_us() - ONCE_US
         changes = [Change("decided", str(decision.number), None)]
-        while self._once and self._once[0][0] < horizon_us:
+        while self._once and (self._once[0][0] < horizon_us or len(self._once) > ONCE_MAX):
             name = self._once.popleft()[1]
             self._last.pop(name.encode(), None)
             changes.append(Change("transaction", name, None))
@@ -348,7 +420,7 @@ class Transactions:
         while self._open and (oldest := next(iter(self._open.items())))[1].since_us < horizon_us:
             (name, number), _ = oldest
             logger.warning("transaction %d of %r was never committed: what it staged is dropped", number, name)
-            del self._open[name, number]
+            self._drop((name, number))
             self._trim()
 
     def _trim(self) -> None:
