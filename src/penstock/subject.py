@@ -10,9 +10,11 @@ import re
 from typing import Final
 
 SUBJECT_BYTES_MAX: Final = 1024
+LABEL_CHARS_MAX: Final = 256
 
 # A token is anything but dots, blanks and control characters.
 _TOKENS: Final = re.compile(rb"[^\x00-\x20\x7f.]+(?:\.[^\x00-\x20\x7f.]+)*")
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def is_subject(subject: bytes) -> bool:
@@ -69,3 +71,10 @@ def is_text(subject: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def clean(label: object, chars_max: int = LABEL_CHARS_MAX) -> str:
+    """Return a label that a client gave as text that can be shown anywhere: no control characters, no lone surrogates,
+    and at most `chars_max` characters."""
+    text = str(label)[:chars_max] if label is not None else ""
+    return _UNPRINTABLE.sub("\ufffd", text)

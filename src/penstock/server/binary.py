@@ -8,10 +8,10 @@ by DISCONNECT, because its protocol has no other word for it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock import headers
 from penstock.batch import BATCH_BYTES_MAX, Batch, accept
@@ -38,8 +38,9 @@ from penstock.errors import (
 )
 from penstock.run import Run, open_batch, split
 from penstock.server import calls, provider
+from penstock.server.connection import INTERNAL_ERROR, Connection
+from penstock.server.gate import HANDSHAKE_BYTES_MAX, credentials
 from penstock.server.owing import Owing
-from penstock.server.peer import Peer, Traffic
 from penstock.subject import is_pattern, is_subject
 from penstock.wire import binary
 from penstock.wire.binary import Frame, FrameReader, Type, Verb
@@ -47,54 +48,41 @@ from penstock.wire.binary import Frame, FrameReader, Type, Verb
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
-logger = logging.getLogger(__name__)
-
 VERSION: Final = 1
 # Requests of one connection that wait for something at once; then it is not read from.
 REQUESTS_MAX: Final = 256
 # What one FETCH gives, however much it asks for; a batch that is larger is given whole.
 FETCH_BYTES_MAX: Final = 16 << 20
 FETCH_WAIT_MS_MAX: Final = 60_000
-# A frame of somebody who may not be allowed to say anything, and memory for one that is only announced.
-SILENT_BYTES_MAX: Final = 64 << 10
+# Memory for a frame that is only announced.
 AHEAD_BYTES: Final = 1 << 20
 # Messages on the way to one subscription.
 CREDIT_MAX: Final = 1_000_000
 
+_SAY_HELLO: Final = Unauthorized("say HELLO first, with a user and a password or a token")
 
-class BinarySession(asyncio.BufferedProtocol):
+
+class BinarySession(Connection, asyncio.BufferedProtocol):
     def __init__(self, server: Server) -> None:
-        self.server = server
-        self.broker = server.broker
-        self.id = 0
-        self.name = ""
-        self.address = ""
-        self.ping_at = 0.0
-        self.echo = True
-        self.has_spoken = False
+        super().__init__(server)
         self.unanswered = 0
         self.subscriptions: dict[int, tuple[Member, Subscription | Group]] = {}
         self.is_hello = False
         self._provider = provider.Provider(self)
-        bytes_max = SILENT_BYTES_MAX if server.needs_auth else binary.JSON_BYTES_MAX
+        bytes_max = HANDSHAKE_BYTES_MAX if server.gate.needs_auth else binary.JSON_BYTES_MAX
         self._reader = FrameReader(server.scratch, bytes_max, ahead_bytes=AHEAD_BYTES)
-        self._peer = Peer(server)
-        self._is_authorized = not server.needs_auth
         # Frames that wait for what is published before them; None: none is waited for.
         self._waiting: deque[Frame] | None = None
         self._requests: set[asyncio.Task[None]] = set()
         self._fetches: set[asyncio.Task[None]] = set()
         # One at a time reads and sends: what they have in memory waits for the client.
         self._fetching = asyncio.Lock()
-        self._owing = Owing(server, self._peer, lambda: self._disconnect(Closed("the server stops")))
+        self._owing = Owing(self, lambda: self._disconnect(Closed("the server stops")))
         # What members were told of a refresh and have not answered, by the number of the frame; and the last number.
         self._notices: dict[int, tuple[Member, Notice]] = {}
         self._last_notice = 0
 
     # From the transport.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._peer.connect(cast(asyncio.Transport, transport))
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._reader.buffer()
@@ -107,36 +95,38 @@ class BinarySession(asyncio.BufferedProtocol):
         self._read(len(data), lambda: self._reader.feed(data))
 
     def pause_writing(self) -> None:
-        self._peer.pause()
+        self.peer.pause()
 
     def resume_writing(self) -> None:
-        self._peer.resume()
+        self.peer.resume()
         self._read_on()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._peer.lose()
+    def end(self) -> None:
         # What changes something is done to its end.
         for fetch in self._fetches:
             fetch.cancel()
         for number in list(self.subscriptions):
-            self.unsubscribe(number)
-        self.server.remove(self)
+            self.call(self.unsubscribe, number)
+
+    def tell_fault(self) -> None:
+        self._disconnect(INTERNAL_ERROR)
 
     def _read(self, count: int, frames: Callable[[], list[Frame]]) -> None:
-        self._peer.in_bytes += count
+        self.peer.in_bytes += count
         self.unanswered = 0
         try:
             self._take(frames())
             self._reader.check()
         except BadFrame as error:
             self._disconnect(error)
+        if not self.is_admitted and not self.peer.is_closing and not self.server.gate.received(self, count):
+            self._disconnect(_SAY_HELLO)
 
     def _take(self, frames: list[Frame]) -> None:
-        if not frames or self._peer.is_closing:
+        if not frames or self.peer.is_closing:
             return
-        self.has_spoken = True
         if self._waiting is not None:
             self._waiting.extend(frames)
         else:
@@ -145,16 +135,12 @@ class BinarySession(asyncio.BufferedProtocol):
     def _read_on(self) -> None:
         is_busy = self._waiting is not None or self._owing.is_stopping or len(self._requests) >= REQUESTS_MAX
         if not is_busy:
-            self._peer.read_on()
+            self.peer.read_on()
 
     # From the broker.
 
-    @property
-    def is_open(self) -> bool:
-        return self._peer.is_open
-
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        self._peer.out_messages += len(run)
+        self.peer.out_messages += len(run)
         if not self.is_hello:
             self._provider.send(member, place, run)
             return
@@ -198,35 +184,17 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def stop(self) -> None:
         """The server stops: no more requests, but the answers to what was published."""
-        if self._peer.is_connected and not self._owing.is_stopping:
-            self._peer.hold()
+        if self.peer.is_connected and not self._owing.is_stopping:
+            self.peer.hold()
             self._owing.stop()
 
-    def abort(self) -> None:
-        self._peer.abort()
-
-    @property
-    def is_connected(self) -> bool:
-        return self._peer.is_connected
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._peer.traffic
-
     def summary(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "cid": self.id,
-            "ip": self.address,
-            "name": self.name,
-            **self.traffic._asdict(),
-            "unanswered": len(self._requests),
-        }
+        return {**super().summary(), "unanswered": len(self._requests)}
 
     # Frames.
 
     def _handle(self, frames: deque[Frame]) -> None:
-        while frames and not (self._peer.is_closing or self._owing.is_stopping):
+        while frames and not (self.peer.is_closing or self._owing.is_stopping):
             frame = frames.popleft()
             try:
                 waits = self._do(frame)
@@ -235,25 +203,26 @@ class BinarySession(asyncio.BufferedProtocol):
             else:
                 if waits is not None:
                     self._waiting = frames
-                    self._peer.hold()
-                    self.server.spawn(self._wait(frame.id, waits))
+                    self.peer.hold()
+                    self.spawn(self._wait(frame.id, waits))
                     return
 
     async def _wait(self, number: int, waits: Coroutine[Any, Any, None]) -> None:
         """Let something take its time; what comes behind it waits."""
-        await self._supervise(number, waits)
+        await self._answer_later(number, waits)
         frames, self._waiting = self._waiting or deque(), None
-        if not self._peer.is_closing:
+        if not self.peer.is_closing:
             self._handle(frames)
             self._read_on()
 
     def _do(self, frame: Frame) -> Coroutine[Any, Any, None] | None:
         """One frame; what those behind it must wait for, if they must."""
         kind, number, payload = frame
-        if not self._is_authorized and kind != Type.HELLO:
-            self.server.counters.unauthorized += 1
-            self._disconnect(Unauthorized("say HELLO first, with a user and a password or a token"))
-            return None
+        if not self.is_admitted:
+            options = credentials(binary.read_json(payload)) if kind == Type.HELLO else None
+            if not self.server.gate.admit(self, options):
+                self._deny(frame)
+                return None
         if not self.is_hello and kind > Type.HELLO:
             self._disconnect(BadFrame("say HELLO first"))
             return None
@@ -285,7 +254,7 @@ class BinarySession(asyncio.BufferedProtocol):
                 if number:
                     self.answer_frame(binary.frame(Type.HEARTBEAT, number))
             case Type.DISCONNECT:
-                self._peer.close()
+                self.peer.close()
             case Type.DATA | Type.SUBSCRIBE | Type.COMMIT_OFFSET if not self.is_hello:
                 return self._provider.do(frame)
             case Type.ACK | Type.RESET_ACK | Type.READY_ACK:
@@ -299,11 +268,11 @@ class BinarySession(asyncio.BufferedProtocol):
 
     def _begin(self, number: int, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A request that others do not wait for."""
-        task = self.server.spawn(self._supervise(number, coroutine))
+        task = self.spawn(self._answer_later(number, coroutine))
         self._requests.add(task)
         task.add_done_callback(self._end_request)
         if len(self._requests) >= REQUESTS_MAX:
-            self._peer.hold()
+            self.peer.hold()
         return task
 
     def _end_request(self, task: asyncio.Task[None]) -> None:
@@ -312,30 +281,27 @@ class BinarySession(asyncio.BufferedProtocol):
         if was_busy:
             self._read_on()
 
-    async def _supervise(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
+    async def _answer_later(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             await coroutine
         except PenstockError as error:
             self.answer_error(number, error)
-        except Exception:  # a fault of ours in what one client asked for must not end the others
-            logger.exception("connection %d", self.id)
-            self._disconnect(PenstockError("internal error"))
+
+    def _deny(self, frame: Frame) -> None:
+        """Close a connection whose first frame does not admit it."""
+        if frame.type != Type.HELLO:
+            self._disconnect(_SAY_HELLO)
+            return
+        self.is_hello = True
+        self.answer_error(frame.id, Unauthorized("the broker does not know this user or token"))
+        self.peer.close()
 
     def _hello(self, number: int, options: dict[str, Any]) -> None:
-        names = {"user": "user", "password": "pass", "token": "auth_token"}
-        if not self._is_authorized and not self.server.authorizes(
-            {theirs: options.get(name) for name, theirs in names.items()}
-        ):
-            self.server.counters.unauthorized += 1
-            self.is_hello = True
-            self.answer_error(number, Unauthorized("the broker does not know this user or token"))
-            self._peer.close()
-            return
         if options.get("version") != VERSION:
             raise BadRequest(f"version {options.get('version')!r} of the protocol is not known here, {VERSION} is")
-        self._is_authorized = self.is_hello = True
+        self.is_hello = True
         self._reader.bytes_max = binary.FRAME_BYTES_MAX
-        self.name = str(options.get("name") or "")[:256]
+        self.name = options.get("name")
         config = self.server.config.server
         self.answer(
             number,
@@ -386,7 +352,7 @@ class BinarySession(asyncio.BufferedProtocol):
 
         self._owing.begin(batch.count)
         try:
-            was_there = self.broker.append(*to, batch, done)
+            was_there = self.broker.append(*to, batch, self.guard(done))
         except PenstockError as error:
             done(0, error)
 
@@ -420,7 +386,7 @@ class BinarySession(asyncio.BufferedProtocol):
 
         self._owing.begin(batch.count)
         try:
-            self.broker.stage(*stage, batch, done)
+            self.broker.stage(*stage, batch, self.guard(done))
         except PenstockError as error:
             done(0, error)
 
@@ -477,7 +443,7 @@ class BinarySession(asyncio.BufferedProtocol):
         partition = topic.partitions[fetch.partition]
         log, bytes_max = partition.log, min(fetch.bytes_max, FETCH_BYTES_MAX)
         async with self._fetching:
-            await self._peer.drained()
+            await self.peer.drained()
             # What comes while it is read has come behind this.
             served = partition.served
             batches = await self.broker.store.read(log, fetch.offset, bytes_max)
@@ -490,7 +456,7 @@ class BinarySession(asyncio.BufferedProtocol):
         except TimeoutError:
             pass
         async with self._fetching:
-            await self._peer.drained()
+            await self.peer.drained()
             batches = await self.broker.store.read(log, fetch.offset, bytes_max)
             self._send_batches(number, fetch, partition, batches)
 
@@ -498,10 +464,10 @@ class BinarySession(asyncio.BufferedProtocol):
         log = partition.log
         parts = [batch.data for batch in batches if not fetch.end or batch.base_offset < fetch.end]
         count = sum(batch.count for batch in batches[: len(parts)])
-        self._peer.out_messages += count
+        self.peer.out_messages += count
         partition.sent += count
         length = sum(map(len, parts))
-        self._peer.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
+        self.peer.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
 
     async def _open(self, number: int, options: dict[str, Any]) -> None:
         request = calls.Request(options)
@@ -517,7 +483,7 @@ class BinarySession(asyncio.BufferedProtocol):
         if request.flag("refresh"):
             if group is None:
                 raise BadRequest("only members of a group are told of a refresh: name a group")
-            member.hears = lambda notice: self._tell(member, notice)
+            member.hears = self.guard(partial(self._tell, member))
         reader: Subscription | Group
         if group is None:
             reader = await self.broker.subscribe_from(pattern, member, request.start())
@@ -526,7 +492,7 @@ class BinarySession(asyncio.BufferedProtocol):
             reader = await self.broker.join(group, pattern, member, request.mode(), start=request.start())
             answer = {"positions": [], "generation": reader.generation}
         self.subscriptions[subscription] = (member, reader)
-        if not self._peer.is_connected:
+        if not self.peer.is_connected:
             self.unsubscribe(subscription)
         self.answer(number, answer)
 
@@ -622,7 +588,7 @@ class BinarySession(asyncio.BufferedProtocol):
             else:
                 self.answer_error(number, error)
 
-        return saved
+        return self.guard(saved)
 
     async def _call(self, number: int, fields: dict[str, Any]) -> None:
         self.answer(number, await calls.call(self.server, fields))
@@ -639,17 +605,17 @@ class BinarySession(asyncio.BufferedProtocol):
             self._disconnect(error)
 
     def answer_frame(self, data: bytes) -> None:
-        self._peer.answer(data)
+        self.peer.answer(data)
 
     def write(self, data: bytes) -> None:
-        self._peer.write(data)
+        self.peer.write(data)
 
     def _disconnect(self, error: PenstockError) -> None:
         """Say why, and close."""
         if isinstance(error, PeerError):
             self.server.counters.protocol_errors += 1
         self.write(binary.json_frame(Type.DISCONNECT, 0, _told(error)))
-        self._peer.close()
+        self.peer.close()
 
 
 def _told(error: PenstockError) -> dict[str, Any]:

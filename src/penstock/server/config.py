@@ -41,7 +41,10 @@ class ServerConfig:
     network: str = field(default="tcp", metadata=_about("who waits for connections: tcp, or one that a package adds"))
     node_id: str = field(default="local-001", metadata=_about("name of this broker among others"))
     heartbeat_s: int = field(default=120, metadata=_about("the text door sends a PING this often", 1, 86_400))
-    handshake_s: int = field(default=30, metadata=_about("closes who sent no whole command by then", 1, 86_400))
+    handshake_s: int = field(default=30, metadata=_about("closes a connection that is not admitted by then", 1, 86_400))
+    handshakes_max: int = field(
+        default=1000, metadata=_about("connections that are not admitted yet; more close the oldest", 1, 1_000_000)
+    )
     connections_max: int = field(default=20_000, metadata=_about("connections at a time", 1, 1_000_000))
     # A batch is at most 64 MiB, and a payload shares it with a header, a subject and headers.
     payload_bytes_max: int = field(default=1 << 20, metadata=_about("largest payload", 1, (64 << 20) - 4096))

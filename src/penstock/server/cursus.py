@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import secrets
 from collections import deque
@@ -34,6 +33,7 @@ from penstock.errors import BadRequest, OffsetOutOfRange, PenstockError, StaleCo
 from penstock.headers import lines
 from penstock.run import Run
 from penstock.server import calls
+from penstock.server.gate import credentials
 from penstock.storage.log import State
 from penstock.storage.policy import PARTITIONS_MAX
 from penstock.storage.store import outcome
@@ -42,8 +42,6 @@ from penstock.wire.prefixed import Command, Packing, Records
 
 if TYPE_CHECKING:
     from penstock.server.prefixed import Frame, PrefixedSession
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP: Final = "default-group"
 DEFAULT_PARTITIONS: Final = 4
@@ -70,6 +68,16 @@ class Cursus:
         # A CONSUME that goes on.
         self._following: asyncio.Task[None] | None = None
 
+    def credentials(self, frame: Frame) -> Mapping[str, Any] | None:
+        command = _auth(frame)
+        return None if command is None else credentials(command.arguments)
+
+    def deny(self, frame: Frame) -> None:
+        if _auth(frame) is None:
+            self._say_error(Unauthorized("say AUTH user=<user> password=<password>, or AUTH token=<token>, first"))
+        else:
+            self._say_error(Unauthorized("the broker does not know this user or token"))
+
     def do(self, frames: deque[Frame]) -> Coroutine[Any, Any, None] | None:
         self._stop_following()
         try:
@@ -79,11 +87,6 @@ class Cursus:
             return None
         if not isinstance(request, Command):
             return self._answer_later(self._publish_batch(request))
-        if request.verb != "AUTH" and not self._session.is_authorized:
-            self._session.server.counters.unauthorized += 1
-            self._say_error(Unauthorized("say AUTH user=<user> password=<password>, or AUTH token=<token>, first"))
-            self._session.peer.close()
-            return None
         if request.verb == "PUBLISH":
             return self._answer_later(self._publish(request, frames))
         return self._answer_later(self._run(request), ends=request.verb in _STREAMS and not request.is_named)
@@ -135,11 +138,7 @@ class Cursus:
             case "GROUP_STATUS":
                 self._say_json(self._status(arguments))
             case "AUTH":
-                if self._session.authorize(arguments):
-                    self._say("OK")
-                else:
-                    self._say_error(Unauthorized("the broker does not know this user or token"))
-                    self._session.peer.close()
+                self._say("OK")
             case "HELP":
                 self._say("\n".join(["Available commands:", *(f"  {prefixed.usage(verb)}" for verb in prefixed.VERBS)]))
             case "EXIT":
@@ -457,16 +456,13 @@ class Cursus:
             raise BadRequest("one topic can be followed, not several")
         begin = self._begin(partitions[0], command.arguments)
         by_name = command.is_named or command.verb == "STREAM"
-        self._following = self._session.server.spawn(self._supervise(partitions[0], begin, by_name=by_name))
+        self._following = self._session.spawn(self._supervise(partitions[0], begin, by_name=by_name))
 
     async def _supervise(self, partition: Partition, offset: int, *, by_name: bool) -> None:
         try:
             await self._stream(partition, offset, by_name=by_name)
         except PenstockError as error:
             self._say_error(error)
-            self._session.peer.close()
-        except Exception:  # a fault of ours in what one client asked for must not end the others
-            logger.exception("connection %d", self._session.id)
             self._session.peer.close()
 
     async def _stream(self, partition: Partition, offset: int, *, by_name: bool) -> None:
@@ -627,6 +623,15 @@ class Cursus:
 
     def _packed(self, payload: bytes) -> bytes:
         return prefixed.frame(prefixed.pack(payload, self._packing))
+
+
+def _auth(frame: Frame) -> Command | None:
+    """Return the AUTH command in a frame that is not packed, if it is one."""
+    try:
+        command = prefixed.read_command(prefixed.open_envelope(frame)[1]) if isinstance(frame, bytes) else None
+    except PenstockError:
+        return None
+    return command if command is not None and command.verb == "AUTH" else None
 
 
 def _told(command: Command, outcome: Stored | PenstockError, address: str) -> bytes:

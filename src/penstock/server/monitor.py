@@ -19,7 +19,8 @@ from penstock.server.metrics import Metrics
 from penstock.server.routes import Asked, Endpoint, Field, Json
 
 if TYPE_CHECKING:
-    from penstock.server.server import Connection, Server
+    from penstock.server.connection import Connection
+    from penstock.server.server import Server
 
 # Rows of one answer: unless it says so, and at the most.
 ROWS: Final = 1024

@@ -7,29 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.broker.intake import Receipt, Refusals
 from penstock.run import Run
-from penstock.server.peer import Peer
 
 if TYPE_CHECKING:
-    from penstock.server.server import Server
+    from penstock.server.connection import Connection
 
 
 class Owing:
-    def __init__(self, server: Server, peer: Peer, paid: Callable[[], None]) -> None:
+    def __init__(self, session: Connection, paid: Callable[[], None]) -> None:
         """`paid` is called once: when the server stops and no answer is owed any more."""
-        self._server = server
-        self._peer = peer
+        self._session = session
         self._paid = paid
         self._count = 0
         self.is_stopping = False
 
     def begin(self, messages: int) -> None:
         """So many were published, and wait for one answer."""
-        self._peer.in_messages += messages
+        self._session.peer.in_messages += messages
         self._count += 1
 
     def end(self, failed: int) -> None:
         """It was given; so many of them are not stored."""
-        self._server.counters.failed_publishes += failed
+        self._session.server.counters.failed_publishes += failed
         self._count -= 1
         if self.is_stopping and not self._count:
             self._paid()
@@ -45,13 +43,13 @@ class Owing:
     ) -> Coroutine[Any, Any, None] | None:
         """Now, or when there is a topic and room for it: what is returned is to be awaited. `told` gets what became of
         it."""
-        if refusals or not self._server.broker.is_ready(run):
+        if refusals or not self._session.broker.is_ready(run):
             return self._publish_later(run, told, refusals or {})
         self._publish(run, told, {})
         return None
 
     async def _publish_later(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals) -> None:
-        self._publish(run, told, {**await self._server.broker.make_ready(run), **refusals})
+        self._publish(run, told, {**await self._session.broker.make_ready(run), **refusals})
 
     def _publish(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals) -> None:
         def done(receipt: Receipt) -> None:
@@ -59,4 +57,4 @@ class Owing:
             self.end(len(receipt.failed))
 
         self.begin(len(run))
-        self._server.broker.publish(run, done, refusals or None)
+        self._session.broker.publish(run, self._session.guard(done), refusals or None)

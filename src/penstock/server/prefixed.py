@@ -7,20 +7,20 @@ groups that it is a member of.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.broker.group import Group
 from penstock.broker.intake import Receipt
 from penstock.broker.member import Member, Place
 from penstock.broker.topic import RESERVED, ServedTopic
-from penstock.errors import BadSubject, BatchTooLarge, Closed, PenstockError, UnknownTopic
+from penstock.errors import BadSubject, BatchTooLarge, Closed, PenstockError, Unauthorized, UnknownTopic
 from penstock.run import Run
+from penstock.server.connection import INTERNAL_ERROR, Connection
 from penstock.server.cursus import Cursus
+from penstock.server.gate import HANDSHAKE_BYTES_MAX
 from penstock.server.owing import Owing
-from penstock.server.peer import Peer, Traffic
 from penstock.server.qb import Qb
 from penstock.subject import is_subject
 from penstock.wire.prefixed import FRAME_BYTES_MAX, Dialect, FrameReader, Message, Style
@@ -28,16 +28,19 @@ from penstock.wire.prefixed import FRAME_BYTES_MAX, Dialect, FrameReader, Messag
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
-logger = logging.getLogger(__name__)
-
-# A frame of somebody who may not be allowed to say anything.
-SILENT_BYTES_MAX: Final = 64 << 10
-
 Frame = Message | bytes
 
 
 class Speaker(Protocol):
     """One of the two protocols, for one connection."""
+
+    def credentials(self, frame: Frame) -> Mapping[str, Any] | None:
+        """Return the credentials that a first frame carries; None if it is none that can."""
+        ...
+
+    def deny(self, frame: Frame) -> None:
+        """Say that a first frame does not admit its connection."""
+        ...
 
     def do(self, frames: deque[Frame]) -> Coroutine[Any, Any, None] | None:
         """Take one frame, or several that go together; what those behind them must wait for, if they must."""
@@ -60,22 +63,13 @@ class Speaker(Protocol):
         ...
 
 
-class PrefixedSession(asyncio.Protocol):
+class PrefixedSession(Connection, asyncio.Protocol):
     def __init__(self, server: Server) -> None:
-        self.server = server
-        self.broker = server.broker
-        self.id = 0
-        self.name = ""
-        self.address = ""
-        self.ping_at = 0.0
-        self.echo = True
-        self.has_spoken = False
-        self.is_authorized = not server.needs_auth
-        self.peer = Peer(server)
-        self.owing = Owing(server, self.peer, self._stopped)
+        super().__init__(server)
+        self.owing = Owing(self, self._stopped)
         # The groups that it is a member of, by what it calls them; one may have it as several members.
         self.memberships: dict[str, list[tuple[Member, Group]]] = {}
-        self._reader = FrameReader(FRAME_BYTES_MAX if self.is_authorized else SILENT_BYTES_MAX)
+        self._reader = FrameReader(HANDSHAKE_BYTES_MAX if server.gate.needs_auth else FRAME_BYTES_MAX)
         self._speaker: Speaker | None = None
         self._heard_at = 0.0
         # Why it is closed, when the answers that are owed are given.
@@ -84,9 +78,6 @@ class PrefixedSession(asyncio.Protocol):
         self._waiting: deque[Frame] | None = None
 
     # From the transport.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.peer.connect(cast(asyncio.Transport, transport))
 
     def data_received(self, data: bytes) -> None:
         self.peer.in_bytes += len(data)
@@ -98,13 +89,14 @@ class PrefixedSession(asyncio.Protocol):
             self._speaker = Qb(self) if self._reader.dialect is Dialect.QB else Cursus(self)
             self.ping_at = self._heard_at + self._speaker.beat(0)
         if frames:
-            self.has_spoken = True
             if self._waiting is not None:
                 self._waiting.extend(frames)
             else:
                 self._handle(deque(frames))
         elif self._reader.refusal is not None:
             self._refuse(self._reader.refusal)
+        if not self.is_admitted and not self.peer.is_closing and not self.server.gate.received(self, len(data)):
+            self._refuse(Unauthorized(f"{HANDSHAKE_BYTES_MAX} bytes were sent without credentials"))
 
     def pause_writing(self) -> None:
         self.peer.pause()
@@ -116,23 +108,21 @@ class PrefixedSession(asyncio.Protocol):
             for _, group in memberships:
                 group.wake()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.peer.lose()
+    def end(self) -> None:
         if self._speaker is not None:
             self._speaker.end()
         for name in list(self.memberships):
-            self.leave(name)
-        self.server.remove(self)
+            self.call(self.leave, name)
+
+    def tell_fault(self) -> None:
+        if self._speaker is not None:
+            self._speaker.refuse(INTERNAL_ERROR)
 
     def _read_on(self) -> None:
         if self._waiting is None and not self.owing.is_stopping:
             self.peer.read_on()
 
     # From the broker.
-
-    @property
-    def is_open(self) -> bool:
-        return self.peer.is_open
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         assert self._speaker is not None, "it has subscribed"
@@ -173,13 +163,6 @@ class PrefixedSession(asyncio.Protocol):
             self._speaker.refuse(self._goodbye)
         self.peer.close()
 
-    def abort(self) -> None:
-        self.peer.abort()
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.peer.traffic
-
     @property
     def subscriptions(self) -> dict[tuple[str, int], tuple[Member, Group]]:
         return {
@@ -188,36 +171,29 @@ class PrefixedSession(asyncio.Protocol):
             for number, membership in enumerate(memberships)
         }
 
-    def summary(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "cid": self.id,
-            "ip": self.address,
-            "name": self.name,
-            **self.traffic._asdict(),
-        }
-
     # Frames.
 
     def _handle(self, frames: deque[Frame]) -> None:
         assert self._speaker is not None, "there are frames"
         while frames and not (self.peer.is_closing or self.owing.is_stopping):
+            if not self.is_admitted:
+                if not self.server.gate.admit(self, self._speaker.credentials(frames[0])):
+                    self._speaker.deny(frames[0])
+                    self.peer.close()
+                    return
+                self._reader.bytes_max = FRAME_BYTES_MAX
             waits = self._speaker.do(frames)
             if waits is not None:
                 self._waiting = frames
                 self.peer.hold()
-                self.server.spawn(self._wait(waits))
+                self.spawn(self._wait(waits))
                 return
         if not frames and self._reader.refusal is not None:
             self._refuse(self._reader.refusal)
 
     async def _wait(self, waits: Coroutine[Any, Any, None]) -> None:
         """Let something take its time; what comes behind it waits."""
-        try:
-            await waits
-        except Exception:  # a fault of ours in what one client asked for must not end the others
-            logger.exception("connection %d", self.id)
-            self._refuse(PenstockError("internal error"))
+        await waits
         frames, self._waiting = self._waiting or deque(), None
         if self.owing.is_stopping:
             self._close()
@@ -236,17 +212,6 @@ class PrefixedSession(asyncio.Protocol):
     @property
     def style(self) -> Style:
         return self._reader.style
-
-    def authorize(self, options: Mapping[str, str]) -> bool:
-        """Whether it may speak, with what it says of itself."""
-        names = {"user": "user", "password": "pass", "token": "auth_token"}
-        if not self.is_authorized:
-            self.is_authorized = self.server.authorizes({theirs: options.get(name) for name, theirs in names.items()})
-            if self.is_authorized:
-                self._reader.bytes_max = FRAME_BYTES_MAX
-            else:
-                self.server.counters.unauthorized += 1
-        return self.is_authorized
 
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         return self.owing.publish(run, told)

@@ -132,7 +132,7 @@ class Provider:
         self._subscriptions += 1
         subscription = self._subscriptions
         member = Member(b"%d" % subscription, session, session.server.flow)
-        member.hears = self._tell
+        member.hears = session.guard(self._tell)
         group = await session.broker.join(_group_name(topic, name), pattern, member, start=Start.EARLIEST)
         session.subscriptions[subscription] = (member, group)
         if not session.is_connected:
@@ -170,7 +170,7 @@ class Provider:
             else:
                 self._session.answer_error(number, error)
 
-        group.commit(next(iter(group.positions)), offset, group.generation, saved)
+        group.commit(next(iter(group.positions)), offset, group.generation, self._session.guard(saved))
 
     def _acknowledge(self, number: int) -> None:
         self._session.answer_frame(binary.frame(Type.ACK, number))

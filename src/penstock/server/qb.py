@@ -30,6 +30,7 @@ from penstock.broker.start import AtOffset
 from penstock.errors import BadRequest, GroupConflict, PenstockError, TopicConflict, UnknownGroup, UnknownTopic
 from penstock.run import Run
 from penstock.server import calls
+from penstock.server.gate import credentials
 from penstock.subject import is_pattern
 from penstock.wire import prefixed
 from penstock.wire.prefixed import Kind, Message
@@ -57,14 +58,24 @@ class Qb:
         # Subscriptions whose messages are done when they are sent.
         self._careless: set[str] = set()
 
+    def credentials(self, frame: Frame) -> Mapping[str, Any] | None:
+        if not isinstance(frame, Message) or frame.kind != Kind.HEARTBEAT:
+            return None
+        try:
+            return credentials(prefixed.read_properties(frame.properties))
+        except PenstockError:
+            return None
+
+    def deny(self, frame: Frame) -> None:
+        assert isinstance(frame, Message), "the dialect is QB"
+        if frame.kind == Kind.HEARTBEAT:
+            self._refuse(frame.sequence, "Unauthorized: the broker does not know this user or token")
+        else:
+            self._refuse(frame.sequence, "Unauthorized: send a HEARTBEAT with user and password, or token, first")
+
     def do(self, frames: deque[Frame]) -> Coroutine[Any, Any, None] | None:
         message = frames[0]
-        assert isinstance(message, Message), "it is QB that is spoken"
-        if not self._session.is_authorized and message.kind != Kind.HEARTBEAT:
-            self._session.server.counters.unauthorized += 1
-            self._refuse(message.sequence, "Unauthorized: send a HEARTBEAT with user and password, or token, first")
-            self._session.peer.close()
-            return None
+        assert isinstance(message, Message), "the dialect is QB"
         if message.kind == Kind.PUBLISH:
             return self._publish(frames)
         frames.popleft()
@@ -288,10 +299,6 @@ class Qb:
     # Heartbeats.
 
     def _heartbeat(self, sequence: int, properties: Mapping[str, str]) -> None:
-        if not self._session.authorize(properties):
-            self._refuse(sequence, "Unauthorized: the broker does not know this user or token")
-            self._session.peer.close()
-            return
         self._session.name = self._session.name or properties.get("client_id", "")
         self._send_heartbeat(sequence)
 

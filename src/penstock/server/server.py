@@ -14,14 +14,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
 from penstock.broker.flow import Flow, Overflow
-from penstock.broker.group import Group
-from penstock.broker.member import Member
-from penstock.broker.subscription import Subscription
 from penstock.clock import SystemClock
 from penstock.health import Usage
 from penstock.moments import elapsed, iso
@@ -32,7 +29,9 @@ from penstock.pipe.pipes import Pipes
 from penstock.pipe.pipes import Settings as PipeSettings
 from penstock.pipe.topology import Role, Topology
 from penstock.server.config import Config, TopicConfig
+from penstock.server.connection import Connection
 from penstock.server.door import Door
+from penstock.server.gate import Gate
 from penstock.server.http import HttpPort
 from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
@@ -54,47 +53,12 @@ class Counters:
 
     connections: int = 0
     refused: int = 0  # connections beyond the limit
-    silent: int = 0  # closed, because they sent no whole command in time
+    silent: int = 0  # closed, because they were not admitted in time
     stale: int = 0  # closed, because they did not answer PINGs
     unauthorized: int = 0
     protocol_errors: int = 0
     failed_publishes: int = 0  # messages that were not stored, and whose publisher was told
     unread: int = 0  # times that a client was not read from, because it did not read its answers
-
-
-class Connection(Protocol):
-    """What the server must know of one, whatever it speaks."""
-
-    id: int
-    address: str
-    # When to ask whether it is still there.
-    ping_at: float
-    # Whether a whole command has come.
-    has_spoken: bool
-
-    @property
-    def traffic(self) -> Traffic: ...
-
-    @property
-    def subscriptions(self) -> Mapping[Any, tuple[Member, Subscription | Group]]: ...
-
-    def ping(self) -> None:
-        """Ask whether anyone is there; whoever does not answer twice is not."""
-        ...
-
-    def expire(self) -> None:
-        """It has had its time to say something."""
-        ...
-
-    def stop(self) -> None:
-        """Take no more commands, give the answers that are owed, and end."""
-        ...
-
-    def abort(self) -> None: ...
-
-    def summary(self) -> dict[str, Any]:
-        """Who it is and what it has done, without its subscriptions."""
-        ...
 
 
 class Came(NamedTuple):
@@ -149,8 +113,7 @@ class Server:
         self._came: dict[int, Came] = {}
         # What binary connections are read into: one at a time, since they are all of one loop.
         self.scratch = bytearray(SCRATCH_BYTES)
-        # Those that have not sent a command yet, the oldest first, with when they came.
-        self._silent: dict[Connection, float] = {}
+        self.gate = Gate(self)
         self._last_id = 0
         # Of the connections that are gone.
         self.totals = Traffic()
@@ -239,18 +202,11 @@ class Server:
 
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
-        heartbeat, handshake = self.config.server.heartbeat_s, self.config.server.handshake_s
+        heartbeat = self.config.server.heartbeat_s
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = loop.time()
-            for session, came in list(self._silent.items()):
-                if session.has_spoken:
-                    del self._silent[session]
-                elif now - came >= handshake:
-                    del self._silent[session]
-                    session.expire()
-                else:
-                    break
+            self.gate.sweep(now)
             for session in [session for session in self._sessions if session.ping_at <= now]:
                 session.ping_at = now + heartbeat
                 session.ping()
@@ -280,22 +236,21 @@ class Server:
         if len(self._sessions) > self.config.server.connections_max:
             self.counters.refused += 1
             return "maximum connections exceeded"
-        self._silent[session] = now
+        self.gate.enter(session)
         return None
 
     def replace(self, door: Connection, session: Connection) -> None:
         """It has begun to speak, and is known for what it is."""
         del self._sessions[door]
         self._sessions[session] = None
-        self._silent.pop(door, None)
-        self._silent[session] = asyncio.get_running_loop().time()
+        self.gate.replace(session)
 
     def remove(self, session: Connection) -> None:
         if session in self._sessions:
             del self._sessions[session]
             del self._came[session.id]
             self.totals += session.traffic
-        self._silent.pop(session, None)
+        self.gate.leave(session)
         if self._is_stopping and not self._sessions:
             self._all_gone.set()
 
@@ -311,7 +266,7 @@ class Server:
     def needs_auth(self) -> bool:
         return self.config.auth.user is not None or self.config.auth.token is not None
 
-    def authorizes(self, options: dict[str, Any]) -> bool:
+    def authorizes(self, options: Mapping[str, Any]) -> bool:
         auth = self.config.auth
         if auth.token is not None and _same(options.get("auth_token"), auth.token):
             return True
@@ -363,7 +318,7 @@ class Server:
     def usage(self) -> dict[str, Usage]:
         """How full each limited cache, queue and table is, by name."""
         connections = Usage(len(self._sessions), self.config.server.connections_max)
-        return {"connections": connections, **self.broker.usage(), **self._store.usage()}
+        return {"connections": connections, **self.gate.usage(), **self.broker.usage(), **self._store.usage()}
 
     def statistics(self) -> dict[str, Any]:
         """All that is counted, under the names that nats-server has where it has the same."""
@@ -417,7 +372,7 @@ def _resident_bytes() -> int:
 
 
 def _same(given: object, wanted: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), wanted.encode())
+    return isinstance(given, str) and hmac.compare_digest(given.encode(errors="surrogatepass"), wanted.encode())
 
 
 def _topology(config: Config) -> Topology | None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, Final, assert_never, cast
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from penstock import headers
 from penstock.batch import OFFSET_MAX
@@ -26,7 +25,7 @@ from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
 from penstock.errors import PenstockError
 from penstock.run import Run
-from penstock.server.peer import Peer, Traffic
+from penstock.server.connection import Connection
 from penstock.subject import matches
 from penstock.wire import text
 from penstock.wire.events import (
@@ -48,8 +47,6 @@ from penstock.wire.events import (
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
-logger = logging.getLogger(__name__)
-
 # An acknowledgement in the NATS dialect is a message to this subject: `msg.ack()` of a NATS client sends one.
 ACK_SUBJECT: Final = b"$ACK."
 # Runs of its own that a connection without echo is protected from: what it has on the way at once.
@@ -68,27 +65,17 @@ class _Answer:
         self.closes = closes
 
 
-class Session(asyncio.Protocol):
+class Session(Connection, asyncio.Protocol):
     def __init__(self, server: Server, *, greets: bool) -> None:
-        self.server = server
-        self.broker = server.broker
-        self.id = 0
-        self.name = ""
-        self.address = ""
-        # When to ask whether it is still there.
-        self.ping_at = 0.0
-        self.echo = True
+        super().__init__(server)
         self.is_greeted = greets
-        # Whether a whole command has come, and how many of the server's PINGs have not been answered.
-        self.has_spoken = False
+        # How many of the server's PINGs have not been answered.
         self.unanswered = 0
         self.subscriptions: dict[bytes, tuple[Member, Subscription | Group]] = {}
-        self._parser = text.Parser(server.config.server.payload_bytes_max)
-        self._peer = Peer(server)
+        self._parser = text.Parser(server.config.server.payload_bytes_max, needs_connect=server.gate.needs_auth)
         self._verbose = True
         self._has_headers = True
         self._wants_no_responders = False
-        self._is_authorized = not server.needs_auth
         self._has_ponged = False
         self._answers: deque[_Answer] = deque()
         # Events that wait for one that is being awaited; None: none is.
@@ -101,46 +88,42 @@ class Session(asyncio.Protocol):
 
     # From the transport.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._peer.connect(cast(asyncio.Transport, transport))
-
     def data_received(self, data: bytes) -> None:
-        self._peer.in_bytes += len(data)
-        events = self._parser.feed(data)
-        if not events or self._peer.is_closing:
+        self.peer.in_bytes += len(data)
+        if self.peer.is_closing:
             return
-        self.has_spoken = True
-        self.unanswered = 0
-        if self._waiting is not None:
-            self._waiting.extend(events)
-        else:
-            self._handle(deque(events))
+        events = self._parser.feed(data)
+        if events:
+            self.unanswered = 0
+            if self._waiting is not None:
+                self._waiting.extend(events)
+            else:
+                self._handle(deque(events))
+        if not self.is_admitted and not self.server.gate.received(self, len(data)):
+            self._refuse("Authorization Violation")
 
     def pause_writing(self) -> None:
-        self._peer.pause()
+        self.peer.pause()
 
     def resume_writing(self) -> None:
-        self._peer.resume()
+        self.peer.resume()
         if self._waiting is None:
-            self._peer.read_on()
+            self.peer.read_on()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._peer.lose()
+    def end(self) -> None:
         self._answers.clear()
         for sid in list(self.subscriptions):
-            self._unsubscribe(sid)
-        self.server.remove(self)
+            self.call(self._unsubscribe, sid)
+
+    def tell_fault(self) -> None:
+        self.peer.write(text.error("Internal Error", is_nats=self._parser.is_nats or self.is_greeted))
 
     # From the broker.
 
-    @property
-    def is_open(self) -> bool:
-        return self._peer.is_open
-
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        self._peer.out_messages += len(run)
+        self.peer.out_messages += len(run)
         if attempts is not None:
             run = self._with_attempts(run, attempts)
         if self._parser.is_nats:
@@ -149,7 +132,7 @@ class Session(asyncio.Protocol):
             data = text.messages(run, member.sid, has_headers=self._has_headers)
         else:
             data = text.numbered_messages(run, member.sid, self._sequences(place, run))
-        self._peer.write(data)
+        self.peer.write(data)
         if member.remaining == 0:
             self._unsubscribe(member.sid)
 
@@ -174,7 +157,7 @@ class Session(asyncio.Protocol):
             self._refuse("Stale Connection")
             return
         self.unanswered += 1
-        self._peer.write(b"PING\r\n")
+        self.peer.write(b"PING\r\n")
 
     def expire(self) -> None:
         """It has had its time to say something."""
@@ -183,28 +166,25 @@ class Session(asyncio.Protocol):
 
     def stop(self) -> None:
         """The server stops: no more commands, but the answers that are owed."""
-        if self._peer.is_closing:
+        if self.peer.is_closing:
             return
-        self._peer.hold()
+        self.peer.hold()
         if self._parser.is_nats:
             # No error: a NATS client takes one for the end, and would not come back.
             self._answer(text.info({**self.server.info(self), "ldm": True}), closes=True)
         else:
             self._answer(text.error("Server Shutdown", is_nats=False), closes=True)
 
-    def abort(self) -> None:
-        self._peer.abort()
-
     # Events.
 
     def _handle(self, events: deque[Event]) -> None:
-        while events and not self._peer.is_closing:
+        while events and not self.peer.is_closing:
             event = events.popleft()
             waits = self._do(event)
             if waits is not None:
                 self._waiting = events
-                self._peer.hold()
-                self.server.spawn(self._wait(waits))
+                self.peer.hold()
+                self.spawn(self._wait(waits))
                 return
 
     async def _wait(self, waits: Coroutine[Any, Any, None]) -> None:
@@ -213,21 +193,19 @@ class Session(asyncio.Protocol):
             await waits
         except PenstockError as error:
             self._answer_error(error)
-        except Exception:  # a fault of ours in what one client asked for must not end the others
-            logger.exception("connection %d", self.id)
-            self._refuse("Internal Error")
         events, self._waiting = self._waiting or deque(), None
-        if self._peer.is_closing:
+        if self.peer.is_closing:
             return
-        self._peer.read_on()
+        self.peer.read_on()
         self._handle(events)
 
     def _do(self, event: Event) -> Coroutine[Any, Any, None] | None:
         """One event; what is still to be awaited, if anything is."""
-        if not self._is_authorized and not isinstance(event, Connect):
-            self.server.counters.unauthorized += 1
-            self._refuse("Authorization Violation")
-            return None
+        if not self.is_admitted:
+            options = event.options if isinstance(event, Connect) else None
+            if not self.server.gate.admit(self, options):
+                self._refuse("Authorization Violation")
+                return None
         match event:
             case Run():
                 if self.broker.is_ready(event):
@@ -268,16 +246,11 @@ class Session(asyncio.Protocol):
 
     def _connect(self, event: Connect) -> None:
         options = event.options
-        if not self._is_authorized and not self.server.authorizes(options):
-            self.server.counters.unauthorized += 1
-            self._refuse("Authorization Violation")
-            return
-        self._is_authorized = True
         self._verbose = options.get("verbose") is True
         self.echo = options.get("echo") is not False
         self._has_headers = options.get("headers") is True
         self._wants_no_responders = options.get("no_responders") is True and self._has_headers
-        self.name = str(options.get("name") or "")
+        self.name = options.get("name")
         self._ok()
 
     def _pong(self) -> None:
@@ -292,7 +265,7 @@ class Session(asyncio.Protocol):
         self._publish(run, await self.broker.make_ready(run))
 
     def _publish(self, run: Run, refusals: Refusals | None = None) -> None:
-        self._peer.in_messages += len(run)
+        self.peer.in_messages += len(run)
         answer = _Answer(None)
         self._answers.append(answer)
         if run.replies and self._wants_no_responders:
@@ -303,7 +276,7 @@ class Session(asyncio.Protocol):
             self._send_answers()
 
         self._is_publishing = True
-        receipt = self.broker.publish(run, done, refusals)
+        receipt = self.broker.publish(run, self.guard(done), refusals)
         self._is_publishing = False
         if not self.echo:
             for target, offset, indices in receipt.places:
@@ -331,7 +304,7 @@ class Session(asyncio.Protocol):
     def _tell_no_responder(self, subject: bytes, reply: bytes) -> bool:
         for member, reader in self.subscriptions.values():
             if matches(reader.pattern, reply):
-                self._peer.write(text.no_responders(reply, member.sid, subject))
+                self.peer.write(text.no_responders(reply, member.sid, subject))
                 return True
         return False
 
@@ -370,7 +343,7 @@ class Session(asyncio.Protocol):
         member = Member(event.sid, self, self.server.flow)
         name = event.subject + b":" + event.group if event.group is not None else None
         group = await self.broker.join(name, event.subject, member)
-        if not self._peer.is_connected:
+        if not self.peer.is_connected:
             self.broker.leave(group, member)
             return
         self.subscriptions[event.sid] = (member, group)
@@ -445,7 +418,7 @@ class Session(asyncio.Protocol):
                 answer.data = text.error(_reason(error), is_nats=self._parser.is_nats)
             self._send_answers()
 
-        return saved
+        return self.guard(saved)
 
     def _acknowledge_by_subject(self, event: Call) -> None:
         """`$ACK.<sid>.<sequence>`, with what NATS clients write into it: nothing or +ACK, -NAK, +WPI, +TERM."""
@@ -483,7 +456,7 @@ class Session(asyncio.Protocol):
                 self.broker.publish(Run([reply], [b""]), lambda _: None)
             self._send_answers()
 
-        return saved
+        return self.guard(saved)
 
     # Flow, statistics, history.
 
@@ -522,19 +495,8 @@ class Session(asyncio.Protocol):
         else:
             self._answer(b"+STATS " + json.dumps(fields).encode() + b"\r\n")
 
-    @property
-    def traffic(self) -> Traffic:
-        return self._peer.traffic
-
     def summary(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "cid": self.id,
-            "ip": self.address,
-            "name": self.name,
-            **self.traffic._asdict(),
-            "unanswered": len(self._answers),
-        }
+        return {**super().summary(), "unanswered": len(self._answers)}
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -599,29 +561,29 @@ class Session(asyncio.Protocol):
 
     async def _send_history(self, history: History, count: int, sid: bytes) -> int:
         sent = 0
-        while sent < count and not self._peer.is_closing:
+        while sent < count and not self.peer.is_closing:
             found = await history.read(count - sent)
             if found is None:
                 break
             partition, run = found
             sent += self._send_run(partition, run, sid)
-            await self._peer.drained()
+            await self.peer.drained()
         return sent
 
     def _send_run(self, partition: Partition, run: Run, sid: bytes) -> int:
         """Messages that no subscription asked for; a NATS client takes them only under a sid that it knows."""
         if not self._parser.is_nats:
-            self._peer.write(text.numbered_messages(run, sid, self._sequences(partition, run)))
-            self._peer.out_messages += len(run)
+            self.peer.write(text.numbered_messages(run, sid, self._sequences(partition, run)))
+            self.peer.out_messages += len(run)
             partition.sent += len(run)
             return len(run)
         sent = 0
         for member, reader in self.subscriptions.values():
             part = select_matching(run, reader.pattern)
             if part.values:
-                self._peer.write(text.messages(part, member.sid, has_headers=self._has_headers))
+                self.peer.write(text.messages(part, member.sid, has_headers=self._has_headers))
                 sent += len(part)
-        self._peer.out_messages += sent
+        self.peer.out_messages += sent
         partition.sent += sent
         return sent
 
@@ -658,7 +620,7 @@ class Session(asyncio.Protocol):
             self._answers.append(_Answer(data, closes=closes))
             self._send_answers()
         elif data:
-            self._peer.answer(data)
+            self.peer.answer(data)
 
     def _send_answers(self) -> None:
         answers = self._answers
@@ -669,13 +631,13 @@ class Session(asyncio.Protocol):
             closes = answers.popleft().closes
         data = b"".join(ready)
         if data:
-            self._peer.answer(data)
+            self.peer.answer(data)
         if closes:
             self._close()
 
     def _close(self) -> None:
         self._answers.clear()
-        self._peer.close()
+        self.peer.close()
 
 
 def _reason(error: PenstockError) -> str:

@@ -69,8 +69,10 @@ class _Wrong(Exception):
 class Parser:
     """Bytes of one connection in, events out, in the order that they came in."""
 
-    def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+    def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX, *, needs_connect: bool = False) -> None:
+        """`needs_connect`: refuse a line in front of CONNECT at once, without collecting its payload."""
         self.payload_bytes_max = payload_bytes_max
+        self._needs_connect = needs_connect
         # Whether CONNECT was seen, which makes it the NATS dialect.
         self.is_nats = False
         # What is not parsed yet. It begins with the end of the line or payload before, which is looked up together
@@ -172,6 +174,8 @@ class Parser:
         if not words:
             return line_end
         verb = words[0].upper()
+        if self._needs_connect and not self.is_nats and verb != b"CONNECT":
+            raise _Wrong("Authorization Violation", closes=True)
         if verb == b"CONNECT":
             words = data[begin:line_end].split(None, 1)  # blanks within strings count
         if verb in (b"PUB", b"HPUB"):

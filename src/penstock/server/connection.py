@@ -1,0 +1,162 @@
+"""What all connections have in common, and the guard around them: a bug in one connection closes only that one.
+
+Code of a connection runs when somebody else calls it: the transport, the server's sweep, the broker during a delivery
+or a commit, a task. `Connection` wraps each of these entries, so an unexpected exception is counted as a fault, the
+connection is closed with "internal error", and the caller goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, cast
+
+from penstock.errors import PenstockError
+from penstock.server.peer import Peer, Traffic
+from penstock.subject import clean
+
+if TYPE_CHECKING:
+    from penstock.broker.group import Group
+    from penstock.broker.member import Member
+    from penstock.broker.subscription import Subscription
+    from penstock.server.server import Server
+
+INTERNAL_ERROR: Final = PenstockError("internal error")
+
+# By whom they are called: the transport, the broker, the server.
+ENTRIES: Final = (
+    *("data_received", "buffer_updated", "pause_writing", "resume_writing"),
+    *("send", "has_published", "fail"),
+    *("ping", "expire", "stop"),
+)
+
+P = ParamSpec("P")
+
+
+class Connection:
+    """One connection, in whichever dialect. Entries that a subclass defines are wrapped; callbacks for the broker go
+    through `guard`, tasks through `spawn`."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.broker = server.broker
+        self.peer = Peer(server)
+        self.id = 0
+        self.address = ""
+        # Whether it has passed the gate.
+        self.is_admitted = False
+        # When to ask whether the client is still there.
+        self.ping_at = 0.0
+        # Whether it receives what it has published itself.
+        self.echo = True
+        self._name = ""
+        self._is_faulty = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ENTRIES:
+            if name in cls.__dict__:
+                setattr(cls, name, _guarded(cls.__dict__[name]))
+
+    @property
+    def name(self) -> str:
+        """What the client calls itself."""
+        return self._name
+
+    @name.setter
+    def name(self, name: object) -> None:
+        self._name = clean(name)
+
+    if TYPE_CHECKING:
+
+        @property
+        def subscriptions(self) -> Mapping[Any, tuple[Member, Subscription | Group]]: ...
+
+    @property
+    def is_open(self) -> bool:
+        return self.peer.is_open
+
+    @property
+    def is_connected(self) -> bool:
+        return self.peer.is_connected
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.peer.traffic
+
+    def summary(self) -> dict[str, Any]:
+        """Return who it is and what it has done, without its subscriptions."""
+        return {"id": self.id, "cid": self.id, "ip": self.address, "name": self.name, **self.traffic._asdict()}
+
+    # From the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.peer.connect(cast(asyncio.Transport, transport))
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self.peer.lose()
+        self.call(self.end)
+        self.server.remove(self)
+
+    def end(self) -> None:
+        """End what the connection had begun. It is gone."""
+
+    def abort(self) -> None:
+        self.peer.abort()
+
+    # From the server.
+
+    def ping(self) -> None:
+        """Ask whether the client is still there, and close the connection if it has not answered twice."""
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """Close the connection: it was not admitted in time."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Take no more commands, send the answers that are due, and close."""
+        raise NotImplementedError
+
+    # Faults.
+
+    def fault(self, error: Exception) -> None:
+        """Close the connection because of an unexpected exception in it."""
+        self.broker.store.health.fault("session", f"connection {self.id} from {self.address}", error)
+        if not self._is_faulty:
+            self._is_faulty = True
+            self.call(self.tell_fault)
+        self.peer.close()
+
+    def tell_fault(self) -> None:
+        """Send INTERNAL_ERROR in the words of the dialect."""
+        raise NotImplementedError
+
+    def guard(self, callback: Callable[P, object]) -> Callable[P, None]:
+        """Return a callback for the broker that closes this connection if it raises."""
+        return partial(self.call, callback)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - this is the guard
+            self.fault(error)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine of this connection as a task."""
+        return self.server.spawn(self._supervise(coroutine))
+
+    async def _supervise(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        except Exception as error:  # noqa: BLE001 - this is the guard
+            self.fault(error)
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def guarded(self: Connection, *args: Any) -> Any:
+        return self.call(method, self, *args)
+
+    return guarded
