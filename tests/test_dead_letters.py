@@ -409,6 +409,16 @@ async def test_an_unexpected_error_is_counted_and_tried_again(monkeypatch: pytes
 
 
 @in_loop
+async def test_a_problem_of_a_group_is_forgotten_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups.Group, "_letter", lambda *_: 1 / 0)
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"))
+        assert life.store.health.problems
+        await life.do(life.broker.delete_group(b"orders"))
+        assert life.store.health.problems == {}
+
+
+@in_loop
 async def test_a_redrive_goes_on_while_the_topic_of_dead_letters_is_altered() -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))

@@ -300,6 +300,32 @@ async def test_an_unexpected_error_does_not_end_the_timer(step: str, monkeypatch
         assert problem(life) is None
 
 
+@in_loop
+async def test_damage_delays_only_the_messages_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    disk = FaultyFiles()
+    values = [b"%d" % number * 900 for number in range(9)]
+    async with Life(disk) as life:
+        for value in values:
+            await life.stored(b"orders", value, headers=b"Delay: 5s\r\n")
+        damaged = life.log(b"$delayed").segments[0].path
+    content = disk.content(damaged)
+    other = bytearray(content)
+    other[len(other) // 2] ^= 1
+    disk.set_content(damaged, other)
+    async with Life(disk) as life:
+        await life.advance(5 * SECOND)
+        arrived = life.in_log(b"orders")
+        assert 5 < len(arrived) < 9
+        assert "restore" in life.store.health.problems["delayed messages, damaged"]
+        life.store.upkeep()
+    disk.set_content(damaged, content)
+    async with Life(disk) as life:
+        await life.advance(5 * SECOND)
+        assert sorted(life.in_log(b"orders")) == values
+        assert life.store.health.problems == {}
+
+
 # What was delivered is removed
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from penstock.batch import Batch, accept, encode
-from penstock.broker import transactions
+from penstock.broker import broker, transactions
 from penstock.broker.partition import Partition
 from penstock.errors import (
     AppendFailed,
@@ -329,6 +329,24 @@ async def test_so_many_batches_are_staged_and_not_committed(monkeypatch: pytest.
     async with Life(disk) as life:
         # Nobody wanted what was aborted, but that is not remembered.
         assert life.broker.usage()["staged_batches"] == (3, 3)
+
+
+@in_loop
+async def test_what_is_staged_and_damaged_must_be_staged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await make_topics(life, orders=FSYNC)
+        offsets = [await stage(life, b"orders", b"%d" % number * 900) for number in range(9)]
+        damaged = life.log(transactions.STAGED_TOPIC).segments[0].path
+    content = bytearray(disk.content(damaged))
+    content[len(content) // 2] ^= 1
+    disk.set_content(damaged, content)
+    async with Life(disk) as life:
+        with pytest.raises(StageLost):
+            await commit(life, offsets)
+        await commit(life, [await stage(life, b"orders", b"again")])
+        assert life.in_log(b"orders") == [b"again"]
 
 
 @in_loop

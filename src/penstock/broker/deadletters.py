@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from penstock import headers
 from penstock.broker.mover import Mover
 from penstock.broker.partition import Partition
+from penstock.broker.sources import pause
 from penstock.broker.topic import ServedTopic
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError
@@ -62,10 +63,11 @@ class DeadLetters:
             while (found := await partition.read(offset)) is not None:
                 run, offset = found
                 for index in range(len(run)):
+                    await pause(index)
                     is_redriven = mover.has_arrived(run.offset(index))
-                    letter = _letter(partition, run, index, is_redriven) if redriven or not is_redriven else None
-                    if letter is not None and matches(pattern, letter.subject):
-                        yield letter
+                    subject = None if is_redriven and not redriven else _subject(run.headers.get(index, b""))
+                    if subject is not None and matches(pattern, subject):
+                        yield _letter(partition, run, index, is_redriven)
 
     async def peek(self, partition: int, offset: int) -> DeadLetter | None:
         async for letter in self.list(redriven=True):
@@ -99,7 +101,7 @@ class DeadLetters:
         return taken
 
     async def _route(self, run: Run) -> Partition:
-        subject = _subject(run)
+        subject = _known_subject(run)
         if headers.value_of(run.headers[0], b"Dead-Letter-Is-Empty") is not None:
             raise BadRequest(
                 f"dead letter {run.offset(0)} cannot be redriven: its message was too large for a dead letter;"
@@ -111,7 +113,7 @@ class DeadLetters:
 
     def _shape(self, run: Run, _target: Partition) -> Run:
         """Return the message as it was published."""
-        again = Run([_subject(run)], run.values)
+        again = Run([_known_subject(run)], run.values)
         again.keys, again.tombstones = run.keys, run.tombstones
         block = headers.without(run.headers[0], b"dead-letter-")
         if block:
@@ -119,18 +121,20 @@ class DeadLetters:
         return again
 
 
-def _subject(run: Run) -> bytes:
-    subject = headers.value_of(run.headers[0], b"Dead-Letter-Subject")
-    assert subject is not None
+def _subject(block: bytes) -> bytes | None:
+    """Return the subject of a dead letter; None if it is a message that somebody published there."""
+    subject = headers.value_of(block, b"Dead-Letter-Subject")
+    return subject if subject is not None and is_subject(subject) else None
+
+
+def _known_subject(run: Run) -> bytes:
+    subject = _subject(run.headers[0])
+    assert subject is not None, "it was listed"
     return subject
 
 
-def _letter(partition: Partition, run: Run, index: int, is_redriven: bool) -> DeadLetter | None:
-    """None if it is a message that somebody published there."""
-    block = run.headers.get(index, b"")
-    subject = headers.value_of(block, b"Dead-Letter-Subject")
-    if subject is None or not is_subject(subject):
-        return None
+def _letter(partition: Partition, run: Run, index: int, is_redriven: bool) -> DeadLetter:
+    block = run.headers[index]
 
     def field(name: bytes) -> bytes:
         return headers.value_of(block, b"Dead-Letter-" + name) or b""
@@ -141,7 +145,7 @@ def _letter(partition: Partition, run: Run, index: int, is_redriven: bool) -> De
     return DeadLetter(
         partition.number,
         run.offset(index),
-        subject,
+        field(b"Subject"),
         field(b"Topic"),
         number(b"Partition"),
         number(b"Offset"),

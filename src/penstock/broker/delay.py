@@ -16,9 +16,10 @@ from typing import Final, NamedTuple, Protocol
 from penstock import headers
 from penstock.broker.mover import RETRY_US, RETRY_US_MAX, Mover
 from penstock.broker.partition import Partition
+from penstock.broker.sources import pause
 from penstock.broker.subscription import Loop
 from penstock.broker.topic import ServedTopic
-from penstock.errors import Overloaded, PenstockError
+from penstock.errors import CorruptBatch, LogDamaged, Overloaded, PenstockError
 from penstock.health import Usage
 from penstock.run import Run, message_bytes
 from penstock.storage.store import Store
@@ -68,6 +69,8 @@ class Delays:
         # How often each of those was tried that are due and cannot be moved, and why the last of them could not.
         self._tries: dict[int, int] = {}
         self._error: PenstockError | None = None
+        # Where messages cannot be read, if there was such a place.
+        self._damage: PenstockError | None = None
         # Whether the mover is to store messages again in their own topic.
         self._is_trimming = False
         self._woken = asyncio.Event()
@@ -120,6 +123,9 @@ class Delays:
         """Report what prevents messages from being moved, and return how long to wait until the next try."""
         health = self._host.store.health
         reason = error or self._mover.problem or (self._error if self._tries else None)
+        if self._damage is not None:
+            path = self.partition.log.directory
+            health.report(f"{_NAME}, damaged", f"{path}: {self._damage}: restore the file, and restart")
         if reason is None:
             health.clear(_NAME)
             return max(0, self._due[0].moment_us - self._host.clock.now_us()) if self._due else _FOREVER_US
@@ -129,9 +135,10 @@ class Delays:
 
     async def _look(self) -> None:
         """Take note of messages that were stored since the last time."""
-        while (found := await self.partition.read(self._next)) is not None:
+        while (found := await self._read()) is not None:
             run, following = found
             for index in range(len(run)):
+                await pause(index)
                 offset = run.offset(index)
                 self._skip(offset)
                 due = headers.value_of(run.headers.get(index, b""), _DUE)
@@ -139,6 +146,19 @@ class Delays:
                     self._wait(_Waiting(int(due), int(due), offset, message_bytes(run, index)))
                     self._next = offset + 1
             self._skip(following)
+
+    async def _read(self) -> tuple[Run, int] | None:
+        """Return the next messages. Damaged ones are left out: they are not marked as moved, so their segment stays."""
+        while True:
+            try:
+                return await self.partition.read(self._next)
+            except LogDamaged as error:
+                if error.last is None:
+                    raise
+                self._damage, self._next = error, max(self._next, error.last)
+            except CorruptBatch as error:
+                [batch] = await self._host.store.read(self.partition.log, self._next, 1)
+                self._damage, self._next = error, batch.end
 
     def _skip(self, offset: int) -> None:
         """Below this offset there is nothing more to move that is not waiting."""

@@ -445,6 +445,7 @@ class Group:
 
     def stop(self) -> None:
         self._is_stopped = True
+        self._host.store.health.clear(self._problem)
         if self._task is not None:
             self._task.cancel()
         if self._timer is not None:
@@ -675,7 +676,7 @@ class Group:
 
     async def _bury(self, position: Position) -> None:
         """Store dead letters: as many as one decision covers. The group is woken for the others."""
-        health, name = self._host.store.health, f"dead letters of group {(self.name or b'without a name').decode()}"
+        health, name = self._host.store.health, self._problem
         try:
             if position.burying is None:
                 position.burying = await self._choose_dead(position)
@@ -695,6 +696,10 @@ class Group:
         self._save(position, None)
         if position.inflight.dead():
             self.wake()
+
+    @property
+    def _problem(self) -> str:
+        return f"dead letters of group {(self.name or b'without a name').decode()}"
 
     async def _choose_dead(self, position: Position) -> list[tuple[int, int]]:
         """Return the first messages that are dead, as many as one decision covers. Those that cannot be read stay dead:

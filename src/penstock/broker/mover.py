@@ -154,7 +154,8 @@ class Mover:
             failed: dict[int, PenstockError] = {}
             targets: dict[Place, list[int]] = {}
             count = size = 0
-            for offset in dict.fromkeys(offsets):
+            for index, offset in enumerate(dict.fromkeys(offsets)):
+                await sources.pause(index)
                 if self.is_moved(offset):
                     continue
                 try:
@@ -245,6 +246,7 @@ class Mover:
             return  # the messages are gone with their topic
         completion = Completion(self._host, self._source, number)
         for index in range(await completion.begin(target), len(offsets)):
+            await sources.pause(index)
             run = await self._read(offsets[index])
             if run is not None:
                 await completion.add(target, index, self._shape(run, target))

@@ -145,6 +145,14 @@ class Transactions:
             self._undone[number] = _Decision(number, key, parts)
         async with self._lock:
             await self._store_undone()
+        try:
+            await self._look()
+        except PenstockError as error:
+            logger.error("what was staged cannot be read to its end, and must be staged again: %s", error)
+        self._trim()
+
+    async def _look(self) -> None:
+        """Take note of what is staged."""
         offset = self._staged.start
         while (found := await self._staged.read(offset)) is not None:
             run, offset = found
@@ -154,7 +162,6 @@ class Transactions:
                     topic_id, partition, _ = _PLACE.unpack_from(run.values[index])
                     since_us = run.timestamp if run.timestamps is None else run.timestamps[index]
                     self._add(key, self._open.get(key, _Open(since_us)), run.offset(index), (topic_id, partition))
-        self._trim()
 
     def is_decided(self, name: bytes, number: int) -> bool:
         return self._last.get(name, -1) >= number
