@@ -16,9 +16,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 from penstock.batch import Compression, encode
 from penstock.errors import AppendFailed, LogFailed, OutOfSequence, PenstockError
+from penstock.storage import compaction
 from penstock.storage.log import Log, State
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.store import Settings, Store
@@ -289,5 +291,7 @@ class Simulation:
 def simulate(seed: int) -> Simulation:
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     simulation = Simulation(seed)
-    simulation.run()
+    # Its logs have few segments: two of them are enough to be merged.
+    with mock.patch.object(compaction, "MERGED_MIN", 2):
+        simulation.run()
     return simulation

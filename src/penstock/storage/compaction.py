@@ -2,7 +2,8 @@
 
 The latest message of a key may be a tombstone. It stays for a while, so that readers learn of it, and then goes
 too. Each sealed segment is rewritten on its own: aside, synced, and put in place of the old one by a rename, so
-that there is always one of the two. Batches of which everything stays are copied as they are.
+that there is always one of the two. Batches of which everything stays are copied as they are. What is small then is
+merged with its neighbours, or a log in which few keys change often would have ever more segments.
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Final, TypeVar
 
-from penstock.batch import Batch, encode
-from penstock.errors import AppendFailed
-from penstock.storage.files import Files
+from penstock.batch import Batch, Control, encode, encode_control
+from penstock.errors import AppendFailed, Closed
+from penstock.storage.files import File, Files
 from penstock.storage.index import Index
 from penstock.storage.policy import Policy
-from penstock.storage.recovery import ASIDE_SUFFIX
+from penstock.storage.recovery import ASIDE_SUFFIX, finish_merge, merged_name
 from penstock.storage.segment import Damage, Found, Segment
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Latest = dict[bytes | None, int]
+# Whether to give up, because the log is deleted or the store ends: asked at every batch.
+Stopped = Callable[[], bool]
+
+# Fewer are left alone, or a segment would be written again for each small one that comes.
+MERGED_MIN: Final = 4
 
 
 def compact(
@@ -33,18 +40,19 @@ def compact(
     now_us: int,
     files: Files,
     replace: Callable[[Segment, Segment], None],
+    stopped: Stopped,
 ) -> int:
-    """Compact all but the last of `segments`; how many messages were dropped."""
-    latest, sound = _latest(segments, durable)
+    """Compact all but the last of `segments`; how many messages were dropped. Closed if it was stopped."""
+    latest, sound = _latest(segments, durable, stopped)
     # What is damaged is not compacted, and may hold what a tombstone deletes: so the tombstones stay as well.
     horizon_us = now_us - policy.tombstone_ms * 1000 if sound else -1
     dropped = 0
     for segment in segments[:-1]:
-        dropped += _compact_segment(segment, latest, horizon_us, files, replace)
+        dropped += _compact_segment(segment, latest, horizon_us, files, replace, stopped)
     return dropped
 
 
-def _latest(segments: Sequence[Segment], durable: int) -> tuple[Latest, bool]:
+def _latest(segments: Sequence[Segment], durable: int, stopped: Stopped) -> tuple[Latest, bool]:
     """key -> the offset of its latest message: of those that are durable, or the key could be lost with the power.
     And whether all is sound.
 
@@ -53,7 +61,7 @@ def _latest(segments: Sequence[Segment], durable: int) -> tuple[Latest, bool]:
     latest: Latest = {}
     sound = True
     for segment in segments:
-        for found in segment.scan(check=True):
+        for found in _scan(segment, stopped):
             if isinstance(found, Damage):
                 sound = False
                 continue
@@ -73,11 +81,12 @@ def _compact_segment(
     horizon_us: int,
     files: Files,
     replace: Callable[[Segment, Segment], None],
+    stopped: Stopped,
 ) -> int:
     dropped = 0
     # Of the batches that lose messages: where each begins, and which it keeps.
     smaller: dict[int, list[int]] = {}
-    for found in segment.scan(check=True):
+    for found in _scan(segment, stopped):
         if isinstance(found, Damage):
             logger.error("%s; the segment is not compacted", found.error(segment.path))
             return 0
@@ -88,12 +97,12 @@ def _compact_segment(
                 dropped += batch.count - len(kept)
                 smaller[found.position] = kept
     if dropped:
-        rewrite(segment, _remaining(segment, smaller), files, replace)
+        rewrite(segment, _remaining(segment, smaller, stopped), files, replace)
     return dropped
 
 
-def _remaining(segment: Segment, smaller: dict[int, list[int]]) -> Iterator[Batch]:
-    for found in segment.scan():
+def _remaining(segment: Segment, smaller: dict[int, list[int]], stopped: Stopped) -> Iterator[Batch]:
+    for found in _scan(segment, stopped):
         assert isinstance(found, Found)
         kept = smaller.get(found.position)
         if kept is None:
@@ -158,23 +167,124 @@ def rewrite(
 ) -> None:
     """Put a segment with only these batches in place of `segment`, of which readers may still hold parts."""
     aside = segment.path.with_name(segment.path.name + ASIDE_SUFFIX)
-    index = Index()
-    position = 0
     segment.pin()
     try:
-        file = files.create(aside)
+        _, index, size = _write(aside, batches, files)
+        # The old index goes first: it must not meet the new log.
+        with contextlib.suppress(FileNotFoundError):
+            files.remove(segment.index_path)
+        files.rename(aside, segment.path)
+    except (OSError, Closed) as error:
+        with contextlib.suppress(OSError):
+            files.remove(aside)
+        segment.unpin()
+        if isinstance(error, Closed):
+            raise
+        raise AppendFailed(f"{segment.path}: cannot be rewritten: {error.strerror}") from error
+    rewritten = segment.replaced(index, size)
+    rewritten.save_index()
+    replace(segment, rewritten)
+    files.sync_directory(segment.path.parent)
+
+
+def small_neighbours(segments: Sequence[Segment], bytes_max: int) -> list[Sequence[Segment]]:
+    """Return the sealed segments that should be merged: some in a row that have no more than `bytes_max` together."""
+    groups: list[list[Segment]] = [[]]
+    size = 0
+    for segment in segments[:-1]:
+        if size + segment.size > bytes_max:
+            groups.append([])
+            size = 0
+        groups[-1].append(segment)
+        size += segment.size
+    return [group for group in groups if len(group) >= MERGED_MIN]
+
+
+class Merge:
+    """Sealed segments in a row become one, which begins where the first did and has its name.
+
+    The new file is complete and synced before it has the name `<first>-<last>.merged`. That name decides: from then on
+    it stands for the segments from `first` to `last`, and recovery goes on where `settle` was interrupted. `undo` is for
+    what went wrong before. Both can be called again.
+    """
+
+    def __init__(self, group: Sequence[Segment], following: Segment, files: Files) -> None:
+        self._group = group
+        self._following = following
+        self._files = files
+        self._first = group[0]
+        self._directory = self._first.path.parent
+        self._aside = self._first.path.with_name(self._first.path.name + ASIDE_SUFFIX)
+        self._path = self._directory / merged_name(self._first.base, group[-1].base)
+        self._merged: Segment | None = None
+
+    def write(self, stopped: Stopped) -> Segment:
+        """Return the merged segment, once it stands for the others."""
+        # The others are removed, and readers notice that. Only this name will have another file.
+        self._first.pin()
+        try:
+            file, index, size = _write(self._aside, self._batches(stopped), self._files)
+            self._files.rename(self._aside, self._path)
+            self._files.sync_directory(self._directory)
+        except OSError as error:
+            raise AppendFailed(f"{self._path}: cannot be written: {error.strerror}") from error
+        self._merged = self._first.replaced(index, size)
+        # Until it has its name.
+        self._merged.pin(file)
+        return self._merged
+
+    def undo(self) -> None:
+        names = self._files.sizes(self._directory)
+        for path in (self._aside, self._path):
+            if path.name in names:
+                self._files.remove(path)
+        self._files.sync_directory(self._directory)
+        self._first.unpin()
+
+    def settle(self) -> None:
+        """Remove the files of the segments that were merged, and give the new one its name."""
+        assert self._merged is not None
+        finish_merge(self._files, self._directory, self._first.base, self._group[-1].base)
+        self._merged.unpin()
+        self._merged.save_index()
+
+    def _batches(self, stopped: Stopped) -> Iterator[Batch]:
+        reserved = append_time = 0
+        for segment in self._group:
+            for found in _scan(segment, stopped):
+                if isinstance(found, Damage):
+                    raise found.error(segment.path)
+                batch = found.batch
+                append_time = batch.append_time
+                if not batch.count:
+                    reserved = batch.control().reserved
+                if batch.count or (segment is self._first and found.position == 0):
+                    yield batch
+        # With this foot it ends where the next segment begins: so nothing is missing between them.
+        foot = encode_control(Control(reserved, self._first.base))
+        foot.stamp(self._following.base, append_time=append_time, log=self._first.log or 0)
+        yield foot
+
+
+def _write(path: Path, batches: Iterator[Batch], files: Files) -> tuple[File, Index, int]:
+    """Write a new file, and sync it."""
+    index = Index()
+    position = 0
+    file = files.create(path)
+    try:
         for batch in batches:
             file.write(batch.data, position)
             index.add(batch, position)
             position += len(batch.data)
         file.sync()
-        # The old index goes first: it must not meet the new log.
-        with contextlib.suppress(FileNotFoundError):
-            files.remove(segment.index_path)
-        files.rename(aside, segment.path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            files.remove(aside)
-        raise AppendFailed(f"{segment.path}: cannot be rewritten: {error.strerror}") from error
-    replace(segment, segment.replaced(index, position))
-    files.sync_directory(segment.path.parent)
+    except BaseException:
+        file.close()
+        raise
+    return file, index, position
+
+
+def _scan(segment: Segment, stopped: Stopped) -> Iterator[Found | Damage]:
+    for found in segment.scan(check=True):
+        if stopped():
+            raise Closed(f"{segment.path}: the log is closed, compaction stopped")
+        yield found

@@ -36,6 +36,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -44,6 +45,7 @@ from penstock.clock import Clock
 from penstock.errors import (
     AppendFailed,
     Closed,
+    LogDamaged,
     LogFailed,
     OffsetOutOfRange,
     OriginConflict,
@@ -167,6 +169,10 @@ class Log:
         self._unsynced_messages = 0
         self._unsynced_since_us: int | None = None
         self._compacted_base = -1
+        # What is left to do of a merge.
+        self._unfinished: Callable[[], None] | None = None
+        # Whoever retains or compacts has it: a log is either kept up or removed.
+        self.upkeep_lock = threading.Lock()
         if not self._segments:
             self._segments = (self.create_segment(0, Control(0, NO_SEGMENT), self.next_append_time()),)
         for segment in self._segments:
@@ -504,6 +510,7 @@ class Log:
 
     def retain(self) -> int:
         """Drop the segments that the policy does not keep, oldest first; how many it were."""
+        self._finish_merge()
         segments = self._segments
         committed = self.committed
         # What nobody could read yet stays.
@@ -523,14 +530,53 @@ class Log:
             self._forget(segment)
         return expired
 
-    def compact(self) -> int:
-        """Keep the latest message of each key; how many messages were dropped."""
+    def compact(self, stopped: Callable[[], bool] = lambda: False) -> int:
+        """Keep the latest message of each key; how many messages were dropped. Then merge small segments.
+
+        Raises Closed when the log is deleted meanwhile, or `stopped` says so.
+        """
+        self._finish_merge()
+
+        def gives_up() -> bool:
+            return self.state is State.CLOSED or stopped()
+
         segments = self._segments
         dropped = compaction.compact(
-            segments, self.policy, self.durable, self._clock.now_us(), self._files, self._replace
+            segments, self.policy, self.durable, self._clock.now_us(), self._files, self._replace, gives_up
         )
+        compacted = self._segments
+        following = dict(pairwise(compacted))
+        for group in compaction.small_neighbours(compacted, self.policy.segment_bytes // 2):
+            self._merge(group, following[group[-1]], gives_up)
         self._compacted_base = segments[-1].base
         return dropped
+
+    def _merge(self, group: Sequence[Segment], following: Segment, gives_up: Callable[[], bool]) -> None:
+        merge = compaction.Merge(group, following, self._files)
+        self._unfinished = merge.undo
+        try:
+            merged = merge.write(gives_up)
+        except LogDamaged as error:
+            logger.error("%s; the segment is not merged", error)
+            self._finish_merge()
+            return
+        except (AppendFailed, Closed):
+            with contextlib.suppress(OSError):
+                self._finish_merge()
+            raise
+        with self._segments_lock:
+            at = self._segments.index(group[0])
+            self._segments = (*self._segments[:at], merged, *self._segments[at + len(group) :])
+        for segment in group:
+            self._open_segments.drop(segment)
+        self._unfinished = merge.settle
+        self._finish_merge()
+
+    def _finish_merge(self) -> None:
+        """Finish what an error interrupted: until then no other segment may be removed or rewritten."""
+        if self._unfinished is not None:
+            self._unfinished()
+            self._unfinished = None
 
     @property
     def compaction_due(self) -> bool:
@@ -548,6 +594,7 @@ class Log:
         self.flush()
         if self.failure is not None:
             raise self.failure
+        self._finish_merge()
         if not self.start <= offset <= self.end:
             raise OffsetOutOfRange(offset, self.start, self.end)
         segments = self._segments

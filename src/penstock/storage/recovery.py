@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 ASIDE_SUFFIX: Final = ".aside"  # a segment that is being rewritten; not yet part of the log
 _REWRITE_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"([0-9]{20})\.(log|index|log\.aside)")
+# Stands for the segments from the first to the second, and replaces them.
+_MERGED_NAME: Final = re.compile(r"([0-9]{20})-([0-9]{20})\.merged")
 
 
 @dataclass(slots=True)
@@ -49,13 +51,19 @@ def find_segments(
     files: Files, open_segments: OpenSegments, directory: Path, reader: Reader
 ) -> tuple[list[Segment], list[str]]:
     """The segments of a log by their offsets, and what in its directory is not right."""
-    segments, _, problems = _look_around(files, open_segments, directory, reader)
+    segments, _, _, problems = _look_around(files, open_segments, directory, reader)
     return segments, problems
 
 
 def recover(files: Files, open_segments: OpenSegments, directory: Path, reader: Reader) -> Recovered:
     """Find the end of a log, after whatever happened to it. No segments: it is a new one."""
-    segments, others, problems = _look_around(files, open_segments, directory, reader)
+    segments, merged, others, problems = _look_around(files, open_segments, directory, reader)
+    if merged:
+        # It may have its name only in the memory of the operating system.
+        files.sync_directory(directory)
+        for first, last in merged:
+            finish_merge(files, directory, first, last)
+        segments, merged, others, problems = _look_around(files, open_segments, directory, reader)
     if problems:
         raise BadDirectory(problems[0])
     _clear_away(files, directory, segments, others)
@@ -73,6 +81,27 @@ def recover(files: Files, open_segments: OpenSegments, directory: Path, reader: 
         files.remove(unborn.path)
         files.sync_directory(directory)
     return Recovered([])
+
+
+def merged_name(first: int, last: int) -> str:
+    """Return the name of a segment that replaces all from `first` to `last`."""
+    return f"{first:020d}-{last:020d}.merged"
+
+
+def finish_merge(files: Files, directory: Path, first: int, last: int) -> None:
+    """Remove the segments that a merged one replaces, and give it the name of the first; what is done is left."""
+    names = files.sizes(directory)
+    replaced = [name for name in names if (match := _NAME.fullmatch(name)) and first < int(match[1]) <= last]
+    index = log_name(first).replace(".log", ".index")
+    for name in [*replaced, index]:
+        if name in names:
+            files.remove(directory / name)
+    # Before it has its name: nothing would tell then that the others are to go.
+    files.sync_directory(directory)
+    merged = merged_name(first, last)
+    if merged in names:
+        files.rename(directory / merged, directory / log_name(first))
+        files.sync_directory(directory)
 
 
 def examine(segments: Sequence[Segment]) -> Iterator[tuple[Segment, Examined]]:
@@ -140,17 +169,25 @@ class Report:
 
 def _look_around(
     files: Files, open_segments: OpenSegments, directory: Path, reader: Reader
-) -> tuple[list[Segment], list[str], list[str]]:
-    """The segments by their offsets, the names that are not of segments, and what is not right."""
+) -> tuple[list[Segment], list[tuple[int, int]], list[str], list[str]]:
+    """The segments by their offsets, from where to where some of them were merged, the names that are not of segments,
+    and what is not right."""
     segments: list[Segment] = []
+    merged: list[tuple[int, int]] = []
     others = []
     problems = []
     for name, size in sorted(files.sizes(directory).items()):
+        if match := _MERGED_NAME.fullmatch(name):
+            first, last = int(match[1]), int(match[2])
+            merged.append((first, last))
+            segments = [segment for segment in segments if segment.base != first]
+            segments.append(Segment(files, open_segments, directory, first, size, reader, name))
+            continue
         match = _NAME.fullmatch(name)
         base = int(match[1]) if match else 0
         if match is None or base > OFFSET_MAX:
             problems.append(f"{directory / name} is not a file of a log: move it elsewhere")
-        elif match[2] == "log":
+        elif match[2] == "log" and not any(first <= base <= last for first, last in merged):
             segments.append(Segment(files, open_segments, directory, base, size, reader))
         else:
             others.append(name)
@@ -159,7 +196,7 @@ def _look_around(
         for segment in segments[:-1]
         if not segment.size
     ]
-    return segments, others, problems
+    return segments, merged, others, problems
 
 
 def _clear_away(files: Files, directory: Path, segments: list[Segment], others: list[str]) -> None:
@@ -318,7 +355,8 @@ def check_follows(previous: Segment, segment: Segment, end: int) -> None:
     if head.previous > segment.base:
         reason = f"{segment.path.name} comes next, and is the first segment of a log"
         raise LogDamaged(previous.path, previous.size, end, segment.base, reason)
-    if head.previous != previous.base:
+    # What was merged has the name of its first segment, and ends with a foot where the next one begins.
+    if head.previous != previous.base and not (previous.base < head.previous and previous.end() == segment.base):
         missing = segment.path.with_name(log_name(head.previous))
         reason = f"the segment before {segment.path.name}, {missing.name}, is missing"
         raise LogDamaged(missing, 0, end, segment.base, reason)

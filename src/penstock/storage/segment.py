@@ -138,6 +138,7 @@ class Segment:
         "_file",
         "_files",
         "_index",
+        "_name",
         "_open",
         "_pinned",
         "_reader",
@@ -155,9 +156,18 @@ class Segment:
     )
 
     def __init__(
-        self, files: Files, open_segments: OpenSegments, directory: Path, base: int, size: int, reader: Reader
+        self,
+        files: Files,
+        open_segments: OpenSegments,
+        directory: Path,
+        base: int,
+        size: int,
+        reader: Reader,
+        name: str | None = None,
     ) -> None:
-        """A segment that is on disk; nothing is opened before it is needed."""
+        """A segment that is on disk, under another name than its own if one is given; nothing is opened before it is
+        needed."""
+        self._name = name
         self._files = files
         self._open = open_segments
         self._reader = reader
@@ -185,7 +195,7 @@ class Segment:
     @property
     def path(self) -> Path:
         # A Path costs more than all the rest of a segment that nobody reads.
-        return self._directory / log_name(self.base)
+        return self._directory / (self._name or log_name(self.base))
 
     @property
     def file(self) -> File:
@@ -300,7 +310,6 @@ class Segment:
         segment = Segment(self._files, self._open, self._directory, self.base, size, self._reader)
         segment.log = self.log
         segment._index = index
-        segment.save_index()
         return segment
 
     def _remove_unborn(self) -> None:
@@ -446,11 +455,16 @@ class Segment:
             if self.sealed:
                 self._index = None
 
-    def pin(self) -> None:
-        """Keep the file open, because another one will have its name: readers of this one go on with this one."""
+    def pin(self, file: File | None = None) -> None:
+        """Keep the file open, because its name is or will be that of another: readers go on with this one."""
         if self._file is None:
-            self._file = self._open.open(lambda: self._files.open(self.path))
+            self._file = file or self._open.open(lambda: self._files.open(self.path))
         self._pinned = True
+
+    def unpin(self) -> None:
+        """The name is its own again."""
+        self._pinned = False
+        self._open.touch(self)
 
     def content(self, position: int, length: int) -> memoryview:
         if self._reader == "mmap" and self.sealed:

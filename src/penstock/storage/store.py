@@ -146,9 +146,10 @@ class Store:
         # Changes of the topics that `run` has not begun, and whether there is one under way.
         self._turns: deque[_Turn] = deque()
         self._changing = False
-        # It opens and removes the files of topics for `run`. A log is either kept up or removed.
+        # It opens and removes the files of topics for `run`.
         self._worker = ThreadPoolExecutor(1, "penstock-topics")
-        self._upkeep_lock = threading.Lock()
+        # `run` ends: upkeep gives up.
+        self._is_ending = False
         self._readers: ThreadPoolExecutor | None = None
         self._files.make_directory(directory)
         self._lock = self._files.lock(directory / "LOCK")
@@ -271,6 +272,7 @@ class Store:
 
     async def run(self) -> None:
         """Drive the rounds and the upkeep, until cancelled; `close` does the rest."""
+        self._is_ending = False
         with ThreadPoolExecutor(1, "penstock-upkeep") as worker:
             lanes = self._lanes = _Lanes(self, asyncio.get_running_loop())
             for log in list(self._dirty):
@@ -284,6 +286,7 @@ class Store:
                     await asyncio.shield(lanes.end)
             finally:
                 self._lanes = None
+                self._is_ending = True
                 await lanes.stop()
 
     async def append(self, log: Log, batch: Batch) -> int:
@@ -659,17 +662,19 @@ class Store:
         """For any thread, when the logs were abandoned."""
         directory = self.directory / "topics" / str(topic_id)
         try:
-            with self._upkeep_lock:
-                # A file that is open keeps its room on the disk.
-                for segment in (segment for log in logs for segment in log.segments):
-                    self._open_segments.drop(segment)
-                for partition in self._files.sizes(directory):
-                    for name in self._files.sizes(directory / partition):
-                        self._files.remove(directory / partition / name)
-                    self._files.remove_directory(directory / partition)
-                if directory.name in self._files.sizes(directory.parent):
-                    self._files.remove_directory(directory)
-                    self._files.sync_directory(directory.parent)
+            for log in logs:
+                # Upkeep that runs gives up at its next batch, and none begins.
+                with log.upkeep_lock:
+                    # A file that is open keeps its room on the disk.
+                    for segment in log.segments:
+                        self._open_segments.drop(segment)
+            for partition in self._files.sizes(directory):
+                for name in self._files.sizes(directory / partition):
+                    self._files.remove(directory / partition / name)
+                self._files.remove_directory(directory / partition)
+            if directory.name in self._files.sizes(directory.parent):
+                self._files.remove_directory(directory)
+                self._files.sync_directory(directory.parent)
         except OSError as error:
             raise BadDirectory(
                 f"{directory} is of a deleted topic and cannot be removed, the next start tries again: {error}"
@@ -705,12 +710,16 @@ class Store:
 
     def _upkeep(self, logs: list[Log]) -> None:
         for log in logs:
+            if self._is_ending:
+                return
             try:
-                with self._upkeep_lock:
+                with log.upkeep_lock:
                     if log.state is not LogState.CLOSED:
                         log.retain()
                         if log.compaction_due:
-                            log.compact()
+                            log.compact(lambda: self._is_ending)
+            except Closed as error:
+                logger.info("%s", error)
             except (PenstockError, OSError) as error:
                 logger.error("%s: upkeep failed, tried again later: %s", log.directory, error)
             except Exception as fault:  # noqa: BLE001 - the other logs are kept up all the same
