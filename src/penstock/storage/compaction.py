@@ -204,8 +204,8 @@ class Merge:
     """Sealed segments in a row become one, which begins where the first did and has its name.
 
     The new file is complete and synced before it has the name `<first>-<last>.merged`. That name decides: from then on
-    it stands for the segments from `first` to `last`, and recovery goes on where `settle` was interrupted. `undo` is for
-    what went wrong before. Both can be called again.
+    it stands for the segments from `first` to `last`, and recovery goes on where `settle` was interrupted. `undo` is
+    for what went wrong before. Both can be called again.
     """
 
     def __init__(self, group: Sequence[Segment], following: Segment, files: Files) -> None:
