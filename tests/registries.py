@@ -135,11 +135,15 @@ class Answers:
     def __init__(self, answer: Callable[[str], Answer]) -> None:
         self.answer = answer
         self.asked: list[str] = []
+        # The Authorization headers, by path.
+        self.given: dict[str, str] = {}
         answers = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 answers.asked.append(self.path)
+                if "Authorization" in self.headers:
+                    answers.given[self.path.partition("?")[0]] = self.headers["Authorization"]
                 body, status, headers, promised = answers.answer(self.path)
                 self.send_response(status)
                 for name, value in headers:

@@ -68,9 +68,10 @@ class ReplicaProcess:
     def stderr(self) -> str:
         return self._stderr_path.read_text()
 
-    def ask(self, path: str, method: str = "GET") -> tuple[int, Any]:
-        """The status, and the JSON of the answer."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, Any]:
+        """The status, and the JSON of the answer. Headers are named as in Python: `sec_fetch_site`."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method, headers=named)
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return answer.status, json.loads(answer.read())

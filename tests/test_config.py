@@ -31,6 +31,9 @@ DEFAULTS = {
     "server.handshake_s": 30,
     "server.handshakes_max": 1000,
     "server.connections_max": 20_000,
+    "server.http_connections_max": 4096,
+    "server.http_hosts": None,
+    "server.insecure": False,
     "server.payload_bytes_max": MIB,
     "server.stop_s": 10,
     "server.test_endpoints": False,
@@ -72,6 +75,10 @@ DEFAULTS = {
     "registry.url": None,
     "registry.poll_ms": 30_000,
     "pipe.parent": None,
+    "pipe.parents": None,
+    "pipe.user": None,
+    "pipe.password": None,
+    "pipe.token": None,
     "pipe.topics": None,
     "pipe.up": None,
     "pipe.poll_ms": 1000,
@@ -247,9 +254,16 @@ def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None
     other = [choice for choice in setting.choices if choice != setting.default]
     text = "http://some" if setting.pattern.startswith("http") else "some"
     value = other[0] if other else text if setting.low is None else setting.low + 1
-    partner = {"auth.user": "PENSTOCK_AUTH_PASSWORD", "auth.password": "PENSTOCK_AUTH_USER"}.get(key)
+    partners = {
+        "auth.user": {"PENSTOCK_AUTH_PASSWORD": "other"},
+        "auth.password": {"PENSTOCK_AUTH_USER": "other"},
+        "pipe.user": {"PENSTOCK_PIPE_PASSWORD": "other", "PENSTOCK_PIPE_PARENTS": "http://root"},
+        "pipe.password": {"PENSTOCK_PIPE_USER": "other", "PENSTOCK_PIPE_PARENTS": "http://root"},
+        "pipe.token": {"PENSTOCK_PIPE_PARENTS": "http://root"},
+        "server.host": {"PENSTOCK_AUTH_TOKEN": "other"},
+    }.get(key, {})
     name = "PENSTOCK_" + key.upper().replace(".", "_")
-    loaded = place.load(environ={name: str(value)} | ({partner: "other"} if partner else {}))
+    loaded = place.load(environ={name: str(value)} | partners)
     section, _, leaf = key.partition(".")
     assert getattr(getattr(loaded.config, section), leaf) == value != DEFAULTS[key]
     assert loaded.origins[key] == f"environment {name}"
@@ -258,7 +272,7 @@ def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None
 @pytest.mark.parametrize(
     ("name", "value", "key", "meant"),
     [
-        ("QB_SERVER_HOST", "0.0.0.0", "server.host", "0.0.0.0"),
+        ("QB_SERVER_HOST", "localhost", "server.host", "localhost"),
         ("QB_SERVER_PORT", "9999", "server.quiet_port", 9999),
         ("QB_DATA_DIR", "/srv/qb", "storage.data_dir", "/srv/qb"),
         ("QB_LOG_LEVEL", "DEBUG", "server.log_level", "debug"),
@@ -561,9 +575,10 @@ def test_the_yaml_example(place: Place) -> None:
 
 
 def test_the_json_example(place: Place) -> None:
-    loaded = place.load(JSON_EXAMPLE % "false")
+    loaded = place.load(JSON_EXAMPLE % "false", flags={"server.insecure": True})
     assert changed(loaded) == {
         "server.host": "0.0.0.0",
+        "server.insecure": True,
         "server.port": 4222,
         "storage.data_dir": "./data",
         "topic.retain_ms": 86_400_000,
@@ -574,7 +589,7 @@ def test_the_json_example(place: Place) -> None:
         "cluster.raft_addr",
         "cluster.raft_dir",
     ]
-    [problem] = place.problems(JSON_EXAMPLE % "true")
+    [problem] = place.problems(JSON_EXAMPLE % "true", flags={"server.insecure": True})
     assert "clustering is not available yet" in problem
 
 
@@ -690,6 +705,7 @@ def test_a_value_may_be_written_in_several_ways(place: Place, key: str, value: A
         ("auth.token", ["", 1234]),
         ("dlq.prefix", [".", "DLQ..", ".DLQ", "DLQ.*", "DLQ.>", "D LQ", ""]),
         ("pipe.parent", ["root:8222", "ftp://root", "http://", ""]),
+        ("pipe.parents", ["root:8222", "http://root/path", "http://root,", "http://ann:secret@root", ""]),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(place: Place, key: str, values: list[Any]) -> None:
@@ -727,6 +743,7 @@ BOUNDS = [
     ("server.handshake_s", 1, 86_400),
     ("server.handshakes_max", 1, 1_000_000),
     ("server.connections_max", 1, 1_000_000),
+    ("server.http_connections_max", 1, 1_000_000),
     ("server.payload_bytes_max", 1, 64 * MIB - 4096),
     ("server.stop_s", 1, 3600),
     ("storage.unflushed_bytes_max", 1, None),
@@ -858,6 +875,33 @@ def test_a_user_and_a_password_go_together(place: Place) -> None:
     ]
     # A password that is wrong is not missing too.
     assert len(place.problems({"auth": {"user": "me", "password": 1234}})) == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "shop-7"])
+def test_other_machines_are_not_served_without_credentials(place: Place, host: str) -> None:
+    [problem] = place.problems(flags={"server.host": host})
+    assert problem.startswith(f"server.host (flag --host) is '{host}', which other machines can reach")
+    assert all(remedy in problem for remedy in ("auth.user and auth.password", "auth.token", "--insecure"))
+    for secrets in ({"auth.token": "t"}, {"auth.user": "u", "auth.password": "p"}, {"server.insecure": True}):
+        assert place.load(flags={"server.host": host, **secrets}).config.server.host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_this_machine_is_served_without_credentials(place: Place, host: str) -> None:
+    assert place.load(flags={"server.host": host}).config.server.host == host
+
+
+def test_the_credentials_of_a_pipe_are_for_somebody(place: Place) -> None:
+    assert place.problems({"pipe.user": "me", "pipe.password": "hush"}) == [
+        "pipe.user (file FILE) is sent to no parent: list those that may have it in pipe.parents"
+    ]
+    assert place.problems({"pipe.token": "t", "pipe.user": "me", "pipe.parent": "http://root"}) == [
+        "pipe.user (file FILE) needs pipe.password: set both, or neither"
+    ]
+    config = place.load(
+        {"pipe.token": "t", "registry.url": "http://r", "pipe.parents": "http://a:1 , https://b"}
+    ).config
+    assert "'t'" not in repr(config)
 
 
 def test_doors_do_not_share_a_port(place: Place) -> None:

@@ -16,7 +16,10 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from penstock.errors import BadConfig
+from penstock.replica.config import load as load_replica
 from penstock.server.config import load
+from penstock.web import Credentials
 from tests.docs import table
 from tests.server import Flux, Serve
 from tests.web import get
@@ -247,7 +250,9 @@ def image_environment() -> dict[str, str]:
 
 
 def test_the_environment_of_the_image_is_understood() -> None:
-    loaded = load(path=None, environ=image_environment(), flags={})
+    with pytest.raises(BadConfig, match="no credentials are required"):
+        load(path=None, environ=image_environment(), flags={})
+    loaded = load(path=None, environ=image_environment() | {"PENSTOCK_AUTH_TOKEN": "secret"}, flags={})
 
     assert loaded.warnings == []
     assert loaded.config.server.host == "0.0.0.0"
@@ -274,13 +279,33 @@ def test_the_brokers_of_the_tree_are_told_what_they_understand() -> None:
 
     assert set(brokers) == set(nodes) == {"root", "l2", "l3"}
     for name, service in brokers.items():
-        given = {**image_environment(), **service["environment"]}
-        loaded = load(path=None, environ=given, flags={})
+        loaded = load(path=None, environ={**image_environment(), **composed(service)}, flags={})
         assert loaded.config.server.node_id == name
+        assert loaded.config.auth.token == "secret"
+        # Others name it so, and those that follow it may have its token.
+        assert loaded.config.server.http_hosts == name
+        parents = {
+            nodes[parent]["url"] for parent in (*nodes[name].get("parents", ()), nodes[name].get("parent")) if parent
+        }
+        assert parents <= set((loaded.config.pipe.parents or "").split(","))
+        assert (loaded.config.pipe.token == "secret") is bool(parents)
         # The registry hands this out: it must be where the broker is.
         assert nodes[name]["url"] == f"http://{name}:{loaded.config.server.http_port}"
         # What is lost with the container is not kept.
         assert [volume.split(":")[1] for volume in service["volumes"]] == [loaded.config.storage.data_dir]
+
+
+def composed(service: dict[str, Any]) -> dict[str, str]:
+    """The environment of a service, as docker gives it."""
+    variable = re.compile(r"\$\{PENSTOCK_TOKEN(:\?[^}]*)?\}")
+    return {name: variable.sub("secret", value) for name, value in service["environment"].items()}
+
+
+def test_the_replica_of_the_tree_starts_and_needs_the_token() -> None:
+    given = composed(COMPOSE["services"]["replica"])
+    broker = Credentials(token=given["PENSTOCK_AUTH_TOKEN"])
+    config = load_replica(environ=given, flags={}, credentials=broker)
+    assert (config.host, config.credentials(broker).token) == ("0.0.0.0", "secret")
 
 
 def test_nothing_of_the_tree_is_left_to_chance() -> None:
@@ -292,7 +317,7 @@ def test_nothing_of_the_tree_is_left_to_chance() -> None:
         assert ":" in service["image"], name
         assert not service["image"].endswith(":latest")
         assert set(service.get("depends_on", ())) <= set(COMPOSE["services"])
-        # Nobody has set a password yet.
+        # There is no TLS.
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
         for volume in service["volumes"]:
             if volume.startswith("."):

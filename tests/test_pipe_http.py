@@ -85,7 +85,7 @@ def test_a_reader_that_does_not_read_is_not_read_ahead_of(tmp_path: Path) -> Non
         for _ in range(8):
             reader = socket.create_connection(("127.0.0.1", server.ports["http"]))
             reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            reader.sendall(b"GET /pipe/stream?topic=large&offset=0 HTTP/1.1\r\nHost: x\r\n\r\n")
+            reader.sendall(b"GET /pipe/stream?topic=large&offset=0 HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert reader.recv(100).startswith(b"HTTP/1.1 200")
             slow.append(reader)
         # Others are served meanwhile.
@@ -254,7 +254,7 @@ def test_a_server_stops_though_children_wait(tmp_path: Path) -> None:
     server = Serve(tmp_path)
     publish(server, "t", b"a")
     waiting = socket.create_connection(("127.0.0.1", server.ports["http"]))
-    waiting.sendall(b"GET /pipe/stream?topic=t&offset=1&wait_ms=30000&node=x HTTP/1.1\r\nHost: x\r\n\r\n")
+    waiting.sendall(b"GET /pipe/stream?topic=t&offset=1&wait_ms=30000&node=x HTTP/1.1\r\nHost: localhost\r\n\r\n")
     eventually("it was asked", lambda: status_of(server)["children"])
     ended = server.stop()
     assert ended.code == 0

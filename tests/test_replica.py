@@ -412,6 +412,36 @@ def test_what_cannot_be_stored_is_skipped_if_that_is_wanted_and_told(
         assert f"offset 1 of {topic}/0 is skipped" in replica.stderr
 
 
+def test_a_copy_is_as_well_guarded_as_the_broker_that_it_is_of(topic: str, tmp_path: Path) -> None:
+    with (
+        Serve(tmp_path / "broker", auth_token="t0ken") as server,
+        ReplicaProcess(tmp_path / "replica", server.ports["quiet"], topic, PENSTOCK_AUTH_TOKEN="t0ken") as replica,
+    ):
+        for path in ("offset/0", "key/a", "range", "keys", "stats", "segments"):
+            assert replica.ask(f"/api/query/{path}")[0] == 401
+        assert replica.ask("/api/consumer/resume", "POST")[0] == 401
+        assert replica.ask("/api/query/stats", authorization="Bearer t0ken")[0] == 200
+        assert replica.ask("/api/query/health")[0] == 200
+
+        # Its own, where it has them, and only those.
+        replica.stop()
+        replica.restart(CONSUMER_HTTP_USER="ann", CONSUMER_HTTP_PASSWORD="secret")
+        assert replica.ask("/api/query/stats", authorization="Bearer t0ken")[0] == 401
+        own = "Basic " + base64.b64encode(b"ann:secret").decode()
+        assert replica.ask("/api/query/stats", authorization=own)[0] == 200
+
+
+def test_a_web_page_cannot_reach_a_copy(server: Serve, topic: str, tmp_path: Path) -> None:
+    with ReplicaProcess(tmp_path, server.ports["quiet"], topic, CONSUMER_HTTP_HOSTS="shop.example") as replica:
+        status, answer = replica.ask("/api/query/stats", host="evil.example")
+        assert status == 403
+        assert "CONSUMER_HTTP_HOSTS" in answer["error"]
+        assert replica.ask("/api/query/stats", host="shop.example:80")[0] == 200
+        assert replica.ask("/api/consumer/resume", "POST", origin="http://evil.example")[0] == 403
+        assert replica.ask("/api/consumer/resume", "POST", sec_fetch_site="cross-site")[0] == 403
+        assert replica.ask("/api/consumer/resume", "POST")[0] == 200
+
+
 def test_damage_is_told_to_who_reads_it(server: Serve, client: Client, topic: str, tmp_path: Path) -> None:
     client.publish(topic, b"spoilt")
     with ReplicaProcess(tmp_path, quiet(server), topic) as replica:

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.errors import BadConfig
 from penstock.replica.config import OnError, ReplicaConfig, load
+from penstock.web import Credentials
 
 DOCUMENT = {
     "CONSUMER_TYPE": "price",
@@ -100,6 +101,24 @@ def test_what_is_not_allowed_is_refused_by_its_name(name: str, text: str) -> Non
         load(environ=LEAST | {name: text}, flags={})
     [problem] = refused.value.problems
     assert problem.startswith(f"{name} is {text!r}: it must be ")
+
+
+def test_other_machines_are_not_answered_without_credentials() -> None:
+    public = LEAST | {"CONSUMER_HOST": "0.0.0.0"}
+    with pytest.raises(BadConfig, match=r"'0.0.0.0', which other machines can reach.*CONSUMER_HTTP_TOKEN.*--insecure"):
+        load(environ=public, flags={})
+    assert load(environ=public, flags={"insecure": "true"}).insecure
+    assert load(environ=public | {"CONSUMER_HTTP_TOKEN": "t"}, flags={}).host == "0.0.0.0"
+    assert load(environ=public, flags={}, credentials=Credentials(token="t")).host == "0.0.0.0"
+
+
+def test_queries_need_the_credentials_of_the_replica_or_else_of_the_broker() -> None:
+    broker, own = Credentials(token="b"), Credentials(user="ann", password="secret")
+    named = load(environ=LEAST, flags={"http_user": "ann", "http_password": "secret"})
+    assert (named.credentials(broker), load(environ=LEAST, flags={}).credentials(broker)) == (own, broker)
+    assert "secret" not in repr(named)
+    with pytest.raises(BadConfig, match="set both, or neither"):
+        load(environ=LEAST, flags={"http_user": "ann"})
 
 
 def test_the_command_tells_what_is_wrong_and_fails(tmp_path: Path) -> None:

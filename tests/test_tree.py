@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.client.sync import Client
-from tests.registries import Registry
+from tests.registries import Answer, Answers, Registry, as_json
 from tests.replicas import ReplicaProcess
 from tests.server import Serve
-from tests.trees import healthy, status_of, url
+from tests.trees import eventually, healthy, reason_of, status_of, url
 
 TOPIC: Final = "price-topic"
 PRICES: Final = {"AAPL": "189.95", "GOOGL": "140.93", "MSFT": "378.91", "TSLA": "248.48", "AMZN": "153.42"}
@@ -77,3 +77,39 @@ def test_prices_at_the_root_are_answered_by_a_replica_two_levels_below(tmp_path:
             assert [record["data"] for record in found[5:]] == [str(number) for number in range(MANY)]
         for broker in (l2, l3):
             healthy(broker)
+
+
+def test_a_parent_that_a_registry_names_gets_no_credentials_unless_it_is_allowed(tmp_path: Path) -> None:
+    def answer(path: str) -> Answer:
+        if path.startswith("/registry/"):
+            return as_json({"nodeId": "child", "role": "LOCAL", "requestToFollow": [thief.url]})
+        return as_json({"code": "UNAUTHORIZED", "text": "credentials required"}, 401)
+
+    secrets = {"auth_user": "ann", "auth_password": "secret", "pipe_token": "t0ken"}
+    with (
+        Answers(answer) as thief,
+        Answers(lambda _: as_json({})) as accomplice,
+        Serve(
+            tmp_path,
+            server_node_id="child",
+            registry_url=thief.url,
+            pipe_poll_ms=100,
+            pipe_parents="http://root:8222",
+            **secrets,
+        ) as child,
+    ):
+        told = f"credentials withheld: {thief.url} is not in pipe.parents"
+        assert reason_of(child, told, health="UNHEALTHY")["credentials"] in told
+        assert thief.given == {}
+
+        child.stop()
+        child.restart(pipe_parents=f"http://root:8222, {thief.url}")
+        eventually("it is given the token", lambda: thief.given)
+        assert thief.given == {"/pipe/topics": "Bearer t0ken"}
+
+        # Where it sends others is not where they go.
+        moved = Answer(b"", 302, (("Location", f"{accomplice.url}/pipe/topics"),))
+        thief.answer = lambda _: moved
+        count = len(thief.asked)
+        eventually("it is asked again", lambda: len(thief.asked) > count + 1)
+        assert accomplice.asked == []

@@ -14,6 +14,7 @@
     │   ├── BadRequest         a request that is not known, or lacks something
     │   ├── RequestTooLarge    a request with a larger body than is read
     │   ├── Unauthorized       the broker wants a user or a token, and these are not they
+    │   ├── Forbidden          a request that a web page of another site may have sent
     │   ├── TopicConflict      a topic of that name, or above or below it, exists
     │   ├── StaleLayout        the topic has more partitions than the producer knew
     │   ├── UnknownGroup       no group has that name
@@ -123,6 +124,10 @@ class RequestTooLarge(PeerError):
 
 class Unauthorized(PeerError):
     code = "UNAUTHORIZED"
+
+
+class Forbidden(PeerError):
+    code = "FORBIDDEN"
 
 
 class StaleLayout(PeerError):

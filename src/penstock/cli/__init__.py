@@ -114,6 +114,7 @@ def run_serve(
     quiet_port: Annotated[int | None, typer.Option(help="For clients that speak first.  [default: 9092]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Health and statistics.  [default: 8222]")] = None,
     data: Annotated[str | None, typer.Option(help="Directory of all data.  [default: ./data]")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without credentials.")] = False,
     path: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
     ] = None,
@@ -127,6 +128,7 @@ def run_serve(
         "server.quiet_port": quiet_port,
         "server.http_port": http_port,
         "storage.data_dir": data,
+        "server.insecure": insecure or None,
     }
     if not serve.run(path, flags):
         raise typer.Exit(1)

@@ -42,9 +42,20 @@ def replica(
             "[CONSUMER_RETRY_POLICY]"
         ),
     ] = None,
-    user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER")] = None,
+    user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", help="For the broker.")] = None,
     password: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD")] = None,
     token: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Instead of these two.")] = None,
+    http_user: Annotated[
+        str | None, typer.Option(help="Queries must give it; without it, those for the broker.  [CONSUMER_HTTP_USER]")
+    ] = None,
+    http_password: Annotated[str | None, typer.Option(help="[CONSUMER_HTTP_PASSWORD]")] = None,
+    http_token: Annotated[str | None, typer.Option(help="Instead of these two.  [CONSUMER_HTTP_TOKEN]")] = None,
+    http_hosts: Annotated[
+        str | None, typer.Option(help="More names of this machine that queries use; *: any.  [CONSUMER_HTTP_HOSTS]")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Answer other machines without credentials.  [CONSUMER_INSECURE]")
+    ] = False,
 ) -> None:
     """Keep a copy of a topic on this machine, and answer queries of it over HTTP, also while the broker is away.
 
@@ -62,13 +73,18 @@ def replica(
         "data_dir": data,
         "segment_bytes_max": segment_size,
         "on_error": retry_policy,
+        "http_user": http_user,
+        "http_password": http_password,
+        "http_token": http_token,
+        "http_hosts": http_hosts,
+        "insecure": "true" if insecure else None,
     }
-    if not _run(flags, {"user": user, "password": password, "token": token}):
+    if not _run(flags, user, password, token):
         raise typer.Exit(1)
 
 
-def _run(flags: dict[str, str | None], credentials: dict[str, str | None]) -> bool:
-    """Whether all went well; it returns when it has ended."""
+def _run(flags: dict[str, str | None], user: str | None, password: str | None, token: str | None) -> bool:
+    """Whether all went well; it returns when it has ended. The credentials are those for the broker."""
     import uvloop
 
     from penstock.app.retry import Retry
@@ -77,11 +93,13 @@ def _run(flags: dict[str, str | None], credentials: dict[str, str | None]) -> bo
     from penstock.replica.config import load
     from penstock.replica.replica import Replica
     from penstock.storage.inspect import explain
+    from penstock.web import Credentials
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     problems: list[str] = []
     try:
-        config = load(environ=os.environ, flags=flags)
+        credentials = Credentials(user=user, password=password, token=token)
+        config = load(environ=os.environ, flags=flags, credentials=credentials)
         replica = Replica(config, version=version(), delay_s=Retry.exponential().delay_s, credentials=credentials)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(replica))

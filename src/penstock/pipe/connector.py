@@ -8,7 +8,7 @@ entry point in the group `penstock.pipes`, which names a function `connect(url, 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from penstock.batch import Batch
@@ -69,8 +69,8 @@ class Caller:
     poll_ms: int
     batch_size: int
     clock: Clock
-    # What a parent is told that wants to know a user or a token, as HTTP has it: brokers of one tree share them.
-    authorization: str | None = None
+    # The Authorization header for this parent; None: it gets none.
+    authorization: str | None = field(default=None, repr=False)
 
 
 class PipeConnector(Protocol):

@@ -65,7 +65,10 @@ class HttpConnector:
         # Each partition has a request under way, most of the time.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         headers = {} if caller.authorization is None else {"Authorization": caller.authorization}
-        self._client = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, headers=headers)
+        # A redirect could lead the credentials to somebody else.
+        self._client = httpx.AsyncClient(
+            base_url=url, timeout=TIMEOUT_S, limits=limits, headers=headers, follow_redirects=False
+        )
         self._document: _Document | None = None
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Final, Protocol
 
@@ -23,11 +24,12 @@ from penstock.errors import (
     PenstockError,
     PipeLoop,
     TimedOut,
+    Unauthorized,
 )
 from penstock.pipe.backoff import LONGEST_S, Backoff
 from penstock.pipe.connector import Caller, Connect, PipeConnector, Remote, RemoteTopic, Source
 from penstock.pipe.down import Down, Host
-from penstock.pipe.topology import Topology
+from penstock.pipe.topology import Topology, origin_of
 from penstock.pipe.up import Up
 from penstock.subject import is_literal, matches
 
@@ -39,6 +41,26 @@ SILENCE_US: Final = 60_000_000
 Place = tuple[int, int]  # the id of a topic, and a partition
 
 
+@dataclass(frozen=True, slots=True)
+class ParentCredentials:
+    """What a parent is given, if it is one of those that may have it: a registry can name any server as the parent."""
+
+    authorization: str | None = field(default=None, repr=False)
+    # Origins, as `origin_of` spells them.
+    allowed: frozenset[str] = frozenset()
+
+    def for_parent(self, url: str) -> str | None:
+        """The Authorization header for a request to it."""
+        return self.authorization if origin_of(url) in self.allowed else None
+
+    def status(self, url: str) -> str:
+        if self.authorization is None:
+            return "none: pipe.token, or pipe.user and pipe.password, are not set"
+        if self.for_parent(url) is None:
+            return f"withheld: {origin_of(url)} is not in pipe.parents"
+        return "sent"
+
+
 class Tree(Host, Protocol):
     """Where this broker stands."""
 
@@ -47,8 +69,10 @@ class Tree(Host, Protocol):
     identity: str
     connect: Connect
 
-    @property
-    def caller(self) -> Caller: ...
+    poll_ms: int
+    credentials: ParentCredentials
+
+    def caller(self, url: str) -> Caller: ...
 
 
 class Parent:
@@ -84,7 +108,7 @@ class Parent:
             await asyncio.sleep(backoff.failed())
 
     async def _connect(self, url: str, backoff: Backoff) -> PenstockError:
-        connector = self._tree.connect(url, self._tree.caller)
+        connector = self._tree.connect(url, self._tree.caller(url))
         try:
             return await self._follow(connector, backoff)
         finally:
@@ -101,7 +125,9 @@ class Parent:
                     self._welcome(remote)
                     backoff.reset()
                     await self._follow_topics(remote, connector, tasks)
-                    await asyncio.sleep(self._tree.caller.poll_ms / 1000)
+                    await asyncio.sleep(self._tree.poll_ms / 1000)
+            except Unauthorized as error:
+                return Unauthorized(f"{error}; credentials {self._tree.credentials.status(self.url)}")
             except PenstockError as error:
                 return error
             finally:

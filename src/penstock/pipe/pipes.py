@@ -15,7 +15,7 @@ from penstock.moments import iso
 from penstock.pipe.connector import Caller, Connect
 from penstock.pipe.down import Down, OnGap
 from penstock.pipe.gaps import Gaps
-from penstock.pipe.parent import Parent
+from penstock.pipe.parent import Parent, ParentCredentials
 from penstock.pipe.topology import Topology
 from penstock.pipe.up import Up
 
@@ -31,8 +31,7 @@ class Settings:
     poll_ms: int = 1000
     batch_size: int = 100
     on_gap: OnGap = OnGap.STOP
-    # See `Caller`.
-    authorization: str | None = field(default=None, repr=False)
+    credentials: ParentCredentials = field(default_factory=ParentCredentials)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +49,8 @@ class Pipes:
         self.connect = connect
         self.settings = settings or Settings()
         self.on_gap = self.settings.on_gap
+        self.poll_ms = self.settings.poll_ms
+        self.credentials = self.settings.credentials
         self.gaps = Gaps(broker.store, broker.clock)
         # Known once it runs.
         self.identity = ""
@@ -99,8 +100,8 @@ class Pipes:
         if before is None or replace(before, version=0, role=topology.role) != replace(topology, version=0):
             self._changed.set()
 
-    @property
-    def caller(self) -> Caller:
+    def caller(self, url: str) -> Caller:
+        """What the parent at this URL is told of this broker."""
         topics = self._topology.topics if self._topology is not None else ()
         settings = self.settings
         return Caller(
@@ -109,7 +110,7 @@ class Pipes:
             poll_ms=settings.poll_ms,
             batch_size=settings.batch_size,
             clock=self.broker.clock,
-            authorization=settings.authorization,
+            authorization=self.credentials.for_parent(url),
         )
 
     # For children.
@@ -144,7 +145,7 @@ class Pipes:
     async def _watch(self) -> None:
         """Notice since when it is as it is."""
         while True:
-            await asyncio.sleep(self.settings.poll_ms / 1000)
+            await asyncio.sleep(self.poll_ms / 1000)
             self._look()
 
     def _look(self) -> tuple[str, str]:
@@ -165,6 +166,7 @@ class Pipes:
             "role": None if topology is None else topology.role.value,
             "version": 0 if topology is None else topology.version,
             "parent": None if parent is None else parent.url,
+            "credentials": None if parent is None else self.credentials.status(parent.url),
             "health": health,
             "reason": reason,
             "since": iso(self._since_us, "milliseconds"),

@@ -113,6 +113,13 @@ def read_url(name: str, value: object) -> str:
     return place + found["path"].rstrip("/")
 
 
+def origin_of(url: str) -> str:
+    """Scheme, host and port of a URL: who answers there, whatever the path. BadTopology if it is none."""
+    found = _URL.fullmatch(read_url("parent", url))
+    assert found is not None
+    return f"{found['scheme']}://{found['host']}:{found['port'] or _PORTS[found['scheme']]}"
+
+
 def read_urls(name: str, value: object) -> tuple[str, ...]:
     urls = _list(name, value, PARENTS_MAX)
     return tuple(dict.fromkeys(read_url(f"{name}[{at}]", url) for at, url in enumerate(urls)))

@@ -10,12 +10,9 @@ What cannot be answered is {"code", "text"}, as everywhere.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import Callable
 from typing import Any, Final
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,26 +21,25 @@ from starlette.routing import Route
 
 from penstock.errors import BadRequest, PenstockError, UnknownNode
 from penstock.registry.watched import Watched
+from penstock.web import WebPort
 
 # A change is taken when it was seen twice.
 LOOK_S: Final = 0.5
+# A client that sends no request, or does not read its answer, is closed.
+IDLE_S: Final = 30.0
 _STATUS: Final = {BadRequest.code: 400, UnknownNode.code: 404}
 
 
 async def serve(watched: Watched, host: str, port: int, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
     """Answer until `stop`. `ready` is told the port."""
-    listener = socket.create_server((host, port))
-    config = uvicorn.Config(_app(watched), log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    # Signals are the command's affair.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+    http = WebPort(_app(watched), host, port, idle_s=IDLE_S)
     async with asyncio.TaskGroup() as tasks:
-        web = tasks.create_task(server.serve(sockets=[listener]))
+        web = tasks.create_task(http.run())
         watcher = tasks.create_task(_watch(watched))
-        ready(listener.getsockname()[1])
+        ready(http.port)
         await stop.wait()
         watcher.cancel()
-        server.should_exit = True
+        http.stop()
         await web
 
 

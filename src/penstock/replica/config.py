@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final
 
 from penstock.errors import BadConfig
 from penstock.subject import is_pattern
+from penstock.web import Credentials, is_loopback
 
 
 class OnError(StrEnum):
@@ -72,6 +73,14 @@ def _path(text: str) -> str:
     return _checked(text, bool(text) and "\0" not in text)
 
 
+def _secret(text: str) -> str:
+    return _checked(text, bool(text))
+
+
+def _flag(text: str) -> bool:
+    return {"true": True, "false": False}[_checked(text, text in ("true", "false"))]
+
+
 def _checked(text: str, is_allowed: bool) -> str:
     if not is_allowed:
         raise ValueError(text)
@@ -85,6 +94,8 @@ PORT: Final = Allowed(read=_port, text="a port, 0 to 65535")
 SIZE: Final = Allowed(read=_size, text='bytes, as a number or like "64MiB", 1KiB to 1TiB')
 POLICY: Final = Allowed(read=_policy, text=", ".join(OnError))
 PATH: Final = Allowed(read=_path, text="a directory")
+SECRET: Final = Allowed(read=_secret, text="text that is not empty")
+FLAG: Final = Allowed(read=_flag, text="true or false")
 
 
 def _by(variable: str, flag: str, allowed: Allowed) -> dict[str, Any]:
@@ -108,14 +119,32 @@ class ReplicaConfig:
         default=OnError.EXPONENTIAL_THEN_FIXED, metadata=_by("CONSUMER_RETRY_POLICY", "--retry-policy", POLICY)
     )
 
+    http_user: str | None = field(default=None, metadata=_by("CONSUMER_HTTP_USER", "--http-user", SECRET))
+    http_password: str | None = field(
+        default=None, repr=False, metadata=_by("CONSUMER_HTTP_PASSWORD", "--http-password", SECRET)
+    )
+    http_token: str | None = field(
+        default=None, repr=False, metadata=_by("CONSUMER_HTTP_TOKEN", "--http-token", SECRET)
+    )
+    http_hosts: str | None = field(default=None, metadata=_by("CONSUMER_HTTP_HOSTS", "--http-hosts", SECRET))
+    insecure: bool = field(default=False, metadata=_by("CONSUMER_INSECURE", "--insecure", FLAG))
+
+    def credentials(self, broker: Credentials) -> Credentials:
+        """What queries must give: those of the replica, or else those that it gives the broker, whose data it has."""
+        own = Credentials(user=self.http_user, password=self.http_password, token=self.http_token)
+        return own or broker
+
     @property
     def broker(self) -> str:
         host = f"[{self.broker_host}]" if ":" in self.broker_host else self.broker_host
         return f"{host}:{self.broker_port}"
 
 
-def load(*, environ: Mapping[str, str], flags: Mapping[str, str | None]) -> ReplicaConfig:
-    """`flags` are by the names of the fields; None, and a variable that is empty: not given."""
+def load(
+    *, environ: Mapping[str, str], flags: Mapping[str, str | None], credentials: Credentials | None = None
+) -> ReplicaConfig:
+    """`flags` are by the names of the fields; None, and a variable that is empty: not given. `credentials` are those
+    for the broker."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     for each in fields(ReplicaConfig):
@@ -131,10 +160,26 @@ def load(*, environ: Mapping[str, str], flags: Mapping[str, str | None]) -> Repl
         try:
             values[each.name] = allowed.read(text)
         except ValueError:
-            problems.append(f"{origin} is {text!r}: it must be {allowed.text}")
+            shown = repr(text) if each.repr else "***"
+            problems.append(f"{origin} is {shown}: it must be {allowed.text}")
     if problems:
         raise BadConfig(problems)
-    return ReplicaConfig(**values)
+    config = ReplicaConfig(**values)
+    problems += _conflicts(config, credentials or Credentials())
+    if problems:
+        raise BadConfig(problems)
+    return config
+
+
+def _conflicts(config: ReplicaConfig, broker: Credentials) -> Iterator[str]:
+    if (config.http_user is None) != (config.http_password is None):
+        yield "CONSUMER_HTTP_USER and CONSUMER_HTTP_PASSWORD go together: set both, or neither"
+    if not (is_loopback(config.host) or config.credentials(broker) or config.insecure):
+        yield (
+            f"CONSUMER_HOST (or --host) is {config.host!r}, which other machines can reach, and no credentials are "
+            "required: set CONSUMER_HTTP_TOKEN, or CONSUMER_HTTP_USER and CONSUMER_HTTP_PASSWORD; to answer anyone, "
+            "set CONSUMER_INSECURE=true (--insecure)"
+        )
 
 
 class _Missing(Exception):

@@ -11,7 +11,7 @@ import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Final, TypeVar
@@ -24,6 +24,7 @@ from penstock.replica.config import OnError, ReplicaConfig
 from penstock.replica.copies import Copies
 from penstock.replica.index import Topic
 from penstock.replica.record import Record
+from penstock.web import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Follower:
         copies: Copies,
         *,
         delay_s: Callable[[int], float | None],
-        credentials: dict[str, str | None],
+        credentials: Credentials,
     ) -> None:
         """`delay_s`: how long to wait when a message could not be stored for the n-th time."""
         # Messages that were acknowledged and are not stored, because that was asked for.
@@ -86,7 +87,7 @@ class Follower:
         """Until `stop`. Then what is being stored is stored, and acknowledged."""
         self._stop = stop
         client = AsyncClient(
-            self._config.broker, name=f"replica {self._config.type}", timeout=_TIMEOUT_S, **self._credentials
+            self._config.broker, name=f"replica {self._config.type}", timeout=_TIMEOUT_S, **asdict(self._credentials)
         )
         watching = asyncio.create_task(self._watch(client))
         try:

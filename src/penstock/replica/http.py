@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
-import socket
+import logging
 import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,40 +27,26 @@ from penstock.replica.follower import Follower
 from penstock.replica.index import Segment, Totals
 from penstock.replica.openapi import LIMIT, LIMIT_MAX, OFFSET_MAX, PARTITION_MAX
 from penstock.replica.record import Record
+from penstock.web import Credentials, Guard, WebPort, local_names, unexpected
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # Of what a range answers.
 ANSWER_BYTES_MAX: Final = 8 << 20
+# A client that sends no request, or does not read its answer, is closed.
+IDLE_S: Final = 30.0
 _THREADS: Final = 4
 
 
-class HttpPort:
-    """uvicorn in the loop of the replica. Signals are the command's affair, not its."""
-
-    def __init__(self, config: ReplicaConfig, copies: Copies, follower: Follower, version: str) -> None:
-        self._socket = socket.create_server((config.host, config.port), family=_family(config.host))
-        self.port: int = self._socket.getsockname()[1]
-        self._queries = Queries(config, copies, follower, version)
-        settings = uvicorn.Config(
-            self._queries.app(), log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1
-        )
-        self._uvicorn = uvicorn.Server(settings)
-        self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
-
-    async def run(self) -> None:
-        try:
-            await self._uvicorn.serve(sockets=[self._socket])
-        finally:
-            self._queries.close()
-
-    def stop(self) -> None:
-        self._uvicorn.should_exit = True
-
-
 class Queries:
-    def __init__(self, config: ReplicaConfig, copies: Copies, follower: Follower, version: str) -> None:
+    def __init__(
+        self, config: ReplicaConfig, copies: Copies, follower: Follower, version: str, credentials: Credentials
+    ) -> None:
+        """`credentials` are what a query must give; none: nothing."""
         self._config = config
+        self._credentials = credentials
         self._copies = copies
         self._follower = follower
         self._version = version
@@ -72,6 +56,16 @@ class Queries:
     def close(self) -> None:
         self._threads.shutdown()
 
+    def port(self) -> WebPort:
+        app = Guard(
+            self.app(),
+            hosts=local_names(self._config.host, self._config.http_hosts),
+            setting="CONSUMER_HTTP_HOSTS",
+            describe=lambda error: {"error": str(error)},
+            fault=lambda path, error: logger.error("unexpected error in http: %s", path, exc_info=error),
+        )
+        return WebPort(app, self._config.host, self._config.port, idle_s=IDLE_S)
+
     def app(self) -> Starlette:
         async def docs(_: Request) -> HTMLResponse:
             return HTMLResponse(openapi.page())
@@ -80,18 +74,30 @@ class Queries:
             return JSONResponse(openapi.document(self._version))
 
         routes = [
-            Route("/api/query/offset/{offset}", _answers(self._offset)),
-            Route("/api/query/key/{key:path}", _answers(self._key)),
-            Route("/api/query/range", _answers(self._range)),
-            Route("/api/query/keys", _answers(self._keys)),
-            Route("/api/query/stats", _answers(self._stats)),
-            Route("/api/query/segments", _answers(self._segments)),
+            Route("/api/query/offset/{offset}", self._guarded(self._offset)),
+            Route("/api/query/key/{key:path}", self._guarded(self._key)),
+            Route("/api/query/range", self._guarded(self._range)),
+            Route("/api/query/keys", self._guarded(self._keys)),
+            Route("/api/query/stats", self._guarded(self._stats)),
+            Route("/api/query/segments", self._guarded(self._segments)),
             Route("/api/query/health", _answers(self._health)),
-            Route("/api/consumer/resume", _answers(self._resume), methods=["POST"]),
+            Route("/api/consumer/resume", self._guarded(self._resume), methods=["POST"]),
             Route("/openapi.json", described),
             Route("/docs", docs),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refuse, Exception: _failed})
+
+    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """For those who give the credentials, if there are any."""
+
+        async def endpoint(request: Request) -> Response:
+            given = request.headers.get("authorization", "")
+            if self._credentials and not self._credentials.accepts_header(given):
+                wanted = {"WWW-Authenticate": 'Basic realm="penstock", Bearer'}
+                raise HTTPException(401, "credentials required: a user and a password, or a token", wanted)
+            return await answer(request)
+
+        return endpoint
 
     # What there is to ask.
 
@@ -283,6 +289,11 @@ async def _refuse(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
 
 
+async def _failed(_: Request, __: Exception) -> JSONResponse:
+    """An unexpected exception, which Starlette raises again: the port's `Guard` logs it."""
+    return JSONResponse({"error": str(unexpected())}, status_code=500)
+
+
 def _number(text: str, name: str, low: int, high: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and low <= int(text) <= high):
         raise HTTPException(400, f"{name} is {text!r}: it must be a whole number, {low} to {high}")
@@ -307,7 +318,3 @@ def _range_of(totals: Mapping[int, Totals]) -> dict[str, int | None]:
     starts = [each.start for each in totals.values() if each.start is not None]
     ends = [each.end for each in totals.values() if each.end is not None]
     return {"min": min(starts, default=None), "max": max(ends, default=None)}
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -209,7 +209,15 @@ def document(version: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Penstock replica", "version": version, "description": "A copy of a topic, to be queried."},
         "paths": PATHS,
-        "components": {"schemas": _SCHEMAS},
+        "components": {
+            "schemas": _SCHEMAS,
+            "securitySchemes": {
+                "basic": {"type": "http", "scheme": "basic"},
+                "bearer": {"type": "http", "scheme": "bearer"},
+            },
+        },
+        # Where the replica has credentials, all but its health requires them.
+        "security": [{}, {"basic": []}, {"bearer": []}],
     }
 
 

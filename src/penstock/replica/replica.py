@@ -10,7 +10,8 @@ from pathlib import Path
 from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies
 from penstock.replica.follower import Follower
-from penstock.replica.http import HttpPort
+from penstock.replica.http import Queries
+from penstock.web import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +23,14 @@ class Replica:
         *,
         version: str,
         delay_s: Callable[[int], float | None],
-        credentials: dict[str, str | None] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
+        """`credentials` are those for the broker."""
         self.config = config
         self.version = version
         self.port = 0
         self._delay_s = delay_s
-        self._credentials = credentials or {}
+        self._credentials = credentials or Credentials()
 
     async def run(self, stop: asyncio.Event, ready: Callable[[Replica], None]) -> None:
         """Until `stop`. Queries are answered from the first moment, whether or not there is a broker; and to the last.
@@ -39,10 +41,12 @@ class Replica:
         copies = await loop.run_in_executor(None, self._open)
         try:
             follower = Follower(self.config, copies, delay_s=self._delay_s, credentials=self._credentials)
-            http = HttpPort(self.config, copies, follower, self.version)
+            queries = Queries(self.config, copies, follower, self.version, self.config.credentials(self._credentials))
+            http = queries.port()
             self.port = http.port
             async with asyncio.TaskGroup() as tasks:
                 answering = tasks.create_task(http.run())
+                answering.add_done_callback(lambda _: queries.close())
                 try:
                     ready(self)
                     await follower.run(stop)

@@ -22,6 +22,7 @@ from types import NoneType
 from typing import Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from penstock.errors import BadConfig
+from penstock.web import is_loopback
 
 
 def _about(meaning: str, low: int | None = None, high: int | None = None, **more: str) -> dict[str, Any]:
@@ -46,6 +47,18 @@ class ServerConfig:
         default=1000, metadata=_about("connections that are not admitted yet; more close the oldest", 1, 1_000_000)
     )
     connections_max: int = field(default=20_000, metadata=_about("connections at a time", 1, 1_000_000))
+    http_connections_max: int = field(
+        default=4096,
+        metadata=_about("connections to the HTTP port; a child of a tree uses one per partition", 1, 1_000_000),
+    )
+    http_hosts: str | None = field(
+        default=None,
+        metadata=_about("more names of this machine that clients of the HTTP port use, with commas between; *: any"),
+    )
+    insecure: bool = field(
+        default=False,
+        metadata=_about("serve other machines without credentials: anyone who connects can do everything"),
+    )
     # A batch is at most 64 MiB, and a payload shares it with a header, a subject and headers.
     payload_bytes_max: int = field(default=1 << 20, metadata=_about("largest payload", 1, (64 << 20) - 4096))
     stop_s: int = field(default=10, metadata=_about("bound on a clean stop", 1, 3600))
@@ -165,6 +178,17 @@ class PipeConfig:
             "HTTP door of the broker to follow", pattern=r"https?://\S+", note="a URL like http://root:8222"
         ),
     )
+    parents: str | None = field(
+        default=None,
+        metadata=_about(
+            "parents that a registry may name and that get the credentials below, with commas between",
+            pattern=r"https?://[^\s,/?#@]+(\s*,\s*https?://[^\s,/?#@]+)*",
+            note="origins like http://root:8222,http://l2:8222",
+        ),
+    )
+    user: str | None = field(default=None, metadata=_about("name that this broker gives its parents, with a password"))
+    password: str | None = field(default=None, repr=False, metadata=_about("password that goes with the user"))
+    token: str | None = field(default=None, repr=False, metadata=_about("token that this broker gives instead"))
     topics: str | None = field(default=None, metadata=_about("topics that come down, with commas between; none: all"))
     up: str | None = field(default=None, metadata=_about("topics that are pushed up, with commas between"))
     poll_ms: int = field(default=1000, metadata=_about("how often the parent is asked for its topics", 10, 3_600_000))
@@ -623,13 +647,25 @@ def _read(given: _Given, notes: _Notes) -> Any:
 
 def _conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     """What is right by itself, and wrong together."""
-    for one, other in permutations(("auth.user", "auth.password"), 2):
-        if values[one] is not None and values[other] is None:
-            yield f"{one} ({origins[one]}) needs {other}: set both, or neither"
+    for section in ("auth", "pipe"):
+        for one, other in permutations((f"{section}.user", f"{section}.password"), 2):
+            if values[one] is not None and values[other] is None:
+                yield f"{one} ({origins[one]}) needs {other}: set both, or neither"
+    for name in ("pipe.user", "pipe.token"):
+        if values[name] is not None and values["pipe.parents"] is None and values["pipe.parent"] is None:
+            yield f"{name} ({origins[name]}) is sent to no parent: list those that may have it in pipe.parents"
     if values["registry.url"] is not None and values["pipe.parent"] is not None:
         yield (
             f"registry.url ({origins['registry.url']}) and pipe.parent ({origins['pipe.parent']}) both say whom to "
             "follow: keep one of them"
+        )
+    host = values["server.host"]
+    is_open = values["auth.user"] is None and values["auth.token"] is None and values["server.insecure"] is not True
+    if is_open and isinstance(host, str) and host and not is_loopback(host):
+        yield (
+            f"server.host ({origins['server.host']}) is {host!r}, which other machines can reach, and no credentials "
+            "are required: set auth.user and auth.password, or auth.token; to serve anyone, set server.insecure "
+            "(--insecure)"
         )
     for one, other in combinations(("server.port", "server.quiet_port", "server.http_port"), 2):
         if values[one] == values[other] != 0:

@@ -2,43 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from typing import TYPE_CHECKING
-
-import uvicorn
 
 from penstock.server import admin, monitor, openapi, pipe_http, routes, trial
 from penstock.server.metrics import Metrics, pipe_metrics
 from penstock.server.routes import Endpoint
+from penstock.web import Guard, WebPort, local_names
 
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
 
-class HttpPort:
-    """uvicorn in the loop of the broker. Signals are the server's affair, not its."""
+def http_port(server: Server) -> WebPort:
+    config = server.config.server
+    return WebPort(
+        application(server),
+        config.host,
+        config.http_port,
+        idle_s=config.handshake_s,
+        connections_max=config.http_connections_max,
+    )
 
-    def __init__(self, server: Server, host: str, port: int) -> None:
-        self._socket = socket.create_server((host, port))
-        self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            routes.application(server, endpoints(server), pipe_http.routes(server)),
-            log_level="warning",
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=1,
-            limit_concurrency=server.config.server.connections_max,
-        )
-        self._uvicorn = uvicorn.Server(config)
-        self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
-    async def run(self) -> None:
-        await self._uvicorn.serve(sockets=[self._socket])
-
-    def stop(self) -> None:
-        self._uvicorn.should_exit = True
+def application(server: Server) -> Guard:
+    config, health = server.config.server, server.broker.store.health
+    return Guard(
+        routes.application(server, endpoints(server), pipe_http.routes(server)),
+        hosts=local_names(config.host, config.http_hosts),
+        setting="server.http_hosts",
+        describe=routes.described,
+        fault=lambda path, error: health.fault("http", path, error),
+    )
 
 
 def endpoints(server: Server) -> tuple[Endpoint, ...]:

@@ -6,17 +6,14 @@ The table is the one list of what there is. The port serves it, `openapi` descri
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -26,6 +23,7 @@ from penstock.errors import (
     BatchTooLarge,
     BrokerError,
     DiskError,
+    Forbidden,
     GroupConflict,
     OriginConflict,
     OutOfSequence,
@@ -45,11 +43,10 @@ from penstock.errors import (
     UnknownNode,
     UnknownTopic,
 )
+from penstock.web import unexpected
 
 if TYPE_CHECKING:
     from penstock.server.server import Server
-
-logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 Kind = Literal["text", "texts", "number", "flag", "numbers", "object", "any"]
@@ -61,6 +58,7 @@ BODY_BYTES_MAX: Final = 1 << 20
 STATUSES: Final[Mapping[type[PenstockError], int]] = {
     PeerError: 400,
     Unauthorized: 401,
+    Forbidden: 403,
     UnknownTopic: 404,
     UnknownGroup: 404,
     UnknownNode: 404,
@@ -142,7 +140,7 @@ def application(server: Server, endpoints: Iterable[Endpoint], more: Iterable[Ro
     ordered = sorted(endpoints, key=lambda endpoint: endpoint.path.endswith(":path}"))
     return Starlette(
         routes=[*more, *(Route(each.path, _served(server, each), methods=[each.method]) for each in ordered)],
-        exception_handlers={HTTPException: _missed},
+        exception_handlers={HTTPException: _missed, Exception: _failed},
     )
 
 
@@ -152,7 +150,11 @@ def status_of(error: PenstockError) -> int:
 
 def refusal(error: PenstockError) -> JSONResponse:
     headers = {"WWW-Authenticate": 'Basic realm="penstock", Bearer'} if isinstance(error, Unauthorized) else None
-    return JSONResponse({"code": error.code, "text": str(error)}, status_code=status_of(error), headers=headers)
+    return JSONResponse(described(error), status_code=status_of(error), headers=headers)
+
+
+def described(error: PenstockError) -> dict[str, str]:
+    return {"code": error.code, "text": str(error)}
 
 
 def _served(server: Server, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
@@ -163,11 +165,6 @@ def _served(server: Server, endpoint: Endpoint) -> Callable[[Request], Awaitable
             given = await endpoint.answer(Asked(server, await _fields(endpoint, request), request))
         except PenstockError as error:
             return refusal(error)
-        except ClientDisconnect:
-            raise
-        except Exception:  # a fault of ours in what one client asked for must not end the others
-            logger.exception("%s %s", endpoint.method, request.url.path)
-            return refusal(PenstockError("internal error: the server's log says more"))
         if isinstance(given, Response):
             return given
         return Response(status_code=204) if endpoint.status == 204 else JSONResponse(given, endpoint.status)
@@ -182,24 +179,16 @@ async def _missed(_request: Request, error: Exception) -> Response:
     return JSONResponse({"code": BadRequest.code, "text": text}, error.status_code, error.headers)
 
 
+async def _failed(_request: Request, _error: Exception) -> Response:
+    """An unexpected exception, which Starlette raises again: the port's `Guard` counts it."""
+    return refusal(unexpected())
+
+
 def authorize(server: Server, request: Request) -> None:
     """Raise unless it may ask."""
-    if server.needs_auth and not server.authorizes(_credentials(request.headers.get("authorization", ""))):
+    if server.needs_auth and not server.credentials.accepts_header(request.headers.get("authorization", "")):
         server.counters.unauthorized += 1
-        raise Unauthorized("this needs a user and a password (Basic), or a token (Bearer)")
-
-
-def _credentials(header: str) -> Json:
-    scheme, _, value = header.partition(" ")
-    if scheme.lower() == "bearer":
-        return {"auth_token": value.strip()}
-    if scheme.lower() != "basic":
-        return {}
-    try:
-        user, _, password = base64.b64decode(value, validate=True).decode().partition(":")
-    except (binascii.Error, UnicodeDecodeError):
-        return {}
-    return {"user": user, "pass": password}
+        raise Unauthorized("credentials required: a user and a password (Basic), or a token (Bearer)")
 
 
 # What is asked.

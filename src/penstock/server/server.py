@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import logging
 import os
 import resource
@@ -25,19 +23,21 @@ from penstock.moments import elapsed, iso
 from penstock.parts import find
 from penstock.pipe.connector import find_connector
 from penstock.pipe.down import OnGap
+from penstock.pipe.parent import ParentCredentials
 from penstock.pipe.pipes import Pipes
 from penstock.pipe.pipes import Settings as PipeSettings
-from penstock.pipe.topology import Role, Topology
+from penstock.pipe.topology import Role, Topology, origin_of
 from penstock.server.config import Config, TopicConfig
 from penstock.server.connection import Connection
 from penstock.server.door import Door
 from penstock.server.gate import Gate
-from penstock.server.http import HttpPort
+from penstock.server.http import http_port
 from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
 from penstock.storage.files import Files
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
+from penstock.web import Credentials, WebPort, listed
 from penstock.wire.binary import SCRATCH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Server:
         """
         self.config = config
         self.settings = settings or {}
+        self.credentials = Credentials(**asdict(config.auth))
         self._listens = listens
         self.counters = Counters()
         self.flow = Flow(
@@ -101,7 +102,7 @@ class Server:
                 poll_ms=config.pipe.poll_ms,
                 batch_size=config.pipe.batch_size,
                 on_gap=OnGap(config.pipe.on_gap),
-                authorization=_authorization(config),
+                credentials=_pipe_credentials(config),
             ),
         )
         self._topology = topology
@@ -123,6 +124,7 @@ class Server:
         self._tasks: asyncio.TaskGroup | None = None
         self._listeners: list[Listener] = []
         self.ports: dict[str, int] = {}
+        self._http: WebPort | None = None
 
     # Its life.
 
@@ -146,15 +148,15 @@ class Server:
         await self._started.wait()
         for name, topic in self.config.topics.items():
             await self._ensure_topic(name.encode(), topic)
-        http = web = None
+        web = None
         pipes = tasks.create_task(self.pipes.run())
         if self._topology is not None:
             await self.pipes.follow(self._topology)
         if self._listens:
             await self._listen()
-            http = HttpPort(self, self.config.server.host, self.config.server.http_port)
-            self.ports["http"] = http.port
-            web = tasks.create_task(http.run())
+            self._http = http_port(self)
+            self.ports["http"] = self._http.port
+            web = tasks.create_task(self._http.run())
         sweeper = tasks.create_task(self._sweep())
         watcher = tasks.create_task(self._watch_registry())
         ready(self)
@@ -164,8 +166,8 @@ class Server:
         pipes.cancel()
         self.pipes.stop()
         await self._stop_sessions()
-        if http is not None and web is not None:
-            http.stop()
+        if self._http is not None and web is not None:
+            self._http.stop()
             await web
 
     async def _watch_registry(self) -> None:
@@ -264,16 +266,11 @@ class Server:
 
     @property
     def needs_auth(self) -> bool:
-        return self.config.auth.user is not None or self.config.auth.token is not None
+        return bool(self.credentials)
 
     def authorizes(self, options: Mapping[str, Any]) -> bool:
-        auth = self.config.auth
-        if auth.token is not None and _same(options.get("auth_token"), auth.token):
-            return True
-        if auth.user is None or auth.password is None:
-            return False
-        # Both are looked at, so that the time it takes tells nothing.
-        return _same(options.get("user"), auth.user) & _same(options.get("pass"), auth.password)
+        user, password, token = map(options.get, ("user", "pass", "auth_token"))
+        return self.credentials.accepts(user=user, password=password, token=token)
 
     def info(self, session: Connection) -> dict[str, Any]:
         return {
@@ -318,7 +315,8 @@ class Server:
     def usage(self) -> dict[str, Usage]:
         """How full each limited cache, queue and table is, by name."""
         connections = Usage(len(self._sessions), self.config.server.connections_max)
-        return {"connections": connections, **self.gate.usage(), **self.broker.usage(), **self._store.usage()}
+        http = {} if self._http is None else {"http_connections": self._http.usage()}
+        return {"connections": connections, **http, **self.gate.usage(), **self.broker.usage(), **self._store.usage()}
 
     def statistics(self) -> dict[str, Any]:
         """All that is counted, under the names that nats-server has where it has the same."""
@@ -371,10 +369,6 @@ def _resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _same(given: object, wanted: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(given.encode(errors="surrogatepass"), wanted.encode())
-
-
 def _topology(config: Config) -> Topology | None:
     """Where the settings alone put this broker in the tree, if they do."""
     pipe = config.pipe
@@ -383,26 +377,18 @@ def _topology(config: Config) -> Topology | None:
     value: object = {
         "nodeId": config.server.node_id,
         "role": Role.LOCAL.value,
-        "requestToFollow": _listed(pipe.parent),
-        "topics": _listed(pipe.topics),
-        "up": _listed(pipe.up),
+        "requestToFollow": listed(pipe.parent),
+        "topics": listed(pipe.topics),
+        "up": listed(pipe.up),
     }
     return Topology.from_json(value)
 
 
-def _authorization(config: Config) -> str | None:
-    """What a parent is told that wants to know who asks."""
-    auth = config.auth
-    if auth.token is not None:
-        return f"Bearer {auth.token}"
-    if auth.user is None:
-        return None
-    return f"Basic {base64.b64encode(f'{auth.user}:{auth.password}'.encode()).decode()}"
-
-
-def _listed(text: str | None) -> list[str]:
-    """What has commas between."""
-    return [part for part in (each.strip() for each in (text or "").split(",")) if part]
+def _pipe_credentials(config: Config) -> ParentCredentials:
+    pipe = config.pipe
+    allowed = frozenset(map(origin_of, (*listed(pipe.parents), *listed(pipe.parent))))
+    credentials = Credentials(user=pipe.user, password=pipe.password, token=pipe.token)
+    return ParentCredentials(credentials.header, allowed)
 
 
 def _store_settings(config: Config) -> Settings:
