@@ -31,6 +31,9 @@
     │   ├── Overloaded         too many bytes wait for the disk
     │   ├── Closed             stopped, or stopping
     │   ├── TooManyTopics      more topics or partitions than are allowed
+    │   ├── TooManyGroups      no more groups can be created
+    │   ├── TooManySubscriptions   no more subscriptions can be opened
+    │   ├── TooManySources     a partition stores messages of as many sources as it can remember
     │   ├── UnknownTopic       no such topic
     │   └── RefreshAborted     a refresh was given up: what was there before it still counts
     ├── ClientError            between a client and its broker
@@ -192,6 +195,18 @@ class Closed(BrokerError):
 
 class TooManyTopics(BrokerError):
     code = "TOO_MANY_TOPICS"
+
+
+class TooManyGroups(BrokerError):
+    code = "TOO_MANY_GROUPS"
+
+
+class TooManySubscriptions(BrokerError):
+    code = "TOO_MANY_SUBSCRIPTIONS"
+
+
+class TooManySources(BrokerError):
+    code = "TOO_MANY_SOURCES"
 
 
 class UnknownTopic(BrokerError):

@@ -37,6 +37,8 @@ from penstock.errors import (
     PenstockError,
     ReadOnlyTopic,
     StaleLayout,
+    TooManyGroups,
+    TooManySubscriptions,
     TooManyTopics,
     UnknownGroup,
     UnknownTopic,
@@ -55,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Groups are limited in number, so their names are in size.
+_GROUP_NAME_BYTES_MAX: Final = 4096
+
 _SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000
 # Of the broker's own topics. Upkeep removes whole segments that nobody needs any more, but never the last one.
 _OWN_POLICY: Final = Policy(dedup=DedupMode.OFF, segment_bytes=8 << 20)
@@ -65,6 +70,9 @@ class Settings:
     # Whether a subject without a topic makes one, named by its first token; how many are made so.
     auto_create: bool = True
     topics_max: int = 10_000
+    # Groups with a name, and subscriptions: those of a group's members, and all others.
+    groups_max: int = 10_000
+    subscriptions_max: int = 100_000
     partitions: int = 1
     policy: Policy = field(default_factory=Policy)
     dead_letter_prefix: str = "DLQ"
@@ -83,6 +91,7 @@ class Broker:
         self._unserved: dict[Partition, None] = {}
         self._opened = Opened()
         self._subscriptions: dict[Subscription, None] = {}
+        self._members: set[Member] = set()
         self._queues: dict[tuple[bytes, bytes], Subscription] = {}
         self.live = LivePartition(LIVE, self._deliver)
         self._intake = Intake(self, self.live)
@@ -162,7 +171,11 @@ class Broker:
 
     def usage(self) -> dict[str, Usage]:
         """How full each limited table is, by name."""
-        found = {"opened_batches": self._opened.usage}
+        found = {
+            "opened_batches": self._opened.usage,
+            "groups": Usage(len(self.groups) + len(self._making), self.settings.groups_max),
+            "subscriptions": Usage(len(self._members), self.settings.subscriptions_max),
+        }
         for part in (self.delays, self.transactions):
             if part is not None:
                 found |= part.usage()
@@ -205,6 +218,7 @@ class Broker:
             for group in self._all_groups:
                 if (partition.topic_id, partition.number) in group.positions:
                     group.detach(partition)
+                    self._forget_letters(group, partition)
                     if group.name is not None:
                         positions.append(Change("position", group.key(partition), None))
             partition.close()
@@ -467,6 +481,7 @@ class Broker:
 
     def subscribe(self, pattern: bytes, member: Member, queue: bytes | None = None) -> Subscription:
         """From now on `member` gets what matches; with a queue, its share of it."""
+        self._add_member(member)
         key = None if queue is None else (pattern, queue)
         subscription = self._queues.get(key) if key else None
         if subscription is None:
@@ -501,6 +516,7 @@ class Broker:
         return found
 
     def unsubscribe(self, subscription: Subscription, member: Member) -> None:
+        self._members.discard(member)
         subscription.members.remove(member)
         if not subscription.members:
             self.interest.remove(subscription.pattern, subscription)
@@ -511,6 +527,16 @@ class Broker:
             subscription.behind.clear()
         else:
             subscription.wake()
+
+    def _add_member(self, member: Member) -> None:
+        self._check_subscriptions()
+        self._members.add(member)
+
+    def _check_subscriptions(self) -> None:
+        if len(self._members) >= self.settings.subscriptions_max:
+            raise TooManySubscriptions(
+                f"there are {len(self._members)} subscriptions: end some, or raise server.subscriptions_max"
+            )
 
     # Groups.
 
@@ -527,6 +553,7 @@ class Broker:
 
         `start` is for one that is made.
         """
+        self._check_subscriptions()
         if name is None:
             group = Group(None, pattern, mode, self)
             self._all_groups[group] = None
@@ -544,11 +571,14 @@ class Broker:
             self.refreshes.check(group, member)
             if member.hears is not None and not group.refreshes:
                 self._remember_refreshes(group)
+        # Again: others may have come while the group was made.
+        self._add_member(member)
         group.join(member)
         self.refreshes.changed(group)
         return group
 
     def leave(self, group: Group, member: Member) -> None:
+        self._members.discard(member)
         group.leave(member)
         self.refreshes.changed(group)
         if group.name is None and not group.members:
@@ -563,8 +593,15 @@ class Broker:
             raise BadSubject(f"{pattern.decode(errors='replace')!r} is not a pattern")
         if not is_text(name):
             raise BadSubject(f"a group cannot be named {name!r}")
+        if len(name) > _GROUP_NAME_BYTES_MAX:
+            raise BadSubject(f"a group name of {len(name)} bytes is too long: at most {_GROUP_NAME_BYTES_MAX}")
         if name in self.groups or name in self._making:
             raise GroupConflict(f"there is a group {name.decode()} already")
+        count = len(self.groups) + len(self._making)
+        if count >= self.settings.groups_max:
+            raise TooManyGroups(
+                f"there are {count} groups, so {name.decode()} is not created: delete some, or raise server.groups_max"
+            )
         made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._making[name] = made
         group = Group(name, pattern, mode, self, secrets.token_hex(8))
@@ -640,6 +677,13 @@ class Broker:
         changes += [Change("position", group.key(p.partition), None) for p in group.positions.values()]
         changes += self.refreshes.forget_group(group)
         await self.store.write_state(changes)
+        for position in group.positions.values():
+            self._forget_letters(group, position.partition)
+
+    def _forget_letters(self, group: Group, origin: Partition) -> None:
+        topic = self.topics.get(self.settings.dead_letter_prefix.encode())
+        if topic is not None:
+            group.forget_letters(origin, topic)
 
     def _forget_group(self, group: Group) -> None:
         assert group.name is not None

@@ -724,8 +724,7 @@ class Group:
     async def _store_letters(self, position: Position, burying: list[tuple[int, int]]) -> None:
         topic = await self._host.dead_letter_topic()
         origin = position.partition
-        source = Source("dead letters", self.name, self.identity, origin.topic_id, origin.number)
-        completion = Completion(self._host, source if self.name else None, position.buried + 1)
+        completion = Completion(self._host, self._letters(origin) if self.name else None, position.buried + 1)
         for target in topic.partitions:
             await completion.begin(target)
         for index, (offset, attempts) in enumerate(burying):
@@ -738,6 +737,16 @@ class Group:
             target = topic.choose(subject, run.keys.get(0))
             await completion.add(target, index, self._letter(origin, run, subject, attempts))
         await completion.end()
+
+    def _letters(self, origin: Partition) -> Source:
+        return Source("dead letters", self.name, self.identity, origin.topic_id, origin.number)
+
+    def forget_letters(self, origin: Partition, topic: ServedTopic) -> None:
+        """The group stores no more dead letters of a partition in `topic`."""
+        source = self._letters(origin)
+        for target in topic.partitions:
+            target.log.forget_source(source.whole)
+            target.log.forget_source(source.parts)
 
     def _letter(self, origin: Partition, run: Run, subject: bytes, attempts: int) -> Run:
         """Return the dead letter of a message."""

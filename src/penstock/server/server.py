@@ -409,6 +409,8 @@ def _broker_settings(config: Config) -> brokers.Settings:
     return brokers.Settings(
         auto_create=config.topic.auto_create,
         topics_max=config.topic.topics_max,
+        groups_max=config.server.groups_max,
+        subscriptions_max=config.server.subscriptions_max,
         partitions=config.topic.partitions,
         policy=_policy(config.topic),
         dead_letter_prefix=config.dlq.prefix,

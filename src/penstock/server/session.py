@@ -23,7 +23,7 @@ from penstock.broker.intake import Receipt, Refusals
 from penstock.broker.member import Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TooManySubscriptions
 from penstock.run import Run
 from penstock.server.connection import Connection
 from penstock.subject import matches
@@ -334,7 +334,11 @@ class Session(Connection, asyncio.Protocol):
         if event.durable or not self._parser.is_nats:
             return self._join(event)
         member = Member(event.sid, self, self.server.flow)
-        self.subscriptions[event.sid] = (member, self.broker.subscribe(event.subject, member, event.group))
+        try:
+            self.subscriptions[event.sid] = (member, self.broker.subscribe(event.subject, member, event.group))
+        except TooManySubscriptions as error:
+            self._answer_error(error)
+            return None
         self._ok()
         return None
 

@@ -271,6 +271,16 @@ class Log:
         """The last position of a source from which something was appended; 0 if nothing was."""
         return self._producers.position(source)
 
+    @property
+    def sources(self) -> int:
+        """How many sources the log remembers."""
+        return self._producers.sources
+
+    def forget_source(self, source: int) -> None:
+        """Forget a source that will never send anything again. It is remembered again after a restart, until the next
+        segment begins."""
+        self._producers.forget_source(source)
+
     def gather(self, run: Run, done: Done | None = None) -> int:
         """Take a run that is the log's from now on, and return the offset of its first message.
 

@@ -14,12 +14,14 @@ import struct
 from typing import Final
 
 from penstock.batch import Batch
-from penstock.errors import CorruptBatch, OutOfSequence
+from penstock.errors import CorruptBatch, OutOfSequence, TooManySources
 
 # A producer may have this many batches on the way at once: all of them are known again after a reconnect.
 IN_FLIGHT_MAX: Final = 16
 # The least recently heard are forgotten first; one that comes back later must begin again under a new id.
 PRODUCERS_MAX: Final = 10_000
+# A source that is forgotten would have its messages stored again. So a new one is refused instead.
+SOURCES_MAX: Final = 65_536
 
 _COUNTS: Final = struct.Struct("<II")
 _PRODUCER: Final = struct.Struct("<QI")
@@ -40,6 +42,11 @@ class Producers:
         """The offset at which this batch is in the log already, or None if it is new."""
         if source:
             seen = self._sources.get(source)
+            if seen is None and len(self._sources) >= SOURCES_MAX:
+                raise TooManySources(
+                    f"this partition has messages of {len(self._sources)} sources, the limit: delete groups that are "
+                    f"not used any more if it stores dead letters, or push to another topic"
+                )
             return seen[-1][1] if seen and position <= seen[-1][0] else None
         if not batch.producer:
             return None
@@ -64,6 +71,14 @@ class Producers:
         """The last position of a source; 0 if there is none."""
         seen = self._sources.get(source)
         return seen[-1][0] if seen else 0
+
+    @property
+    def sources(self) -> int:
+        return len(self._sources)
+
+    def forget_source(self, source: int) -> None:
+        """Forget a source that will never send anything again."""
+        self._sources.pop(source, None)
 
     def note(self, batch: Batch) -> None:
         """`batch` was appended, at its base offset."""

@@ -63,6 +63,7 @@ from penstock.storage.log import Done, Log
 from penstock.storage.log import State as LogState
 from penstock.storage.meta import Change, Meta, SegmentRow
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
+from penstock.storage.producers import SOURCES_MAX
 from penstock.storage.segment import OpenSegments, Reader, Segment
 from penstock.storage.state import STATE_TOPIC, State
 from penstock.storage.tail import TailBudget
@@ -234,6 +235,8 @@ class Store:
             "open_segments": self._open_segments.files_usage,
             "index_bytes": self._open_segments.index_usage,
             "partitions": Usage(self._partitions, self.settings.partitions_max),
+            # Of the partition that has most.
+            "sources": Usage(max(log.sources for log in self._logs.values()), SOURCES_MAX),
         }
 
     # Rounds.

@@ -1,0 +1,102 @@
+"""Limited tables of the broker: groups, subscriptions, and the sources that a partition remembers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.broker.broker import Settings
+from penstock.broker.group import Group, Mode
+from penstock.broker.start import Start
+from penstock.errors import BadSubject, TooManyGroups, TooManySources, TooManySubscriptions
+from penstock.health import Usage
+from penstock.storage import producers
+from penstock.testing import FaultyFiles
+from tests.brokers import Life, Recorder, in_loop
+from tests.server import Flux, Serve
+
+
+@in_loop
+async def test_no_more_than_groups_max_are_created() -> None:
+    async with Life(FaultyFiles(), settings=Settings(groups_max=2)) as life:
+        for name in (b"a", b"b"):
+            await life.do(life.broker.create_group(name, b"orders"))
+        with pytest.raises(TooManyGroups, match=r"there are 2 groups, so c is not .*: delete .* server\.groups_max"):
+            await life.do(life.broker.create_group(b"c", b"orders"))
+        with pytest.raises(TooManyGroups):
+            await life.join(b"c", b"orders", Recorder())
+        await life.join(b"a", b"orders", Recorder())
+        await life.join(None, b"orders", Recorder())
+        assert life.broker.usage()["groups"] == Usage(2, 2)
+        await life.do(life.broker.delete_group(b"a"))
+        await life.do(life.broker.create_group(b"c", b"orders"))
+
+
+@in_loop
+async def test_a_group_name_has_a_limit() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_group(b"n" * 4096, b"orders"))
+        with pytest.raises(BadSubject, match="4097 bytes is too long: at most 4096"):
+            await life.do(life.broker.create_group(b"n" * 4097, b"orders"))
+
+
+@in_loop
+async def test_no_more_than_subscriptions_max_are_opened() -> None:
+    async with Life(FaultyFiles(), settings=Settings(subscriptions_max=4)) as life:
+        sink = Recorder()
+        plain, member = life.subscribe(b"orders", sink)
+        life.subscribe(b"orders", sink, queue=b"q")
+        group, of_group = await life.join(b"g", b"orders", sink)
+        alone, without_name = await life.join(None, b"orders", sink)
+        assert life.broker.usage()["subscriptions"] == Usage(4, 4)
+        with pytest.raises(TooManySubscriptions, match=r"there are 4 .*: end some, or raise server\.subscriptions_max"):
+            life.subscribe(b"orders", sink, queue=b"q")
+        with pytest.raises(TooManySubscriptions):
+            await life.join(b"other", b"orders", sink)
+        with pytest.raises(TooManySubscriptions):
+            await life.join(None, b"orders", sink)
+        assert [*life.broker.groups] == [b"g"], "a group that nobody can join is not made"
+        life.broker.unsubscribe(plain, member)
+        life.broker.leave(group, of_group)
+        life.broker.leave(group, of_group)
+        life.broker.leave(alone, without_name)
+        assert life.broker.usage()["subscriptions"] == Usage(1, 4)
+        await life.join(b"other", b"orders", sink, mode=Mode.PARTITIONED)
+
+
+def test_a_client_is_told_that_there_are_too_many_subscriptions(tmp_path: Path) -> None:
+    with Serve(tmp_path, server_subscriptions_max=1) as server, Flux(server) as first, Flux(server) as second:
+        first.subscribe("orders", "1")
+        assert "server.subscriptions_max" in first.ask("SUB payments 2")
+        second.send('CONNECT {"verbose":true}\r\nSUB orders 1\r\n')
+        assert second.line() == "+OK"
+        assert "server.subscriptions_max" in second.line()
+        assert first.publish("orders", b"1").startswith("+OK"), "the first one goes on"
+
+
+async def bury(life: Life, group: Group) -> None:
+    """Store a dead letter of the group's first message."""
+    place = next(iter(group.positions))
+    assert group.kill(place, 0)
+    await life.settle()
+
+
+@in_loop
+async def test_dead_letters_of_too_many_sources_wait_until_a_group_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producers, "SOURCES_MAX", 2)
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"0")
+        groups = []
+        for name in (b"a", b"b", b"c"):
+            await life.do(life.broker.create_group(name, b"orders", start=Start.EARLIEST))
+            groups.append((await life.join(name, b"orders", Recorder()))[0])
+            await bury(life, groups[-1])
+        assert len(life.in_log(b"DLQ")) == 2
+        assert life.store.usage()["sources"].used == 2
+        assert groups[2].positions[next(iter(groups[2].positions))].inflight.dead() == [(0, 1)], "it is not lost"
+        with pytest.raises(TooManySources, match="of 2 sources, the limit"):
+            life.log(b"DLQ")._producers.find(None, 77, 1)  # type: ignore[arg-type]
+        await life.do(life.broker.delete_group(b"a"))
+        await life.advance(10_000_000)
+        assert len(life.in_log(b"DLQ")) == 3
