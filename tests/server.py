@@ -126,6 +126,8 @@ class Serve:
             "server_quiet_port": self.ports.get("quiet", 0),
             "server_http_port": self.ports.get("http", 0),
             "storage_data_dir": self.data,
+            # Hundreds of them would fill the disk of the tests.
+            "storage_disk_reserve_bytes": 0,
         } | self._settings
         environment = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         with self._stderr_path.open("wb") as stderr:

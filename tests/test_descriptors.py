@@ -14,6 +14,8 @@ import pytest
 
 from penstock.batch import Batch, encode
 from penstock.errors import AppendFailed, LogFailed, PenstockError, TooManyTopics
+from penstock.replica.disk import Lock, OsDisk
+from penstock.replica.index import Index
 from penstock.storage.log import State
 from penstock.storage.meta import Meta
 from penstock.storage.policy import Durability, Policy
@@ -179,6 +181,21 @@ def test_a_server_with_few_descriptors_makes_and_reopens_many_topics(tmp_path: P
         limits = _get(server, "/varz")["limits"]
         assert limits["partitions"]["used"] >= 60
         assert limits["open_segments"]["used"] <= limits["open_segments"]["limit"] == 32
+
+
+def test_a_copy_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "copy"
+    disk = OsDisk()
+    disk.make_directory(directory)
+    disk.write(directory / "records", b"x", 0)
+    disk.replace(directory / "state.json", b"{}")
+    lock, index = Lock(directory), Index(directory / "index.db")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [directory.parent, *tmp_path.rglob("*")]}
+    index.close()
+    lock.close()
+    assert {modes.pop("a"), modes.pop("copy")} == {0o700}
+    assert set(modes.values()) == {0o600}
+    assert {"records", "state.json", "LOCK", "index.db"} <= modes.keys()
 
 
 def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:

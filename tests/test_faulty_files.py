@@ -749,3 +749,40 @@ def test_the_manual_clock_moves_only_by_hand() -> None:
     assert (clock.now_us(), clock.monotonic_us() - start) == (3, 5)
     with pytest.raises(ValueError, match="-1"):
         clock.advance(-1)
+
+
+# Room and descriptors
+
+
+def test_allocated_bytes_take_room_and_are_zeros() -> None:
+    disk = FaultyFiles(capacity=100)
+    file = disk.create(Path("/file"))
+    file.write(b"ab", 0)
+    file.allocate(60)
+    assert (disk.content(Path("/file")), disk.space(Path("/"))) == (b"ab" + bytes(58), (40, 100))
+    file.allocate(10)
+    assert file.size() == 60
+    with pytest.raises(OSError, match="No space left"):
+        file.allocate(101)
+    assert file.size() == 60
+    disk.remove(Path("/file"))
+    assert disk.space(Path("/")) == (100, 100)
+
+
+def test_open_files_are_counted_and_bounded() -> None:
+    disk = FaultyFiles(descriptors_max=2)
+    first, second = disk.create(Path("/first")), disk.create(Path("/second"))
+    for call in (disk.create, disk.open, disk.sync_directory, disk.sizes):
+        with pytest.raises(OSError, match="Too many open files"):
+            call(Path("/") if call in (disk.sync_directory, disk.sizes) else Path("/first"))
+    first.close()
+    first.close()
+    assert disk.open_files == 1
+    disk.sync_directory(Path("/"))
+    del second
+    assert disk.open_files == 0
+    held = disk.open(Path("/first"))
+    disk.kill()
+    assert disk.open_files == 0
+    del held
+    assert disk.open_files == 0

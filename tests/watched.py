@@ -72,6 +72,9 @@ class WatchedFiles:
             self.note(Call("sync", file.path))
         return self._files.sync([file.inner for file in watched])
 
+    def space(self, path: Path) -> tuple[int, int]:
+        return self._files.space(path)
+
     def lock(self, path: Path) -> File:
         self.note(Call("lock", path))
         return self._files.lock(path)
@@ -102,6 +105,10 @@ class WatchedFile:
     def truncate(self, length: int) -> None:
         self._note(Call("truncate", self.path, length))
         self.inner.truncate(length)
+
+    def allocate(self, length: int) -> None:
+        self._note(Call("allocate", self.path, length))
+        self.inner.allocate(length)
 
     def size(self) -> int:
         return self.inner.size()

@@ -91,9 +91,12 @@ class StorageConfig:
     tail_bytes_max: int = field(default=64 << 20, metadata=_about("last batches, kept in memory", 0))
     open_segments_max: int | None = field(
         default=None,
-        metadata=_about("segments with an open file; none: half of the file descriptors, 1024 at most", 2),
+        metadata=_about("segments with an open file; none: half of the file descriptors, 1024 at most", 1),
     )
     partitions_max: int = field(default=20_000, metadata=_about("partitions of all topics together", 1))
+    disk_reserve_bytes: int = field(
+        default=16 << 20, metadata=_about("room on the disk that is kept for what frees a full one; 0: none", 0)
+    )
     flush_messages: int = field(default=500, metadata=_about("under flush: sync after so many messages", 1))
     flush_ms: int = field(default=100, metadata=_about("under flush: sync so long after the first", 1))
     upkeep_ms: int = field(default=10_000, metadata=_about("how often retention and compaction look", 1))

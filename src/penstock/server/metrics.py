@@ -188,6 +188,8 @@ def _rounds(server: Server) -> Iterator[Metric]:
         figures.delivery_seconds,
     )
     yield GaugeMetricFamily("broker_unflushed_bytes", "Bytes that wait for a write.", store.unflushed_bytes)
+    yield GaugeMetricFamily("broker_disk_free_bytes", "Bytes that are free on the disk of the data.", store.space.free)
+    yield GaugeMetricFamily("broker_disk_total_bytes", "Bytes of the disk of the data.", store.space.total)
 
 
 def _histogram(name: str, about: str, histogram: Histogram) -> HistogramMetricFamily:

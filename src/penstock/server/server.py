@@ -399,6 +399,7 @@ def _store_settings(config: Config) -> Settings:
         tail_bytes_max=storage.tail_bytes_max,
         open_segments_max=storage.open_segments_max,
         partitions_max=storage.partitions_max,
+        disk_reserve_bytes=storage.disk_reserve_bytes,
         flush_messages=storage.flush_messages,
         flush_ms=storage.flush_ms,
         upkeep_ms=storage.upkeep_ms,

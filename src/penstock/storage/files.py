@@ -55,6 +55,10 @@ class File(Protocol):
 
     def truncate(self, length: int) -> None: ...
 
+    def allocate(self, length: int) -> None:
+        """Take room on the disk for so many bytes, zeros where there were none."""
+        ...
+
     def size(self) -> int: ...
 
     def sync(self) -> None: ...
@@ -89,6 +93,10 @@ class Files(Protocol):
 
     def sync(self, files: Sequence[File]) -> list[OSError | None]:
         """Sync each of the files; the error of each, if it had one."""
+        ...
+
+    def space(self, path: Path) -> tuple[int, int]:
+        """How many bytes are free where `path` is, for this process, and how many there are."""
         ...
 
     def lock(self, path: Path) -> File:
@@ -150,6 +158,9 @@ class OsFile:
 
     def truncate(self, length: int) -> None:
         os.ftruncate(self._descriptor, length)
+
+    def allocate(self, length: int) -> None:
+        os.posix_fallocate(self._descriptor, 0, length)
 
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
@@ -218,6 +229,10 @@ class OsFiles:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_SYNC_THREADS, "penstock-sync")
         return list(self._pool.map(_try_sync, files))
+
+    def space(self, path: Path) -> tuple[int, int]:
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
     def lock(self, path: Path) -> OsFile:
         lock = OsFile(path, os.O_RDWR | os.O_CREAT)

@@ -20,6 +20,7 @@ from penstock.errors import AppendFailed, CorruptBatch, LogDamaged, LogFailed
 from penstock.health import Usage
 from penstock.storage.files import File, Files
 from penstock.storage.index import INDEX_EVERY_BYTES, Index
+from penstock.storage.space import is_disk_full
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,13 @@ class OpenSegments:
     it is done.
     """
 
-    def __init__(self, segments_max: int = 256, index_bytes_max: int = _INDEX_BYTES_MAX) -> None:
+    def __init__(self, segments_max: int = 256, release: Callable[[], bool] = lambda: False) -> None:
+        """`release` is called when the disk is full; whether it made some room."""
         # Least recently used first, with the bytes of an index that can be loaded again.
         self._segments: OrderedDict[Segment, int] = OrderedDict()
         self._segments_max = segments_max
-        self._index_bytes_max = index_bytes_max
         self._index_bytes = 0
+        self._release = release
         self._lock = threading.Lock()
 
     @property
@@ -78,7 +80,7 @@ class OpenSegments:
 
     @property
     def index_usage(self) -> Usage:
-        return Usage(self._index_bytes, self._index_bytes_max)
+        return Usage(self._index_bytes, _INDEX_BYTES_MAX)
 
     def touch(self, segment: Segment) -> None:
         """The segment has opened its file, or has loaded its index."""
@@ -88,7 +90,7 @@ class OpenSegments:
             self._index_bytes += size
             # Each is looked at twice at the most: used, and then not used any more.
             for _ in range(2 * len(self._segments)):
-                if len(self._segments) <= self._segments_max and self._index_bytes <= self._index_bytes_max:
+                if len(self._segments) <= self._segments_max and self._index_bytes <= _INDEX_BYTES_MAX:
                     break
                 oldest = next(iter(self._segments))
                 if oldest is segment or oldest.used or not oldest.is_closable:
@@ -110,20 +112,24 @@ class OpenSegments:
             if segment.is_closable:
                 segment.release()
 
-    def open(self, call: Callable[[], T]) -> T:
-        """Make a call that needs a file descriptor. If there is none left, close the segments that can be, and make it
-        again."""
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Make a call to the disk. If it lacks a file descriptor or room that can be had, make it once more."""
         try:
             return call()
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+            if not self._makes_way(error):
                 raise
+        return call()
+
+    def _makes_way(self, error: OSError) -> bool:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            return is_disk_full(error) and self._release()
         with self._lock:
             for segment in list(self._segments):
                 if segment.is_closable:
                     self._forget(segment)
                     segment.release()
-        return call()
+        return True
 
     def _forget(self, segment: Segment) -> None:
         self._index_bytes -= self._segments.pop(segment, 0)
@@ -203,7 +209,7 @@ class Segment:
         file = self._file
         if file is not None:
             return file
-        file = self._open.open(lambda: self._files.open(self.path))
+        file = self._open.attempt(lambda: self._files.open(self.path))
         if self._pinned and self._file is not None:
             return self._file  # what has the name now may be another file
         self._file = file
@@ -230,10 +236,10 @@ class Segment:
         head = encode_control(control)
         head.stamp(self.base, append_time=append_time, log=log)
         try:
-            file = self._file = self._open.open(lambda: self._files.create(self.path))
-            file.write(head.data, 0)
+            file = self._file = self._open.attempt(lambda: self._files.create(self.path))
+            self._open.attempt(lambda: file.write(head.data, 0))
             file.sync()
-            self._open.open(lambda: self._files.sync_directory(self._directory))
+            self._open.attempt(lambda: self._files.sync_directory(self._directory))
         except OSError as error:
             self._remove_unborn()
             raise AppendFailed(f"{self.path}: cannot be created: {error.strerror}") from error
@@ -266,7 +272,7 @@ class Segment:
         except OSError as error:
             raise AppendFailed(f"{self.path}: cannot be opened: {error.strerror}") from error
         try:
-            file.write_all([batch.data for batch in batches], self.written)
+            self._open.attempt(lambda: file.write_all([batch.data for batch in batches], self.written))
         except OSError as error:
             self._take_back(file, self.written)
             raise AppendFailed(f"{self.path}: cannot write {len(batches)} batches: {error.strerror}") from error
@@ -296,7 +302,7 @@ class Segment:
 
     def save_index(self) -> None:
         try:
-            index_file = self._open.open(lambda: self._files.create(self.index_path))
+            index_file = self._open.attempt(lambda: self._files.create(self.index_path))
             try:
                 index_file.write(self.index.encode(self.written), 0)
             finally:
@@ -458,7 +464,7 @@ class Segment:
     def pin(self, file: File | None = None) -> None:
         """Keep the file open, because its name is or will be that of another: readers go on with this one."""
         if self._file is None:
-            self._file = file or self._open.open(lambda: self._files.open(self.path))
+            self._file = file or self._open.attempt(lambda: self._files.open(self.path))
         self._pinned = True
 
     def unpin(self) -> None:
@@ -520,7 +526,7 @@ class Segment:
 
     def _load_index(self) -> Index | None:
         try:
-            file = self._open.open(lambda: self._files.open(self.index_path))
+            file = self._open.attempt(lambda: self._files.open(self.index_path))
         except OSError:
             return None
         try:

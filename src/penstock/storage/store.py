@@ -65,6 +65,7 @@ from penstock.storage.meta import Change, Meta, SegmentRow
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
 from penstock.storage.producers import SOURCES_MAX
 from penstock.storage.segment import OpenSegments, Reader, Segment
+from penstock.storage.space import DiskSpace, is_disk_full
 from penstock.storage.state import STATE_TOPIC, State
 from penstock.storage.tail import TailBudget
 
@@ -75,6 +76,8 @@ logger = logging.getLogger(__name__)
 _QUICK_BYTES: Final = 64 << 10
 
 _OPEN_SEGMENTS_MAX: Final = 1024
+_STATE_SEGMENTS_OPEN: Final = 8
+_SPACE_EVERY_S: Final = 1.0
 
 # Small segments, so that most of the state topic can be compacted at any time. Nobody but the state itself reads it, so
 # tombstones need not stay.
@@ -96,6 +99,8 @@ class Settings:
     open_segments_max: int | None = None
     # Partitions of all topics together. Each costs some memory and time at every start, used or not.
     partitions_max: int = 20_000
+    # Room on the disk that is kept for the state topic. 0: none, and a full disk is noticed when a write fails.
+    disk_reserve_bytes: int = 0
     # Under `flush` a log is synced when this many messages are written, or this long after the first of them.
     flush_messages: int = 500
     flush_ms: int = 100
@@ -154,6 +159,9 @@ class Store:
         self._readers: ThreadPoolExecutor | None = None
         self._files.make_directory(directory)
         self._lock = self._files.lock(directory / "LOCK")
+        self.space = DiskSpace(self._files, directory, self.settings.disk_reserve_bytes, self.health)
+        # The state topic may use the reserve.
+        self._open_state_segments = OpenSegments(_STATE_SEGMENTS_OPEN, self.space.release)
         self._meta = meta or Meta(directory / "meta.db")
         try:
             self._state_log = self._logs[STATE_TOPIC, 0] = self._open_log((STATE_TOPIC, 0), _STATE_POLICY)
@@ -237,6 +245,7 @@ class Store:
             "partitions": Usage(self._partitions, self.settings.partitions_max),
             # Of the partition that has most.
             "sources": Usage(max(log.sources for log in self._logs.values()), SOURCES_MAX),
+            **self.space.usage,
         }
 
     # Rounds.
@@ -244,6 +253,8 @@ class Store:
     def appended(self, log: Log, size: int) -> None:
         if self.unflushed_bytes + size > self.settings.unflushed_bytes_max and self.unflushed_bytes:
             raise Overloaded(f"{self.unflushed_bytes} bytes wait for the disk: try again later")
+        if log is not self._state_log:
+            self.space.admit()
         self.unflushed_bytes += size
         self._dirty[log] = None
         if self._lanes is not None:
@@ -284,6 +295,7 @@ class Store:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._keep_up(worker))
                     group.create_task(self._compact_state(worker, lanes))
+                    group.create_task(self._watch_space())
                     group.create_task(self._take_turns(lanes))
                     # Shielded: cancelling who waits for it does not end the lanes.
                     await asyncio.shield(lanes.end)
@@ -310,6 +322,7 @@ class Store:
     def upkeep(self) -> None:
         """Drop what the policies do not keep, compact, and bring `meta.db` up to date."""
         self._upkeep(list(self._logs.values()))
+        self.space.check()
         self._project(self._take_projection())
 
     def segments(self) -> list[SegmentRow]:
@@ -376,6 +389,8 @@ class Store:
         for write in round_.writes:
             with self._limited_to(write.log):
                 write.log.finish_write(write)
+            if is_disk_full(write.error):
+                self.space.note_full()
             if self._sync_due_us(write.log) is not None:
                 self._unsynced[write.log] = None
             self._note_failure(write.log)
@@ -455,11 +470,14 @@ class Store:
         number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
         topic = Topic(number, name, partitions, policy, origin)
         self._check_partitions(topic, partitions)
+        self.space.admit()
         await disk.commit([_topic_change(topic), Change("store", "next_topic", number + 1)])
         opening = self._opening(topic)
         await disk.work(opening.run)
         self._note_fault(opening)
         if opening.failure is not None:
+            if is_disk_full(opening.failure):
+                self.space.note_full()
             await self._take_back(topic, opening, opening.failure, disk)
         self._install(topic, opening)
         return topic
@@ -654,7 +672,7 @@ class Store:
             files=self._files,
             clock=self._clock,
             owner=self,
-            open_segments=self._open_segments,
+            open_segments=self._open_state_segments if topic_id == STATE_TOPIC else self._open_segments,
             # Nobody reads the state topic while it grows.
             tail_budget=TailBudget(0) if topic_id == STATE_TOPIC else self._tail_budget,
             reader=self.settings.reader,
@@ -682,6 +700,11 @@ class Store:
             raise BadDirectory(
                 f"{directory} is of a deleted topic and cannot be removed, the next start tries again: {error}"
             ) from error
+
+    async def _watch_space(self) -> None:
+        while True:
+            await asyncio.sleep(_SPACE_EVERY_S)
+            await asyncio.get_running_loop().run_in_executor(self._worker, self.space.check)
 
     async def _compact_state(self, worker: ThreadPoolExecutor, lanes: _Lanes) -> None:
         """Compact the state topic when it has grown: between two upkeeps it could grow by hundreds of megabytes."""

@@ -38,7 +38,7 @@ from penstock.storage.files import File
 
 # fmt: off
 _MUTATING: Final = frozenset({
-    "create", "write", "truncate", "sync",
+    "create", "write", "truncate", "allocate", "sync",
     "rename", "remove", "sync_directory", "make_directory", "remove_directory",
 })
 # fmt: on
@@ -48,6 +48,7 @@ _CALLS: Final = _MUTATING | {"open", "sizes", "read", "view"}
 # those that make no more pieces of a file than the bound, or it would take longer than the workload did.
 _SECTOR_BYTES: Final = (1, 8, 64, 512, 4096)
 _SECTORS_MAX: Final = 256
+_BOUNDLESS_BYTES: Final = 1 << 40
 
 
 class PowerCut(BaseException):
@@ -207,6 +208,12 @@ class FaultyFiles:
             except OSError as error:
                 errors.append(error)
         return errors
+
+    def space(self, path: Path) -> tuple[int, int]:
+        with self._lock:
+            self._check_power()
+            total = _BOUNDLESS_BYTES if self.capacity is None else self.capacity
+            return max(0, total - self._bytes), total
 
     def lock(self, path: Path) -> FaultyFile:
         with self._lock:
@@ -457,6 +464,17 @@ class FaultyFile:
             if planned is None and length > disk._end_max(inode):
                 planned = _error(errno.ENOSPC, self._path)
             if disk._happens(planned):
+                disk._change_bytes(inode, _Truncate(length))
+            _raise(planned)
+
+    def allocate(self, length: int) -> None:
+        disk = self._disk
+        with disk._lock:
+            inode = self._opened(length)
+            planned = disk._begin("allocate", self._path)
+            if planned is None and length > disk._end_max(inode):
+                planned = _error(errno.ENOSPC, self._path)
+            if disk._happens(planned) and length > len(inode.content):
                 disk._change_bytes(inode, _Truncate(length))
             _raise(planned)
 
