@@ -8,9 +8,8 @@ import errno
 import os
 import shutil
 import sqlite3
-import subprocess
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -1906,88 +1905,6 @@ def test_state_that_could_not_be_written_is_as_before() -> None:
                 assert store.state.items("position") == [("a", 1)]
 
     drive(main)
-
-
-# A disk that is really full
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small file system cannot be mounted here: {error}")
-    try:
-        yield directory
-    finally:
-        # Detached at once, and gone with the last open file, should the test have left one.
-        subprocess.run(["umount", "--lazy", str(directory)], check=True, capture_output=True)
-
-
-def test_a_full_disk_refuses_appends_loses_nothing_and_works_again(small_disk: Path) -> None:
-    ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(2 << 20))
-    policies = [Policy(segment_bytes=100_000), Policy(segment_bytes=100_000, durability=Durability.FLUSH)]
-    acknowledged: list[list[bytes]] = [[], []]
-    refusals: list[PenstockError] = []
-
-    async def produce(store: Store, place: int, count: int) -> None:
-        log = store.log(1 + place)
-        for number in range(count):
-            value = b"%d:" % (len(acknowledged[place]) * 1000 + number) + Random(number).randbytes(5000)
-            try:
-                await store.append(log, batch(value))
-                acknowledged[place].append(value)
-            except PenstockError as error:
-                refusals.append(error)
-
-    async def main() -> None:
-        with Store(small_disk / "data", settings=Settings(upkeep_ms=1)) as store:
-            for place, policy in enumerate(policies):
-                store.create_topic(f"topic {place}", policy=policy)
-            async with running(store):
-                await asyncio.gather(produce(store, 0, 400), produce(store, 1, 400))
-                assert len(refusals) > 100
-                assert {type(error) for error in refusals} == {AppendFailed}
-                assert "No space left on device" in str(refusals[0])
-                assert [values(store.log(1 + place)) for place in range(2)] == acknowledged
-                ballast.unlink()
-                refusals.clear()
-                await asyncio.gather(produce(store, 0, 20), produce(store, 1, 20))
-                assert refusals == []
-            assert [values(store.log(1 + place)) for place in range(2)] == acknowledged
-
-    drive(main)
-    with Store(small_disk / "data") as store:
-        assert [values(store.log(1 + place)) for place in range(2)] == acknowledged
-        assert not any(store.log(1 + place).verify().damage for place in range(2))
-
-
-def test_a_store_that_was_killed_on_a_full_disk_opens_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
-    store = Store(small_disk / "data")
-    log = store.log(store.create_topic("orders", policy=Policy(segment_bytes=100_000)).id)
-    acknowledged = 0
-    full = False
-
-    def done(_: int, error: PenstockError | None) -> None:
-        nonlocal acknowledged, full
-        acknowledged += error is None
-        full |= error is not None
-
-    while not full:
-        log.append(batch(Random(acknowledged).randbytes(5000)), done=done)
-        store.flush()
-    shutil.copytree(small_disk / "data", tmp_path / "killed")
-    with Store(tmp_path / "killed") as found:
-        assert values(found.log(1)) == [Random(number).randbytes(5000) for number in range(acknowledged)]
-        append_flushed(found, found.topics[0], b"more")
-    store.close()
-    with Store(small_disk / "data") as store:
-        assert len(values(store.log(1))) == acknowledged
 
 
 def test_a_topic_is_not_made_while_the_state_topic_is_being_written(tmp_path: Path) -> None:

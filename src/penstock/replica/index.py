@@ -161,8 +161,9 @@ class Index:
     def segments(self, partition: int | None = None, limit: int = -1) -> list[Segment]:
         """In the order in which they were begun."""
         rows = self._read(
-            f"SELECT {_SEGMENT_COLUMNS} FROM segment_ranges WHERE ?1 IS NULL OR partition = ?1"
-            " ORDER BY segment_id LIMIT ?2",
+            f"SELECT {_SEGMENT_COLUMNS} FROM segment_ranges WHERE ? IS NULL OR partition = ?"
+            " ORDER BY segment_id LIMIT ?",
+            partition,
             partition,
             limit,
         )
@@ -202,11 +203,13 @@ class Index:
 
     def keys(self, prefix: bytes, after: bytes | None, limit: int) -> list[bytes]:
         """Keys that have a value, in the order of their bytes."""
-        begin = ("key > ?1", after) if after is not None and after >= prefix else ("key >= ?1", prefix)
+        begin = ("key > ?", after) if after is not None and after >= prefix else ("key >= ?", prefix)
+        end = _behind(prefix)
         rows = self._read(
-            f"SELECT key FROM latest WHERE {begin[0]} AND (?2 IS NULL OR key < ?2) ORDER BY key LIMIT ?3",
+            f"SELECT key FROM latest WHERE {begin[0]} AND (? IS NULL OR key < ?) ORDER BY key LIMIT ?",
             begin[1],
-            _behind(prefix),
+            end,
+            end,
             limit,
         )
         return [row[0] for row in rows]
