@@ -13,6 +13,8 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +132,11 @@ class _Host:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(self._serve())
+            # Not asyncio.Runner, which starts a thread to end its executor: none can be started while a program exits.
+            with closing(uvloop.new_event_loop()) as loop, ThreadPoolExecutor(thread_name_prefix="penstock") as threads:
+                loop.set_default_executor(threads)
+                loop.run_until_complete(self._serve())
+                loop.run_until_complete(loop.shutdown_asyncgens())
         except BaseException as error:  # noqa: BLE001  it is raised again where the broker was started
             self._failure = error
         finally:
