@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.client.sync import Client
 from penstock.server.metrics import CONSUMERS_MAX, TOPICS_MAX, pipe_metrics
+from penstock.server.stalls import Stalls
+from penstock.testing.clock import ManualClock
 from tests.server import Flux, Nats, Serve, hpub, pub
 from tests.web import get, metrics
 
@@ -251,3 +254,39 @@ def test_pipes_are_told_of(health: str) -> None:
     assert [found["broker_pipe_health", state] for state in ("HEALTHY", "DEGRADED", "UNHEALTHY")] == [
         int(state == health) for state in ("HEALTHY", "DEGRADED", "UNHEALTHY")
     ]
+
+
+def test_stalls_of_the_event_loop_are_counted_by_their_length() -> None:
+    stalls = Stalls(ManualClock())
+    for late_us in (-200, 0, 900, 9_000, 11_000, 250_000, 3_000_000):
+        stalls.observe(late_us)
+
+    assert stalls.figures() == {"longest_ms": 3000.0, "above_10ms": 3, "above_100ms": 2, "above_1000ms": 1}
+    assert stalls.seconds.cumulative()[-1] == 7
+    assert stalls.seconds.total == pytest.approx(3.2709)
+
+
+def test_what_holds_the_event_loop_is_seen() -> None:
+    clock = ManualClock()
+
+    async def run() -> Stalls:
+        stalls = Stalls(clock)
+        stalls.start()
+        # The loop is held: nothing else runs meanwhile.
+        clock.advance(500_000)
+        while not stalls.longest_us:
+            await asyncio.sleep(0)
+        stalls.stop()
+        return stalls
+
+    assert asyncio.run(run()).longest_us == 490_000
+
+
+def test_stalls_problems_and_faults_are_exported(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server:
+        figures = metrics(server)
+        stalls = get(server, "/varz").json["loop_stalls"]
+
+    assert figures["broker_problems"] == 0
+    assert "broker_loop_stall_seconds_count" in figures
+    assert stalls.keys() == {"longest_ms", "above_10ms", "above_100ms", "above_1000ms"}

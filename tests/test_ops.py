@@ -59,8 +59,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[st
     for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
     labels = set(re.findall(r'[{,](\w+)="', text))
-    # What Prometheus adds, and what only a broker with pipes has.
-    return names, labels | {"instance", "job"} | {"health", "direction"}
+    # What Prometheus adds, and what only a broker with pipes, or with a bug, has.
+    return names, labels | {"instance", "job", "health", "direction", "seam"}
 
 
 def expressions() -> list[str]:
@@ -155,6 +155,9 @@ CASES: Final[list[tuple[str, str, str, int, bool]]] = [
     ("PenstockDown", 'up{job="penstock", instance="a"}', "0x10", 5, True),
     ("PenstockDown", 'up{job="penstock", instance="a"}', "1x10", 5, False),
     ("PenstockUnhealthy", 'broker_healthy{instance="a"}', "0x10", 5, True),
+    ("PenstockProblems", 'broker_problems{instance="a"}', "1x10", 5, True),
+    ("PenstockProblems", 'broker_problems{instance="a"}', "0x10", 5, False),
+    ("PenstockFaults", 'broker_faults_total{instance="a", seam="http"}', "1x10", 1, True),
     ("PenstockPartitionFailed", 'broker_partitions_failed{instance="a", topic="t"}', "1x10", 1, True),
     ("PenstockLagGrows", 'broker_consumer_lag{instance="a", consumer="c", topic="t"}', "2000+100x60", 40, True),
     ("PenstockLagGrows", 'broker_consumer_lag{instance="a", consumer="c", topic="t"}', "9000-100x60", 40, False),

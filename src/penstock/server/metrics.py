@@ -235,6 +235,19 @@ def _connections(server: Server) -> Iterator[Metric]:
     yield info
     ill = server.ill()
     yield GaugeMetricFamily("broker_healthy", "Whether /healthz says that it is well.", int(ill is None))
+    health = server.broker.store.health
+    yield GaugeMetricFamily(
+        "broker_problems", "Conditions that need attention: /healthz names them.", len(health.problems)
+    )
+    faults = CounterMetricFamily("broker_faults", "Unexpected exceptions: bugs, contained at a seam.", labels=["seam"])
+    for seam, count in health.faults.items():
+        faults.add_metric([seam], count)
+    yield faults
+    yield _histogram(
+        "broker_loop_stall_seconds",
+        "How late a timer of the event loop was: how long one client can keep all others waiting.",
+        server.stalls.seconds,
+    )
 
 
 # Groups.

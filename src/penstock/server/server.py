@@ -34,6 +34,7 @@ from penstock.server.gate import Gate
 from penstock.server.http import http_port
 from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
+from penstock.server.stalls import Stalls
 from penstock.storage.files import Files
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
@@ -105,6 +106,7 @@ class Server:
                 credentials=_pipe_credentials(config),
             ),
         )
+        self.stalls = Stalls(clock)
         self._topology = topology
         self.id = secrets.token_hex(8)
         self.version = metadata.version("penstock")
@@ -159,8 +161,10 @@ class Server:
             web = tasks.create_task(self._http.run())
         sweeper = tasks.create_task(self._sweep())
         watcher = tasks.create_task(self._watch_registry())
+        self.stalls.start()
         ready(self)
         await stop.wait()
+        self.stalls.stop()
         watcher.cancel()
         sweeper.cancel()
         pipes.cancel()
@@ -358,6 +362,7 @@ class Server:
             "since_start": asdict(self.counters),
             "limits": {name: usage._asdict() for name, usage in self.usage().items()},
             "faults": dict(self._store.health.faults),
+            "loop_stalls": self.stalls.figures(),
         }
 
 
