@@ -11,7 +11,8 @@ import pytest
 from penstock.batch import Batch, accept, encode
 from penstock.broker.intake import Receipt, Stored
 from penstock.broker.partition import Opened
-from penstock.errors import OutOfSequence, PenstockError, StaleLayout, UnknownTopic
+from penstock.broker.topic import check_lines, check_stored_lines
+from penstock.errors import BadHeader, OutOfSequence, PenstockError, StaleLayout, UnknownTopic
 from penstock.headers import hash_key
 from penstock.run import Run
 from penstock.storage.policy import Dedup, Policy
@@ -334,3 +335,14 @@ async def test_readers_with_little_room_do_not_open_a_batch_again_and_again() ->
         assert whole is not None
         assert again is not None
         assert again[0] is whole[0]
+
+
+def test_a_batch_with_a_key_beyond_the_limit_is_refused_unless_another_broker_stored_it() -> None:
+    for size, is_refused in ((65_536, False), (65_537, True)):
+        batch = encode([b"a", b"b"], timestamp=0, keys=[b"k" * size, None])
+        if is_refused:
+            with pytest.raises(BadHeader, match="key of 65537 bytes: at most 65536"):
+                check_lines(batch, b"orders")
+        else:
+            check_lines(batch, b"orders")
+        check_stored_lines(batch, b"orders")

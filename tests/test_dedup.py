@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Final
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.broker.dedup import Dedup
+from penstock.broker.dedup import ENTRY_BYTES, Dedup, DedupBudget
 from penstock.errors import Overloaded, PenstockError
 from tests.batches import peak_bytes
 
@@ -213,6 +214,35 @@ def test_a_full_window_takes_as_much_memory_as_it_says() -> None:
 
     assert peak_bytes(fill) < 32 << 20
     assert len(dedup) == 100_000
+
+
+def test_all_topics_share_their_room_and_the_largest_gives_first() -> None:
+    budget = DedupBudget(3000 * ENTRY_BYTES)
+    large, small = (Dedup(1_000_000, budget=budget) for _ in range(2))
+    for number in range(500):
+        small.add(b"s%d" % number, number, number)
+    for number in range(20_000):
+        large.add(b"l%d" % number, number, number)
+
+    assert budget.usage.used <= budget.usage.limit + 1000 * ENTRY_BYTES
+    assert len(small) == 500
+    assert large.find(b"l19999", 20_000) == 19_999
+    assert large.find(b"l0", 20_000) is None
+
+    del large
+    gc.collect()
+    assert budget.usage.used == 500 * ENTRY_BYTES
+
+
+def test_an_entry_takes_no_more_than_it_counts_for() -> None:
+    dedup = Dedup(1 << 62)
+    ids = [b"%065d" % number for number in range(20_000)]
+
+    def fill() -> None:
+        for number, each in enumerate(ids):
+            dedup.add(bytes(bytearray(each)), number + 1000, number + 1_000_000_000)
+
+    assert peak_bytes(fill) < 20_000 * ENTRY_BYTES
 
 
 IDENTITIES: Final = st.sampled_from([b"a", b"b", b"c", b"d", b"e"])

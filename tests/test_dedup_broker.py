@@ -302,3 +302,28 @@ async def test_a_repetition_of_a_message_for_later_that_cannot_be_stored_fails_w
         await life.advance(10 * SECOND)
         told_stored = None in errors
         assert (b"x" in life.in_log(b"orders")) == told_stored
+
+
+# Sizes
+
+
+@in_loop
+async def test_long_ids_are_told_apart_and_known_again_after_a_restart() -> None:
+    long, other = (letter * 100_000 for letter in (b"a", b"b"))
+    async with Life(FaultyFiles()) as life:
+        for each in (long, other, long):
+            await send(life, each)
+        assert life.broker.usage()["dedup_bytes"].used == 2 * 300
+        disk = await stop(life)
+    async with Life(disk) as life:
+        assert (await send(life, long)).duplicates
+        assert not (await send(life, b"new")).duplicates
+
+
+@in_loop
+async def test_a_key_that_takes_long_to_hash_is_refused_and_the_others_are_stored() -> None:
+    async with Life(FaultyFiles()) as life:
+        receipt = await life.publish(b"orders", b"a", headers=b"Penstock-Key: " + bytes([107]) * 65_537 + b"\r\n")
+        assert "key of 65537 bytes: at most 65536" in str(receipt.error)
+        receipt = await life.publish(b"orders", b"b", headers=b"Penstock-Key: " + bytes([107]) * 65_536 + b"\r\n")
+        assert receipt.error is None

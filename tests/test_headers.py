@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from penstock.errors import BadHeader
 from penstock.headers import (
     DELAY_US_MAX,
+    KEY_BYTES_MAX,
     Asked,
+    check_key_size,
     hash_key,
     identity,
     lines,
@@ -22,6 +24,7 @@ from penstock.headers import (
     value_of,
     without,
 )
+from tests.batches import peak_bytes
 
 NOW_US: Final = 1_700_000_000_000_000
 SECOND_US: Final = 1_000_000
@@ -280,6 +283,40 @@ def test_lines_can_be_taken_out_by_name_or_by_how_it_begins(names: list[bytes], 
 )
 def test_a_key_has_the_hash_that_others_compute(key: bytes, number: int) -> None:
     assert hash_key(key) == number
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 5000])
+def test_a_key_of_any_size_has_its_hash(size: int) -> None:
+    number = 0xCBF29CE484222325
+    for byte in (key := bytes(number % 251 for number in range(size))):
+        number = (number ^ byte) * 0x100000001B3 % 2**64
+
+    assert hash_key(key) == number
+
+
+def test_long_keys_are_not_remembered() -> None:
+    def flood() -> None:
+        for number in range(40):
+            hash_key(b"%d" % number + bytes(5000))
+
+    assert peak_bytes(flood) < 50_000
+
+
+def test_a_key_beyond_the_limit_is_refused_with_both_sizes() -> None:
+    check_key_size(KEY_BYTES_MAX)
+    with pytest.raises(BadHeader, match="key of 65537 bytes: at most 65536"):
+        check_key_size(KEY_BYTES_MAX + 1)
+
+
+def test_a_long_id_is_known_by_its_hash() -> None:
+    ids = [bytes([letter]) * size for letter in b"ab" for size in (64, 65, 1_000_000)]
+    found = [identity(b"Msg-ID: " + each + b"\r\n") for each in ids]
+
+    assert len(set(found)) == len(ids)
+    assert [len(each or b"") for each in found] == [64, 65, 65] * 2
+    assert found[0] == ids[0]
+    # What stands for a long one cannot be sent as an ID that stands for itself.
+    assert identity(b"Msg-ID: " + (found[1] or b"") + b"\r\n") != found[1]
 
 
 # ---- what a door has no other place for

@@ -148,7 +148,7 @@ def test_what_was_not_added_cannot_be_removed(pattern: bytes, target: str) -> No
 
 
 def test_a_flood_of_subjects_is_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interest, "_REMEMBERED_MAX", 100)
+    monkeypatch.setattr(interest, "_REMEMBERED_BYTES_MAX", 30_000)
     tree = Interest[str]()
     tree.add(b"s.*", "ann")
 
@@ -157,3 +157,27 @@ def test_a_flood_of_subjects_is_not_all_remembered(monkeypatch: pytest.MonkeyPat
             assert tree.match(b"s.%d" % number) == ("ann",)
 
     assert peak_bytes(flood) < 1 << 16
+
+
+def test_a_subject_that_many_want_takes_the_room_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interest, "_REMEMBERED_BYTES_MAX", 1 << 20)
+    tree = Interest[int]()
+    for number in range(1000):
+        tree.add(b"s.>", number)
+
+    def flood() -> None:
+        for number in range(2000):
+            assert len(tree.match(b"s.%d" % number)) == 1000
+            assert tree.usage.used <= tree.usage.limit
+
+    # Each answer has 8 KiB: 16 MiB, if all were remembered.
+    assert peak_bytes(flood) < 2 << 20
+
+
+def test_what_is_forgotten_leaves_its_room() -> None:
+    tree = Interest[str]()
+    tree.add(b"a", "ann")
+    tree.match(b"a")
+    assert tree.usage.used > 0
+    tree.remove(b"a", "ann")
+    assert tree.usage.used == 0

@@ -534,6 +534,11 @@ class Columns:
                 return {first}
         return {item for item in self._build_nullable(name) or () if item is not None}
 
+    def longest(self, name: str) -> int:
+        """The size of the largest item of a binary column that the batch has."""
+        offsets = self._offsets_of(name)
+        return max(map(sub, islice(offsets, 1, None), offsets))
+
     def timestamps(self) -> Sequence[int]:
         if self.timestamps_at < 0:
             return [self.batch.timestamp] * self.batch.count

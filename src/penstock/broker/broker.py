@@ -173,6 +173,9 @@ class Broker:
         """How full each limited table is, by name."""
         found = {
             "opened_batches": self._opened.usage,
+            "interest_bytes": self.interest.usage,
+            "owners_bytes": self.topics.usage,
+            **self._intake.usage(),
             "groups": Usage(len(self.groups) + len(self._making), self.settings.groups_max),
             "subscriptions": Usage(len(self._members), self.settings.subscriptions_max),
         }

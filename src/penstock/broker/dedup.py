@@ -5,22 +5,68 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
+from weakref import WeakSet
 
 from penstock.errors import PenstockError
+from penstock.health import Usage
 
-# The oldest are forgotten first, even within the window: it bounds memory to some 20 MB a topic.
+# The oldest are forgotten first, even within the window: in a topic, and in the topics that have most of all.
 ENTRIES_MAX: Final = 100_000
+BYTES_MAX: Final = 128 << 20
+# Of an entry: an ID of at most 65 bytes, where it is, when it came, and their places in a dict and a deque.
+ENTRY_BYTES: Final = 300
+# The topics are counted again when so many IDs are new.
+_UNCOUNTED_MAX: Final = 1000
 
 # Called with the offset of a message, and why it is not stored after all.
 Done = Callable[[int, PenstockError | None], None]
 
 
+class DedupBudget:
+    """What the IDs of all topics may take together."""
+
+    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        # A topic that is deleted, or needs no IDs any more, drops out by itself.
+        self._topics: WeakSet[Dedup] = WeakSet()
+        self._uncounted = 0
+
+    def join(self, dedup: Dedup) -> None:
+        self._topics.add(dedup)
+
+    def grow(self) -> None:
+        """One more ID."""
+        self._uncounted += 1
+        if self._uncounted < _UNCOUNTED_MAX:
+            return
+        self._uncounted = 0
+        excess = self.usage.used - self._bytes_max
+        while excess > 0:
+            excess -= ENTRY_BYTES * max(self._topics, key=len).shrink()
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(ENTRY_BYTES * sum(map(len, self._topics)), self._bytes_max)
+
+
 class Dedup:
     """Times are those of the messages, in µs; they must not go back."""
 
-    __slots__ = ("_offsets", "_on_the_way", "_order", "checked", "entries_max", "found", "window_us")
+    __slots__ = (
+        "__weakref__",
+        "_budget",
+        "_offsets",
+        "_on_the_way",
+        "_order",
+        "checked",
+        "entries_max",
+        "found",
+        "window_us",
+    )
 
-    def __init__(self, window_us: int, entries_max: int = ENTRIES_MAX) -> None:
+    def __init__(self, window_us: int, entries_max: int = ENTRIES_MAX, budget: DedupBudget | None = None) -> None:
+        self._budget = budget or DedupBudget()
+        self._budget.join(self)
         self.window_us = window_us
         self.entries_max = entries_max
         self.checked = 0
@@ -50,6 +96,15 @@ class Dedup:
         self._order.append((now_us, identity))
         if len(self._order) > self.entries_max:
             self._offsets.pop(self._order.popleft()[1], None)
+        else:
+            self._budget.grow()
+
+    def shrink(self) -> int:
+        """Forget the oldest eighth; how many those are."""
+        count = len(self._order) // 8 + 1
+        for _ in range(count):
+            self._offsets.pop(self._order.popleft()[1], None)
+        return count
 
     def place(self, identity: bytes, offset: int) -> None:
         """Where a message that was added lies, now that it is known."""

@@ -13,12 +13,13 @@ from typing import Final, NamedTuple, Protocol
 
 from penstock import headers
 from penstock.batch import Batch
-from penstock.broker.dedup import Dedup
+from penstock.broker.dedup import ENTRIES_MAX, Dedup, DedupBudget
 from penstock.broker.delay import Delays
 from penstock.broker.partition import LivePartition, Partition
 from penstock.broker.topic import ServedTopic, Target, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
+from penstock.health import Usage
 from penstock.run import Run
 from penstock.storage.log import Done
 from penstock.storage.policy import PARTITIONS_MAX
@@ -121,6 +122,10 @@ class Intake:
     def __init__(self, host: Host, live: LivePartition) -> None:
         self._host = host
         self._live = live
+        self._dedup_budget = DedupBudget()
+
+    def usage(self) -> dict[str, Usage]:
+        return {"dedup_bytes": self._dedup_budget.usage}
 
     def is_ready(self, run: Run) -> bool:
         """Whether `publish` can take the run as things are; if not, `prepare` makes it so."""
@@ -210,6 +215,11 @@ class Intake:
                 run.keys[index] = found.key
             if found.time_us is not None:
                 run.times[index] = found.time_us
+        for index, key in run.keys.items():
+            try:
+                headers.check_key_size(len(key))
+            except PenstockError as error:
+                receipt.refuse([index], error)
         parts: dict[Target, list[int]] = {}
         later: list[int] = []
         topics: dict[int, ServedTopic] = {}
@@ -380,8 +390,11 @@ class Intake:
             while offset < log.committed and (batches := await self._host.store.read(log, offset, _READ_BYTES)):
                 for batch in batches:
                     found += self._identities(topic, partition, batch)
+                    if len(found) > 2 * ENTRIES_MAX:
+                        found = sorted(found)[-ENTRIES_MAX:]
+                    await asyncio.sleep(0)
                 offset = batches[-1].end
-        dedup = Dedup(policy.dedup_window_us)
+        dedup = Dedup(policy.dedup_window_us, budget=self._dedup_budget)
         for append_time, identity, offset in sorted(found):
             dedup.add(identity, offset, append_time)
         return dedup

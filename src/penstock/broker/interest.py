@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Final, Generic, TypeVar
 
+from penstock.broker.memo import Memo
+from penstock.health import Usage
 from penstock.subject import is_literal
 
 T = TypeVar("T")
 
-# Subjects that are remembered. A flood of new ones begins again: each costs a walk of some µs then.
-_REMEMBERED_MAX: Final = 65_536
+# Of subjects that are remembered, and who wants them: 8 bytes for each of those. A walk takes some µs.
+_REMEMBERED_BYTES_MAX: Final = 16 << 20
 
 
 class _Node(Generic[T]):
@@ -27,7 +29,7 @@ class _Node(Generic[T]):
 class Interest(Generic[T]):
     def __init__(self) -> None:
         self._root: _Node[T] = _Node()
-        self._remembered: dict[bytes, tuple[T, ...]] = {}
+        self._remembered: Memo[tuple[T, ...]] = Memo(_REMEMBERED_BYTES_MAX, lambda found: 8 * len(found))
 
     def add(self, pattern: bytes, target: T) -> None:
         node = self._root
@@ -56,10 +58,13 @@ class Interest(Generic[T]):
         """Everyone whose pattern matches the subject, each once."""
         found = self._remembered.get(subject)
         if found is None:
-            if len(self._remembered) >= _REMEMBERED_MAX:
-                self._remembered.clear()
-            found = self._remembered[subject] = self._walk(subject)
+            found = self._walk(subject)
+            self._remembered.put(subject, found)
         return found
+
+    @property
+    def usage(self) -> Usage:
+        return self._remembered.usage
 
     def _walk(self, subject: bytes) -> tuple[T, ...]:
         found: dict[T, None] = {}
@@ -82,6 +87,6 @@ class Interest(Generic[T]):
 
     def _forget(self, pattern: bytes) -> None:
         if is_literal(pattern):
-            self._remembered.pop(pattern, None)
+            self._remembered.forget(pattern)
         else:
             self._remembered.clear()

@@ -13,17 +13,19 @@ from typing import Final
 from penstock import headers
 from penstock.batch import Batch
 from penstock.broker.dedup import Dedup
+from penstock.broker.memo import Memo
 from penstock.broker.partition import LivePartition, Partition
 from penstock.errors import BadHeader, BadSubject, PenstockError, ReadOnlyTopic, TopicConflict
 from penstock.headers import hash_key
+from penstock.health import Usage
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.policy import Topic
 from penstock.subject import is_subject, owns
 
 # Topics whose names begin so are the broker's own.
 RESERVED: Final = b"$"
-# Subjects whose owner is remembered; a flood of new ones begins again.
-_REMEMBERED_MAX: Final = 65_536
+# Of subjects whose owner is remembered.
+_REMEMBERED_BYTES_MAX: Final = 16 << 20
 
 
 class ServedTopic:
@@ -83,7 +85,7 @@ class Topics:
     def __init__(self) -> None:
         self._topics: dict[bytes, ServedTopic] = {}
         self._by_id: dict[int, ServedTopic] = {}
-        self._remembered: dict[bytes, ServedTopic] = {}
+        self._remembered: Memo[ServedTopic] = Memo(_REMEMBERED_BYTES_MAX)
 
     def __iter__(self) -> Iterator[ServedTopic]:
         return iter(self._topics.values())
@@ -105,11 +107,13 @@ class Topics:
             for length in range(1, len(tokens) + 1):
                 found = self._topics.get(b".".join(tokens[:length]))
                 if found is not None:
-                    if len(self._remembered) >= _REMEMBERED_MAX:
-                        self._remembered.clear()
-                    self._remembered[subject] = found
+                    self._remembered.put(subject, found)
                     break
         return found
+
+    @property
+    def usage(self) -> Usage:
+        return self._remembered.usage
 
     def check_new(self, name: bytes, coming: Iterable[bytes]) -> None:
         """Raise unless a topic can have this name beside those that there are, and that are being made."""
@@ -131,7 +135,14 @@ class Topics:
 
 def check_lines(batch: Batch, topic: bytes | None = None) -> None:
     """What a batch from outside says of its messages must fit into the lines of text, and be true of the topic if it is
-    for one."""
+    for one. Its keys must not be longer than any message's."""
+    if batch.has("key") and batch.plain_length > headers.KEY_BYTES_MAX:
+        headers.check_key_size(batch.columns().longest("key"))
+    check_stored_lines(batch, topic)
+
+
+def check_stored_lines(batch: Batch, topic: bytes | None) -> None:
+    """The same for a batch that another broker has stored, and that must not be refused for its keys."""
     if not any(map(batch.has, ("subject", "reply", "headers"))):
         return
     columns = batch.columns()

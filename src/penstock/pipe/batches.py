@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from penstock.batch import OFFSET_MAX, Batch, Buffer, size_at
-from penstock.broker.topic import check_lines
+from penstock.broker.topic import check_stored_lines
 from penstock.errors import CorruptBatch
 
 CONTENT_TYPE: Final = "application/vnd.penstock.batches"
@@ -40,7 +40,7 @@ def check_stored(batch: Batch, topic: bytes) -> None:
     if not batch.count or batch.end > OFFSET_MAX:
         raise CorruptBatch(f"a batch of {batch.count} messages at offset {batch.base_offset}")
     batch.columns().check()
-    check_lines(batch, topic)
+    check_stored_lines(batch, topic)
 
 
 def joined(batches: list[Batch]) -> bytes:
