@@ -537,7 +537,8 @@ class Columns:
     def longest(self, name: str) -> int:
         """The size of the largest item of a binary column that the batch has."""
         offsets = self._offsets_of(name)
-        return max(map(sub, islice(offsets, 1, None), offsets))
+        longest: int = max(map(sub, islice(offsets, 1, None), offsets))
+        return longest
 
     def timestamps(self) -> Sequence[int]:
         if self.timestamps_at < 0:
