@@ -1,9 +1,13 @@
-"""Any bytes for the codecs of all doors, from a seed: only protocol errors may come out, however they are cut."""
+"""Any bytes for the codecs of all doors, from a seed: only protocol errors may come out, however they are cut.
+
+The same bytes go to the doors of a real server (`DOOR`), and the oracle of the hostile clients judges: no fault is
+counted, and nobody else notices.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from penstock.batch import Buffer, accept, encode
@@ -44,6 +48,7 @@ from penstock.wire.binary import (
 )
 from penstock.wire.events import Event, Refused
 from penstock.wire.text import Parser
+from tests.hostile.siege import Attack, Door, Step, Target
 
 _Read = TypeVar("_Read")
 
@@ -278,3 +283,32 @@ _DOORS: Final[list[tuple[str, Sequence[bytes], _Judge]]] = [
     ("prefixed, QB otherwise", _messages(prefixed.Style(counts_itself=False, lengths_first=True)), _judge_prefixed),
     ("prefixed, Cursus", _COMMANDS, _judge_prefixed),
 ]
+
+
+# A real server.
+
+
+def _any_bytes(name: str, pieces: Sequence[bytes], begin: bytes = b"") -> Attack:
+    """What `begin` opens, if anything, and then pieces that are damaged, and cut."""
+
+    def any_bytes(source: random.Random, _: Target) -> Iterator[Step]:
+        yield begin
+        for _number in range(source.randint(1, 5)):
+            yield from _cut(_damaged(pieces, source), source)
+
+    any_bytes.__name__ = name
+    return Attack(any_bytes, connections=20)
+
+
+# Text is welcome where clients speak first, too.
+DOOR: Final = Door(
+    "fuzz",
+    "quiet",
+    (
+        *(_any_bytes(name, pieces) for name, pieces, _ in _DOORS),
+        _any_bytes("text, NATS", _PIECES, b"CONNECT {}\r\n"),
+        _any_bytes("binary, HELLO", _FRAMES, _FRAMES[0]),
+    ),
+    None,
+    guarded=False,
+)

@@ -1,11 +1,12 @@
 """The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000
---pipes 50 --drivers 5`.
+--pipes 50 --drivers 5 --hostile 3600`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
 appends, then `--fuzz` rounds of any bytes for the parsers of all doors, then `--serves` times kill -9 of a server
 under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections;
-then `--pipes` times kill -9 of brokers in a tree while messages flow through it; and then `--drivers` times kill -9
-of a Spark driver between its sink's commit and Spark's own. A failure names the seed that shows it again.
+then `--pipes` times kill -9 of brokers in a tree while messages flow through it; then `--drivers` times kill -9
+of a Spark driver between its sink's commit and Spark's own; and then `--hostile` seconds of hostile clients at the
+doors of a server. A failure names the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from pathlib import Path
 from rich.progress import Progress, track
 
 from tests.client_kill import ClientFigures, ClientJudge
+from tests.fuzz import DOOR as FUZZ
 from tests.fuzz import fuzz
+from tests.hostile.__main__ import besiege_all
+from tests.hostile.doors import DOORS
+from tests.hostile.oracle import table
+from tests.hostile.siege import Scale
 from tests.kill import KillJudge
 from tests.pipe_kill import PipeFigures, PipeJudge
 from tests.serve_kill import Figures, ServeJudge
@@ -109,6 +115,13 @@ def soak_pipes(seed: int, count: int) -> PipeFigures:
     return judge.figures
 
 
+def soak_hostile(seed: int, seconds: int) -> str:
+    """As many seconds for each door, with as many connections as a server may have to bear, and as many topics."""
+    doors = (*DOORS, FUZZ)
+    scale = Scale(seconds / len(doors), connections_max=10_000, topics_max=1000)
+    return table(besiege_all(track(doors, "hostile clients"), seed, scale))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak")
     parser.add_argument("--seed", type=int, default=1)
@@ -119,6 +132,7 @@ def main() -> int:
     parser.add_argument("--fuzz", type=int, default=200_000)
     parser.add_argument("--pipes", type=int, default=50)
     parser.add_argument("--drivers", type=int, default=5)
+    parser.add_argument("--hostile", type=int, default=3600)
     options = parser.parse_args()
     if options.cuts:
         seeds, cuts, messages = (sum(column) for column in zip(*soak_cuts(options.seed, options.cuts), strict=True))
@@ -136,6 +150,9 @@ def main() -> int:
         print(f"{soak_pipes(options.seed, options.pipes)}: none lost, none twice")
     if options.drivers:
         print(f"{options.drivers} drivers killed, {soak_drivers(options.seed, options.drivers)} rows: each stored once")
+    if options.hostile:
+        print(soak_hostile(options.seed, options.hostile))
+        print(f"{options.hostile} s of hostile clients: nobody else noticed")
     return 0
 
 

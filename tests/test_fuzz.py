@@ -1,7 +1,15 @@
 from __future__ import annotations
 
-from tests.fuzz import fuzz
+from pathlib import Path
+
+from tests.fuzz import DOOR, fuzz
+from tests.hostile.siege import Scale, besiege
 
 
 def test_whatever_comes_only_protocol_errors_come_out() -> None:
     assert fuzz(seed=1, rounds=3000) > 100_000
+
+
+def test_whatever_comes_a_server_serves_on(tmp_path: Path) -> None:
+    figures = besiege(tmp_path / "fuzz", DOOR, seed=1, scale=Scale(seconds=4))
+    assert figures.connections > 100

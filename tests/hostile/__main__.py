@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.hostile.doors import DOORS
@@ -17,7 +17,7 @@ from tests.hostile.oracle import Figures, table
 from tests.hostile.siege import Door, Scale, besiege
 
 
-def besiege_all(doors: Sequence[Door], seed: int, scale: Scale) -> list[Figures]:
+def besiege_all(doors: Iterable[Door], seed: int, scale: Scale) -> list[Figures]:
     """A failure leaves the directory of its server behind, and names the seed."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-hostile-"))
     figures = [besiege(directory / door.name, door, seed, scale) for door in doors]

@@ -49,7 +49,7 @@ def _raw(kind: Type, payload: bytes) -> bytes:
 
 
 @cache
-def _large_batch() -> bytes:
+def large_batch() -> bytes:
     """A legal one, exactly at the limit; only its last message has another subject."""
     values = [bytes(1 << 20)] * 63 + [bytes(1 << 10), b""]
     subjects = [SUBJECT] * 64 + [b"hostile.y"]
@@ -134,7 +134,7 @@ def damaged_batches(source: random.Random, target: Target) -> Iterator[Step]:
 def large_batch_for_who_wants_most_of_it(_: random.Random, target: Target) -> Iterator[Step]:
     """The rest of it must be encoded anew, with a column more."""
     yield json_frame(Type.OPEN, 2, {"subscription": 1, "pattern": SUBJECT.decode(), "credit": 1000})
-    yield append_frame(3, Append(target.topic_id, 0, 2), _large_batch())
+    yield append_frame(3, Append(target.topic_id, 0, 2), large_batch())
 
 
 def batch_beyond_the_limit(source: random.Random, _: Target) -> Iterator[Step]:
@@ -292,10 +292,11 @@ _ANY: Final = (
 )
 _OURS: Final = (
     Attack(damaged_batches),
-    Attack(large_batch_for_who_wants_most_of_it),
     Attack(batch_beyond_the_limit),
+    Attack(packed_batches, connections=2),
     Attack(flood_of_records),
     Attack(flood_of_topics),
+    Attack(batches_that_ask),
     Attack(flood_of_producers),
     Attack(flood_of_fetches, reads=False),
     Attack(flood_of_subscriptions),

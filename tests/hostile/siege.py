@@ -129,11 +129,11 @@ class Siege:
         finally:
             if drain is not None:
                 drain.cancel()
-            # Some say goodbye, others vanish.
+            # Some say goodbye, if that is taken, and others vanish.
             if source.random() < 0.5:
-                writer.transport.abort()
+                await _close(writer)
             else:
-                writer.close()
+                writer.transport.abort()
 
     async def _take_steps(
         self, attack: Attack, logs_in: bool, source: random.Random, writer: asyncio.StreamWriter
@@ -148,6 +148,17 @@ class Siege:
                     await writer.drain()
             else:
                 await asyncio.sleep(step)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    try:
+        async with asyncio.timeout(LINGER_S):
+            writer.close()
+            await writer.wait_closed()
+    except TimeoutError:
+        writer.transport.abort()
+    except OSError:
+        pass
 
 
 async def _drain(reader: asyncio.StreamReader) -> None:

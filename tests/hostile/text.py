@@ -267,8 +267,8 @@ _ANY: Final = (
     Attack(flood_of_topics),
     Attack(flood_of_subscriptions),
     Attack(flood_of_long_subscriptions),
-    Attack(flood_of_questions, reads=False),
     Attack(flood_of_messages),
+    Attack(flood_of_keys),
     Attack(flood_of_headers),
     Attack(headers_at_their_limit),
     Attack(delays),
@@ -276,6 +276,7 @@ _ANY: Final = (
     Attack(flood_of_groups),
 )
 _NATS: Final = (
+    Attack(names_that_are_no_text),
     Attack(names_without_end),
     Attack(json_that_recurses),
     Attack(options_of_other_types),
