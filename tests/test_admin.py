@@ -294,7 +294,7 @@ def test_every_error_has_a_status() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PenstockError)]
     statuses = {kind: status_of(kind.__new__(kind)) for kind in kinds}
 
-    assert set(statuses.values()) <= {400, 401, 404, 409, 413, 500, 503, 507}
+    assert set(statuses.values()) <= {400, 401, 403, 404, 409, 413, 500, 503, 507}
     assert statuses[errors.UnknownTopic] == 404
     assert statuses[errors.Overloaded] == 503
     assert statuses[errors.LogFailed] == 500
