@@ -18,6 +18,7 @@ from penstock.wire.binary import (
     FRAME_BYTES_MAX,
     HEAD,
     JSON_BYTES_MAX,
+    JSON_VALUES_MAX,
     SCRATCH_BYTES,
     SETTLE_MAX,
     Append,
@@ -45,6 +46,7 @@ from penstock.wire.binary import (
     read_fetch,
     read_json,
     read_messages,
+    read_request,
     read_settle,
     read_stage,
     settle_frame,
@@ -469,7 +471,7 @@ def test_a_length_above_the_limit_costs_nothing(bytes_max: int) -> None:
 def test_the_limit_is_that_of_a_batch_unless_told_otherwise() -> None:
     reader = FrameReader(bytearray(SCRATCH))
 
-    assert reader.bytes_max == FRAME_BYTES_MAX > BATCH_BYTES_MAX > JSON_BYTES_MAX == 10 * 1024 * 1024
+    assert reader.bytes_max == FRAME_BYTES_MAX > BATCH_BYTES_MAX > JSON_BYTES_MAX == 2 * 1024 * 1024
 
 
 def test_another_limit_counts_from_the_next_frame_on() -> None:
@@ -801,3 +803,30 @@ def test_a_length_within_a_payload_is_checked_before_it_costs_anything(
             read(data)
 
     assert peak_bytes(refuse) < 1 << 16
+
+
+def test_a_frame_without_a_batch_may_have_a_limit_of_its_own() -> None:
+    reader = FrameReader(bytearray(SCRATCH), 1000, json_bytes_max=10)
+    assert reader.feed(frame(Type.CALL, 1, bytes(10)) + frame(Type.PUBLISH, 2, bytes(1000)))
+    with pytest.raises(BadFrame, match="a frame of 11 bytes, 10 are allowed"):
+        reader.feed(frame(Type.CALL, 1, bytes(11)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a":[%s0]}' % ("0," * JSON_VALUES_MAX),
+        '{"a":[%s0]}' % ("[]," * JSON_VALUES_MAX),
+        '{"a":%s}' % ("[" * 900 + "0," * JSON_VALUES_MAX + "]" * 900),
+        '{"a":[%s0]}' % ('"",' * JSON_VALUES_MAX),
+        '{"a":[%s0]}' % ('"\\\\","\\"",' * (JSON_VALUES_MAX // 2)),
+    ],
+)
+def test_a_request_has_so_many_values_and_no_more(text: str) -> None:
+    with pytest.raises(BadRequest, match=f"more than {JSON_VALUES_MAX} values"):
+        read_request(text.encode())
+
+
+def test_what_is_in_a_string_of_a_request_is_no_value() -> None:
+    for text in ("a,b:[" * 100_000, 'a,\\"[{' * 100_000, "\\" * 100_001 + "," * 100_000):
+        assert read_request(json.dumps({"data": text}).encode()) == {"data": text}

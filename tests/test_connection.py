@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 import pytest
 
 from penstock import Broker
+from penstock.server import cursus
 from penstock.server.binary import BinarySession
 from penstock.server.cursus import Cursus as CursusSpeaker
 from penstock.server.owing import Owing
@@ -147,7 +148,7 @@ def test_the_provider(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cursus(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch, CursusSpeaker, "_run")
-    breaks(monkeypatch, CursusSpeaker, "_read")
+    breaks(monkeypatch, cursus, "_read")
     with Cursus(server) as client:
         client.command("BOOM")
         ends(client)
@@ -158,7 +159,7 @@ def test_cursus(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cursus_while_it_follows(server: Serve, broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, CursusSpeaker, "_write_run", lambda *_: True)
+    breaks(monkeypatch, CursusSpeaker, "_write_slowly", lambda *_: True)
     broker.publish(topic, b"BOOM")
     with Cursus(server) as client:
         client.command(f"STREAM {topic} 0 0")

@@ -21,9 +21,12 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadFrame, BadRequest, PeerError
 from penstock.run import Run
-from penstock.wire import prefixed
 from penstock.wire.prefixed import (
     FRAME_BYTES_MAX,
+    PLAIN_BYTES_LEAST,
+    PLAIN_BYTES_MAX,
+    PROPERTIES_MAX,
+    RECORDS_MAX,
     VERBS,
     Command,
     Dialect,
@@ -791,22 +794,47 @@ PACKERS: Final[dict[Packing, Callable[[bytes], bytes]]] = {
 
 
 @each_packing
-def test_as_much_is_unpacked_as_a_frame_may_have_and_no_more(packing: Packing) -> None:
-    most, more = (PACKERS[packing](bytes(size)) for size in (FRAME_BYTES_MAX, FRAME_BYTES_MAX + 1))
-
-    assert len(unpack(most)[0]) == FRAME_BYTES_MAX
-    with pytest.raises(BadFrame, match=f"more than {FRAME_BYTES_MAX} bytes"):
-        unpack(more)
+def test_so_much_is_unpacked_and_no_more(packing: Packing) -> None:
+    """A little in any case; else 64 bytes for each packed one; and a limit above all."""
+    rough = Random(1).randbytes(PLAIN_BYTES_MAX // 32)
+    for size, whole in ((PLAIN_BYTES_LEAST, b""), (PLAIN_BYTES_MAX, rough)):
+        most, more = (PACKERS[packing](whole + bytes(count - len(whole))) for count in (size, size + 1))
+        assert len(unpack(most)[0]) == size
+        with pytest.raises(BadFrame, match=f"more than {size} bytes"):
+            unpack(more)
 
 
 @each_packing
-def test_a_bomb_is_not_unpacked_beyond_the_limit(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
-    bomb = PACKERS[packing](bytes(64 * MIB))
-    monkeypatch.setattr(prefixed, "FRAME_BYTES_MAX", MIB)
+def test_a_bomb_is_not_unpacked_beyond_the_limit(packing: Packing) -> None:
+    for bomb in (PACKERS[packing](bytes(64 * MIB)), PACKERS[packing](Random(1).randbytes(MIB // 2) + bytes(64 * MIB))):
+        with pytest.raises(BadFrame, match="unpacks to more than"):
+            unpack(bomb)
+        assert peak_bytes(lambda bomb=bomb: unpack(bomb)) < 40 * MIB  # type: ignore[misc]
 
-    with pytest.raises(BadFrame):
-        unpack(bomb)
-    assert peak_bytes(lambda: unpack(bomb)) < 4 * MIB
+
+def test_a_batch_has_so_many_messages_and_no_more() -> None:
+    most, more = (batch(b"t", 0, [Record(0, b"")] * count) for count in (RECORDS_MAX, RECORDS_MAX + 1))
+    assert len(read_batch(most).records) == RECORDS_MAX
+    with pytest.raises(BadFrame, match=f"a batch of {RECORDS_MAX + 1} messages, {RECORDS_MAX} are allowed"):
+        read_batch(more)
+
+
+def test_a_message_has_so_many_properties_and_no_more() -> None:
+    most, more = (b"".join(b"%d=x\0" % name for name in range(count)) for count in (PROPERTIES_MAX, PROPERTIES_MAX + 1))
+    assert len(read_properties(most)) == PROPERTIES_MAX
+    with pytest.raises(BadRequest, match=f"{PROPERTIES_MAX + 1} of them, {PROPERTIES_MAX} are allowed"):
+        read_properties(more)
+
+
+def test_a_reader_may_take_some_frames_at_a_time() -> None:
+    reader = FrameReader(frames_max=3)
+    data = b"".join(frame(b"%d" % number) for number in range(8))
+    found = [reader.feed(data[:-3])]
+    while reader.has_more:
+        found.append(reader.feed(b""))
+    found.append(reader.feed(data[-3:]))
+    assert found == [[b"0", b"1", b"2"], [b"3", b"4", b"5"], [b"6"], [b"7"]]
+    assert not reader.has_more
 
 
 @each_packing

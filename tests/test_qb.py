@@ -480,7 +480,7 @@ def test_a_payload_above_the_limit_is_refused_by_itself(client: Qb, topic: str) 
     client.create(topic)
     large = client.begin(PUBLISH, bytes((1 << 20) + 1), topic=topic, client_id="c")
     small = client.begin(PUBLISH, b"small", topic=topic, client_id="c")
-    assert "a message of 1048577 bytes, 1048576 are allowed" in client.answer(large)["error"]
+    assert "a message of 1048577 bytes (value, key and headers), 1048576 are allowed" in client.answer(large)["error"]
     assert client.answer(small)["offset"] == "0"
 
 

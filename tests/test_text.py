@@ -1008,3 +1008,38 @@ def test_nats_server_gives_the_same_error(ask: Ask, data: bytes) -> None:
 def test_nats_server_closes_too(ask: Ask, data: bytes) -> None:
     assert ask(data)[1]
     assert feed(parser_of(True), data) == [_WRONG]
+
+
+def test_a_parser_may_take_some_lines_at_a_time() -> None:
+    data = b"".join(b"PUB a.%d 1\r\nx\r\nPING\r\nPUB a r 1\r\ny\r\n" % number for number in range(20))
+    parser = Parser(lines_max=3)
+    found = []
+    for at in range(0, len(data), 100):
+        events = parser.feed(data[at : at + 100])
+        found += events
+        while parser.has_more:
+            assert len(events) <= 3
+            events = parser.feed(b"")
+            found += events
+    pings = [event for event in found if event is Asked.PING]
+    values = [value for event in found if isinstance(event, Run) for value in event.values]
+    assert (len(pings), values) == (20, [b"x", b"y"] * 20)
+
+
+def test_messages_whose_lines_are_known_do_not_count() -> None:
+    parser = Parser(lines_max=2)
+    parser.feed(b"PUB a 1\r\nx\r\n")
+    [run] = parser.feed(b"PUB a 1\r\nx\r\n" * 100)
+    assert isinstance(run, Run)
+    assert len(run) == 100
+    assert not parser.has_more
+
+
+@pytest.mark.parametrize(
+    "line", [b"PUB a 1000000\r\n", b"PING\r\n", b"SUB a 1\r\n", b"\r\n HPUB a 1 9\r\n", b"NONE\r\n"]
+)
+def test_a_line_in_front_of_connect_is_refused_at_once_if_connect_is_needed(line: bytes) -> None:
+    assert Parser(needs_connect=True).feed(line) == [Refused("Authorization Violation", closes=True)]
+    parser = Parser(needs_connect=True)
+    events = parser.feed(b"CONNECT {}\r\nPUB a 1\r\nx\r\n")
+    assert [type(event) for event in events] == [Connect, Run]

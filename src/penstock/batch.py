@@ -47,7 +47,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache
 from itertools import accumulate, islice
-from operator import sub
+from operator import add, sub
 from typing import Final, NamedTuple
 
 import lz4.block
@@ -513,12 +513,12 @@ class Columns:
         return self._build_nullable("headers")
 
     def largest(self) -> int:
-        """The bytes of the longest value, key, header block or other single item."""
-        found = 0
-        for name in self.binary:
+        """Return the bytes of the largest message: its value, key and headers together."""
+        sizes = [0] * self.batch.count
+        for name in self.binary.keys() & {"value", "key", "headers"}:
             offsets = self._offsets_of(name)
-            found = max(found, *map(sub, islice(offsets, 1, None), offsets))
-        return found
+            sizes = list(map(add, sizes, map(sub, islice(offsets, 1, None), offsets)))
+        return max(sizes)
 
     def distinct(self, name: str) -> set[bytes]:
         """What is in a binary column, each once."""

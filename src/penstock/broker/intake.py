@@ -213,6 +213,7 @@ class Intake:
         for index, found in asked.items():
             if found.key is not None:
                 run.keys[index] = found.key
+                run.size = 0  # it did not count the key
             if found.time_us is not None:
                 run.times[index] = found.time_us
         for index, key in run.keys.items():

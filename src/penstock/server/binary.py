@@ -8,20 +8,21 @@ by DISCONNECT, because its protocol has no other word for it.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock import headers
-from penstock.batch import BATCH_BYTES_MAX, Batch, accept
+from penstock.batch import BATCH_BYTES_MAX, HEADER_BYTES, Batch, Buffer, accept
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
 from penstock.broker.member import Member, Notice, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
-from penstock.broker.topic import RESERVED, check_lines
+from penstock.broker.topic import RESERVED, ServedTopic, check_lines
 from penstock.errors import (
     BadFrame,
     BadHeader,
@@ -38,9 +39,9 @@ from penstock.errors import (
 )
 from penstock.run import Run, open_batch, split
 from penstock.server import calls, provider
-from penstock.server.connection import INTERNAL_ERROR, Connection
+from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.gate import HANDSHAKE_BYTES_MAX, credentials
-from penstock.server.owing import Owing
+from penstock.server.owing import SLICE_MESSAGES, Owing
 from penstock.subject import is_pattern, is_subject
 from penstock.wire import binary
 from penstock.wire.binary import Frame, FrameReader, Type, Verb
@@ -56,10 +57,21 @@ FETCH_BYTES_MAX: Final = 16 << 20
 FETCH_WAIT_MS_MAX: Final = 60_000
 # Memory for a frame that is only announced.
 AHEAD_BYTES: Final = 1 << 20
+# A batch that is larger is checked in a worker.
+INLINE_BYTES_MAX: Final = 1 << 20
+INLINE_MESSAGES_MAX: Final = 4096
+PUBLISH_MESSAGES_MAX: Final = 1 << 17
 # Messages on the way to one subscription.
 CREDIT_MAX: Final = 1_000_000
 
 _SAY_HELLO: Final = Unauthorized("say HELLO first, with a user and a password or a token")
+
+
+class _Checked(NamedTuple):
+    """A batch that is sound, and its messages if they are needed."""
+
+    batch: Batch
+    run: Run | None = None
 
 
 class BinarySession(Connection, asyncio.BufferedProtocol):
@@ -69,8 +81,15 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         self.subscriptions: dict[int, tuple[Member, Subscription | Group]] = {}
         self.is_hello = False
         self._provider = provider.Provider(self)
-        bytes_max = HANDSHAKE_BYTES_MAX if server.gate.needs_auth else binary.JSON_BYTES_MAX
-        self._reader = FrameReader(server.scratch, bytes_max, ahead_bytes=AHEAD_BYTES)
+        # A message of the Provider's is JSON, in which a byte may take several.
+        json_bytes_max = max(binary.JSON_BYTES_MAX, 2 * server.config.server.payload_bytes_max + (64 << 10))
+        bytes_max = HANDSHAKE_BYTES_MAX if server.gate.needs_auth else json_bytes_max
+        self._reader = FrameReader(
+            server.scratch,
+            bytes_max,
+            ahead_bytes=AHEAD_BYTES,
+            json_bytes_max=min(json_bytes_max, binary.FRAME_BYTES_MAX),
+        )
         # Frames that wait for what is published before them; None: none is waited for.
         self._waiting: deque[Frame] | None = None
         self._requests: set[asyncio.Task[None]] = set()
@@ -194,18 +213,23 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
     # Frames.
 
     def _handle(self, frames: deque[Frame]) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TURN_S
         while frames and not (self.peer.is_closing or self._owing.is_stopping):
             frame = frames.popleft()
+            waits: Coroutine[Any, Any, None] | None = None
             try:
                 waits = self._do(frame)
             except PenstockError as error:
                 self.answer_error(frame.id, error)
-            else:
-                if waits is not None:
-                    self._waiting = frames
-                    self.peer.hold()
-                    self.spawn(self._wait(frame.id, waits))
-                    return
+            if waits is None and frames and loop.time() > until:
+                # Let the others have a turn.
+                waits = asyncio.sleep(0)
+            if waits is not None:
+                self._waiting = frames
+                self.peer.hold()
+                self.spawn(self._wait(frame.id, waits))
+                return
 
     async def _wait(self, number: int, waits: Coroutine[Any, Any, None]) -> None:
         """Let something take its time; what comes behind it waits."""
@@ -219,7 +243,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         """One frame; what those behind it must wait for, if they must."""
         kind, number, payload = frame
         if not self.is_admitted:
-            options = credentials(binary.read_json(payload)) if kind == Type.HELLO else None
+            options = credentials(binary.read_request(payload)) if kind == Type.HELLO else None
             if not self.server.gate.admit(self, options):
                 self._deny(frame)
                 return None
@@ -242,14 +266,14 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             case Type.SETTLE:
                 self._settle(number, binary.read_settle(payload))
             case Type.OPEN:
-                return self._open(number, binary.read_json(payload))
+                return self._open(number, binary.read_request(payload))
             case Type.END:
                 self.unsubscribe(binary.read_end(payload))
                 self.answer(number, {})
             case Type.CALL:
-                self._begin(number, self._call(number, binary.read_json(payload)))
+                self._begin(number, self._call(number, binary.read_request(payload)))
             case Type.HELLO:
-                self._hello(number, binary.read_json(payload))
+                self._hello(number, binary.read_request(payload))
             case Type.HEARTBEAT:
                 if number:
                     self.answer_frame(binary.frame(Type.HEARTBEAT, number))
@@ -318,22 +342,66 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
 
     def _append(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
         to, data = binary.read_append(payload)
-        batch = accept(data)
-        self._check_sizes(batch)
         topic = self.broker.public_topic(to.topic_id)
+        return self._check(data, topic, lambda checked: self._append_checked(number, to, checked))
+
+    def _append_checked(self, number: int, to: binary.Append, checked: _Checked) -> Coroutine[Any, Any, None] | None:
+        batch, run = checked
+        if run is not None:
+            return self._publish_run(run, lambda receipt: self._tell_appended(number, receipt))
+        if self.broker.store.is_crowded:
+            return self._append_later(number, to, batch)
+        self._append_batch(number, to, batch)
+        return None
+
+    def _check(
+        self,
+        data: Buffer,
+        topic: ServedTopic | None,
+        then: Callable[[_Checked], Coroutine[Any, Any, None] | None],
+        *,
+        is_staged: bool = False,
+    ) -> Coroutine[Any, Any, None] | None:
+        """Check a producer's batch, and go on with it: at once, or in a worker if it is large."""
+        if len(data) > INLINE_BYTES_MAX or (len(data) >= HEADER_BYTES and _is_large(Batch(data))):
+            return self._check_later(data, topic, then, is_staged=is_staged)
+        return then(self._checked(data, topic, is_staged=is_staged))
+
+    async def _check_later(
+        self,
+        data: Buffer,
+        topic: ServedTopic | None,
+        then: Callable[[_Checked], Coroutine[Any, Any, None] | None],
+        *,
+        is_staged: bool,
+    ) -> None:
+        waits = then(await self.server.work(self._checked, data, topic, is_staged=is_staged))
+        if waits is not None:
+            await waits
+
+    def _checked(self, data: Buffer, topic: ServedTopic | None, *, is_staged: bool) -> _Checked:
+        """Return a batch that is sound, and its messages if somebody must look at them."""
+        batch = accept(data)
+        if batch.plain_length > self.server.config.server.payload_bytes_max:
+            self.check_size(batch.columns().largest())
+        check_lines(batch, None if topic is None else topic.name)
+        if topic is None:
+            if batch.count > PUBLISH_MESSAGES_MAX:
+                raise BatchTooLarge(f"{batch.count} messages in one PUBLISH, {PUBLISH_MESSAGES_MAX} are allowed")
+            return _Checked(batch, open_batch(batch, b""))
+        now_us = self.broker.clock.now_us()
+        if is_staged:
+            if batch.asks and any(headers.read(block, now_us).due_us for block in batch.columns().distinct("headers")):
+                raise BadHeader("a delayed message cannot be part of a transaction")
+            return _Checked(batch)
         if topic.takes_opaque(batch):
-            check_lines(batch, topic.name)
-            if self.broker.store.is_crowded:
-                return self._append_later(number, to, batch)
-            self._append_batch(number, to, batch)
-            return None
+            return _Checked(batch)
         if batch.asks and batch.producer:
             raise BadRequest("a batch whose messages ask for something has no producer: their ids tell repetitions")
-        check_lines(batch, topic.name)
         run = open_batch(batch, topic.name)
         for block in run.headers.values():
-            headers.read(block, self.broker.clock.now_us())
-        return self._publish_run(run, lambda receipt: self._tell_appended(number, receipt))
+            headers.read(block, now_us)
+        return _Checked(batch, run)
 
     async def _append_later(self, number: int, to: binary.Append, batch: Batch) -> None:
         await self.broker.store.room()
@@ -358,14 +426,12 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
 
     def _stage(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
         stage, data = binary.read_stage(payload)
-        batch = accept(data)
-        self._check_sizes(batch)
         topic = self.broker.public_topic(stage.to.topic_id)
-        check_lines(batch, topic.name)
-        if batch.asks:
-            now_us = self.broker.clock.now_us()
-            if any(headers.read(block, now_us).due_us for block in batch.columns().distinct("headers")):
-                raise BadHeader("a delayed message cannot be part of a transaction")
+        return self._check(
+            data, topic, lambda checked: self._stage_checked(number, stage, checked.batch), is_staged=True
+        )
+
+    def _stage_checked(self, number: int, stage: binary.Stage, batch: Batch) -> Coroutine[Any, Any, None] | None:
         if self.broker.transactions is None or self.broker.store.is_crowded:
             return self._stage_later(number, stage, batch)
         self._stage_batch(number, stage, batch)
@@ -391,15 +457,15 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             done(0, error)
 
     def _publish_batch(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
-        batch = accept(payload)
-        self._check_sizes(batch)
-        check_lines(batch)
-        run = open_batch(batch, b"")
-        return self._publish_run(run, lambda receipt: self._tell_published(number, receipt))
+        def then(checked: _Checked) -> Coroutine[Any, Any, None] | None:
+            assert checked.run is not None, "it is opened"
+            return self._publish_run(checked.run, lambda receipt: self._tell_published(number, receipt))
+
+        return self._check(payload, None, then)
 
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         """A single message that did not come as a batch."""
-        self._check_size(len(run.values[0]))
+        self.check_size(len(run.values[0]), len(run.keys.get(0, b"")))
         return self._publish_run(run, told)
 
     def _publish_run(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
@@ -408,13 +474,21 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         return self._owing.publish(run, told, refusals)
 
     def _tell_published(self, number: int, receipt: Receipt) -> None:
-        receipts: list[Any] = []
-        for stored in receipt.stored():
-            if isinstance(stored, Stored):
-                receipts.append([stored.topic.decode(), stored.partition, stored.offset, stored.is_duplicate])
-            else:
-                receipts.append(_told(stored))
-        self.answer(number, {"receipts": receipts})
+        if receipt.count <= SLICE_MESSAGES:
+            self.answer(number, {"receipts": list(map(_receipt, receipt.stored()))})
+            return
+        self._owing.begin(0)
+        self.spawn(self._tell_slowly(number, receipt.stored()))
+
+    async def _tell_slowly(self, number: int, outcomes: list[Stored | PenstockError]) -> None:
+        """Answer a PUBLISH of many messages: writing the receipts takes a while."""
+        parts = []
+        for begin in range(0, len(outcomes), SLICE_MESSAGES):
+            receipts = list(map(_receipt, outcomes[begin : begin + SLICE_MESSAGES]))
+            parts.append(json.dumps(receipts, separators=(",", ":"))[1:-1])
+            await asyncio.sleep(0)
+        self.answer_frame(binary.frame(Type.RESULT, number, f'{{"receipts":[{",".join(parts)}]}}'.encode()))
+        self._owing.end(0)
 
     def _tell_appended(self, number: int, receipt: Receipt) -> None:
         if receipt.error is not None:
@@ -423,16 +497,6 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         stored = [each for each in receipt.stored() if isinstance(each, Stored)]
         is_duplicate = all(each.is_duplicate for each in stored)
         self.answer(number, {"offset": stored[0].offset, "duplicate": is_duplicate})
-
-    def _check_sizes(self, batch: Batch) -> None:
-        """A message of a producer's batch is as bounded as any."""
-        if batch.plain_length > self.server.config.server.payload_bytes_max:
-            self._check_size(batch.columns().largest())
-
-    def _check_size(self, size: int) -> None:
-        limit = self.server.config.server.payload_bytes_max
-        if size > limit:
-            raise BatchTooLarge(f"a message with {size} bytes in one part, {limit} are allowed")
 
     # Out.
 
@@ -616,6 +680,17 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             self.server.counters.protocol_errors += 1
         self.write(binary.json_frame(Type.DISCONNECT, 0, _told(error)))
         self.peer.close()
+
+
+def _is_large(batch: Batch) -> bool:
+    """Return whether it takes long to check a batch, as far as its header can be believed."""
+    return batch.count > INLINE_MESSAGES_MAX or batch.plain_length > INLINE_BYTES_MAX
+
+
+def _receipt(stored: Stored | PenstockError) -> object:
+    if isinstance(stored, Stored):
+        return [stored.topic.decode(), stored.partition, stored.offset, stored.is_duplicate]
+    return _told(stored)
 
 
 def _told(error: PenstockError) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, cast
 
-from penstock.errors import PenstockError
+from penstock.errors import BatchTooLarge, PenstockError
 from penstock.server.peer import Peer, Traffic
 from penstock.subject import clean
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from penstock.broker.member import Member
     from penstock.broker.subscription import Subscription
     from penstock.server.server import Server
+
+# A connection's commands are processed for so long; then others have a turn.
+TURN_S: Final = 0.005
 
 INTERNAL_ERROR: Final = PenstockError("internal error")
 
@@ -88,6 +91,15 @@ class Connection:
     def summary(self) -> dict[str, Any]:
         """Return who it is and what it has done, without its subscriptions."""
         return {"id": self.id, "cid": self.id, "ip": self.address, "name": self.name, **self.traffic._asdict()}
+
+    def check_size(self, *sizes: int) -> None:
+        """Raise BatchTooLarge if a message is too large. `sizes`: of its value, key and headers, whatever it has."""
+        size, limit = sum(sizes), self.server.config.server.payload_bytes_max
+        if size > limit:
+            raise BatchTooLarge(
+                f"a message of {size} bytes (value, key and headers), {limit} are allowed: "
+                "send less, or raise server.payload_bytes_max"
+            )
 
     # From the transport.
 

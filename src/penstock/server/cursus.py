@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -34,6 +34,7 @@ from penstock.headers import lines
 from penstock.run import Run
 from penstock.server import calls
 from penstock.server.gate import credentials
+from penstock.server.owing import SLICE_MESSAGES
 from penstock.storage.log import State
 from penstock.storage.policy import PARTITIONS_MAX
 from penstock.storage.store import outcome
@@ -49,6 +50,8 @@ DEFAULT_PARTITIONS: Final = 4
 CONSUME_MAX: Final = 8192
 CONSUME_BYTES_MAX: Final = 16 << 20
 WAIT_MS_MAX: Final = 60_000
+# A frame that is longer, or packed, is read in a worker.
+INLINE_BYTES_MAX: Final = 64 << 10
 # Whoever waits for messages hears this often that the server is there, at the least.
 KEEP_ALIVE_S: Final = 5.0
 
@@ -80,11 +83,31 @@ class Cursus:
 
     def do(self, frames: deque[Frame]) -> Coroutine[Any, Any, None] | None:
         self._stop_following()
+        frame = frames.popleft()
+        assert isinstance(frame, bytes), "the dialect is Cursus"
+        if prefixed.is_packed(frame) or len(frame) > INLINE_BYTES_MAX:
+            return self._do_later(frame, frames)
         try:
-            request = self._read(frames.popleft())
+            request, packing = _read(frame)
         except PenstockError as error:
             self._say_error(error)
             return None
+        return self._do(request, packing, frames)
+
+    async def _do_later(self, frame: bytes, frames: deque[Frame]) -> None:
+        """As `do`, for a frame that takes a while to unpack and read."""
+        try:
+            request, packing = await self._session.server.work(_read, frame)
+        except PenstockError as error:
+            self._say_error(error)
+            return
+        await self._do(request, packing, frames)
+
+    def _do(
+        self, request: Command | Records, packing: Packing | None, frames: deque[Frame]
+    ) -> Coroutine[Any, Any, None]:
+        if packing is not None:
+            self._packing = packing
         if not isinstance(request, Command):
             return self._answer_later(self._publish_batch(request))
         if request.verb == "PUBLISH":
@@ -143,18 +166,6 @@ class Cursus:
                 self._say("\n".join(["Available commands:", *(f"  {prefixed.usage(verb)}" for verb in prefixed.VERBS)]))
             case "EXIT":
                 self._session.peer.close()
-
-    def _read(self, frame: Frame) -> Command | Records:
-        assert isinstance(frame, bytes), "it is Cursus that is spoken"
-        payload, packing = prefixed.unpack(frame)
-        if payload:
-            self._packing = packing
-        if prefixed.is_batch(payload):
-            return prefixed.read_batch(payload)
-        topic, payload = prefixed.open_envelope(payload)
-        if topic and not prefixed.is_command(payload):
-            return Records(topic, -1, [prefixed.Record(0, payload)], acks="0")
-        return prefixed.read_command(payload)
 
     # Topics.
 
@@ -225,7 +236,8 @@ class Cursus:
                 outcomes.append((following, len(run) - 1))
             except PenstockError as error:
                 outcomes.append((following, error))
-            following = self._next_publish(frames) if run.partition is None else None
+            is_full = run.partition is not None or len(outcomes) >= SLICE_MESSAGES
+            following = None if is_full else self._next_publish(frames)
         stored = await self._store(run) if run.values else []
         parts = []
         for asked, found in outcomes:
@@ -251,7 +263,8 @@ class Cursus:
         if topic not in known:
             self._session.topic_of(topic.encode())
             known[topic] = topic.encode()
-        self._session.check_size(len(command.message))
+        size = sum(len(arguments.get(name, "").encode()) for name in ("key", "producerId"))
+        self._session.check_size(len(command.message), size)
         index = len(run)
         if command.is_named:
             self._add_named(run, index, arguments)
@@ -273,19 +286,11 @@ class Cursus:
 
     async def _publish_batch(self, records: Records) -> None:
         """A producer's batch: all of it, or what is not stored is told."""
-        run = Run([], [])
         self._session.topic_of(records.topic)
-        for record in records.records:
-            self._session.check_size(len(record.value))
-            if records.is_idempotent:
-                producer = record.producer.decode(errors="replace")
-                run.headers[len(run)] = _identity(producer, record.epoch, record.sequence)
-            if record.key:
-                run.keys[len(run)] = record.key
-            run.subjects.append(records.topic)
-            run.values.append(record.value)
-        if records.partition >= 0:
-            run.partition = records.partition
+        if len(records.records) > SLICE_MESSAGES:
+            run = await self._session.server.work(_run, records, self._session.check_size)
+        else:
+            run = _run(records, self._session.check_size)
         stored = await self._store(run) if run.values else []
         failure = next((each for each in stored if isinstance(each, PenstockError)), None)
         if failure is not None:
@@ -348,13 +353,12 @@ class Cursus:
         self._say_error(error)
 
     def _write_run(self, topic: bytes, partition: int, run: Run, *, by_name: bool) -> None:
-        if by_name:
-            data = self._packed(prefixed.run_batch(topic, partition, run))
-        elif self._packing is Packing.NONE:
-            data = b"".join([prefixed.frame(value) for value in run.values])
-        else:
-            data = b"".join([self._packed(value) for value in run.values])
-        self._session.peer.write(data)
+        self._session.peer.write(_encode(topic, partition, run, self._packing, by_name=by_name))
+
+    async def _write_slowly(self, partition: Partition, run: Run, *, by_name: bool) -> None:
+        """As `_write_run`, of what may be as large as it likes."""
+        arguments = (partition.name, partition.number, run, self._packing)
+        self._session.peer.write(await self._session.server.work(_encode, *arguments, by_name=by_name))
 
     # Out: CONSUME.
 
@@ -405,11 +409,11 @@ class Cursus:
                 gathered.extend(run)
                 offsets += run.all_offsets()
             else:
-                self._write_run(partition.name, partition.number, run, by_name=False)
+                await self._write_slowly(partition, run, by_name=False)
                 await self._session.peer.drained()
         if offsets:
             gathered.base_offset, gathered.offsets = offsets[0], offsets
-            self._write_run(partition.name, partition.number, gathered, by_name=True)
+            await self._write_slowly(partition, gathered, by_name=True)
         self._session.peer.out_messages += sent
         partition.sent += sent
         return sent
@@ -473,7 +477,7 @@ class Cursus:
             if found is not None:
                 run, offset = found
                 if run.values:
-                    self._write_run(partition.name, partition.number, run, by_name=by_name)
+                    await self._write_slowly(partition, run, by_name=by_name)
                     peer.out_messages += len(run)
                     partition.sent += len(run)
                 continue
@@ -625,6 +629,25 @@ class Cursus:
         return prefixed.frame(prefixed.pack(payload, self._packing))
 
 
+def _encode(topic: bytes, partition: int, run: Run, packing: Packing, *, by_name: bool) -> bytes:
+    """Return the frames of a run."""
+    if by_name:
+        return prefixed.frame(prefixed.pack(prefixed.run_batch(topic, partition, run), packing))
+    return b"".join([prefixed.frame(prefixed.pack(value, packing)) for value in run.values])
+
+
+def _read(frame: bytes) -> tuple[Command | Records, Packing | None]:
+    """Return what is in a frame, and how it is packed; a sign of life is not."""
+    payload, found = prefixed.unpack(frame)
+    packing = found if payload else None
+    if prefixed.is_batch(payload):
+        return prefixed.read_batch(payload), packing
+    topic, payload = prefixed.open_envelope(payload)
+    if topic and not prefixed.is_command(payload):
+        return Records(topic, -1, [prefixed.Record(0, payload)], acks="0"), packing
+    return prefixed.read_command(payload), packing
+
+
 def _auth(frame: Frame) -> Command | None:
     """Return the AUTH command in a frame that is not packed, if it is one."""
     try:
@@ -655,6 +678,19 @@ def _told(command: Command, outcome: Stored | PenstockError, address: str) -> by
             "leader": address,
         }
     ).encode()
+
+
+def _run(records: Records, check_size: Callable[..., None]) -> Run:
+    run = Run([records.topic] * len(records.records), [record.value for record in records.records])
+    for index, record in enumerate(records.records):
+        if records.is_idempotent:
+            run.headers[index] = _identity(record.producer.decode(errors="replace"), record.epoch, record.sequence)
+        if record.key:
+            run.keys[index] = record.key
+        check_size(len(record.value), len(record.key), len(run.headers.get(index, b"")))
+    if records.partition >= 0:
+        run.partition = records.partition
+    return run
 
 
 def _identity(producer: str, epoch: int, sequence: int) -> bytes:

@@ -15,12 +15,12 @@ from penstock.broker.group import Group
 from penstock.broker.intake import Receipt
 from penstock.broker.member import Member, Place
 from penstock.broker.topic import RESERVED, ServedTopic
-from penstock.errors import BadSubject, BatchTooLarge, Closed, PenstockError, Unauthorized, UnknownTopic
+from penstock.errors import BadSubject, Closed, PenstockError, Unauthorized, UnknownTopic
 from penstock.run import Run
-from penstock.server.connection import INTERNAL_ERROR, Connection
+from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.cursus import Cursus
 from penstock.server.gate import HANDSHAKE_BYTES_MAX
-from penstock.server.owing import Owing
+from penstock.server.owing import SLICE_MESSAGES, Owing
 from penstock.server.qb import Qb
 from penstock.subject import is_subject
 from penstock.wire.prefixed import FRAME_BYTES_MAX, Dialect, FrameReader, Message, Style
@@ -69,7 +69,9 @@ class PrefixedSession(Connection, asyncio.Protocol):
         self.owing = Owing(self, self._stopped)
         # The groups that it is a member of, by what it calls them; one may have it as several members.
         self.memberships: dict[str, list[tuple[Member, Group]]] = {}
-        self._reader = FrameReader(HANDSHAKE_BYTES_MAX if server.gate.needs_auth else FRAME_BYTES_MAX)
+        self._reader = FrameReader(
+            HANDSHAKE_BYTES_MAX if server.gate.needs_auth else FRAME_BYTES_MAX, frames_max=SLICE_MESSAGES
+        )
         self._speaker: Speaker | None = None
         self._heard_at = 0.0
         # Why it is closed, when the answers that are owed are given.
@@ -175,6 +177,8 @@ class PrefixedSession(Connection, asyncio.Protocol):
 
     def _handle(self, frames: deque[Frame]) -> None:
         assert self._speaker is not None, "there are frames"
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TURN_S
         while frames and not (self.peer.is_closing or self.owing.is_stopping):
             if not self.is_admitted:
                 if not self.server.gate.admit(self, self._speaker.credentials(frames[0])):
@@ -188,7 +192,16 @@ class PrefixedSession(Connection, asyncio.Protocol):
                 self.peer.hold()
                 self.spawn(self._wait(waits))
                 return
-        if not frames and self._reader.refusal is not None:
+            if frames and loop.time() > until:
+                break
+        if self.peer.is_closing or self.owing.is_stopping:
+            return
+        if frames or self._reader.has_more:
+            # Let the others have a turn.
+            self._waiting = frames
+            self.peer.hold()
+            self.spawn(self._wait(asyncio.sleep(0)))
+        elif self._reader.refusal is not None:
             self._refuse(self._reader.refusal)
 
     async def _wait(self, waits: Coroutine[Any, Any, None]) -> None:
@@ -198,6 +211,8 @@ class PrefixedSession(Connection, asyncio.Protocol):
         if self.owing.is_stopping:
             self._close()
         elif not self.peer.is_closing:
+            if not frames and self._reader.has_more:
+                frames.extend(self._reader.feed(b""))
             self._handle(frames)
             self._read_on()
 
@@ -215,11 +230,6 @@ class PrefixedSession(Connection, asyncio.Protocol):
 
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         return self.owing.publish(run, told)
-
-    def check_size(self, size: int) -> None:
-        limit = self.server.config.server.payload_bytes_max
-        if size > limit:
-            raise BatchTooLarge(f"a message of {size} bytes, {limit} are allowed")
 
     def topic_of(self, subject: bytes) -> ServedTopic:
         """The one that stores a subject: these protocols make no topic by publishing to it."""

@@ -60,11 +60,11 @@ class Provider:
         """One frame; what those behind it must wait for, if they must."""
         match frame.type:
             case Type.DATA:
-                return self._publish(frame.id, binary.read_json(frame.payload))
+                return self._publish(frame.id, binary.read_request(frame.payload))
             case Type.SUBSCRIBE:
-                return self._subscribe(frame.id, binary.read_json(frame.payload))
+                return self._subscribe(frame.id, binary.read_request(frame.payload))
             case Type.COMMIT_OFFSET:
-                self._commit(frame.id, binary.read_json(frame.payload))
+                self._commit(frame.id, binary.read_request(frame.payload))
         return None
 
     def send(self, member: Member, place: Place, run: Run) -> None:

@@ -31,6 +31,7 @@ from penstock.errors import BadRequest, GroupConflict, PenstockError, TopicConfl
 from penstock.run import Run
 from penstock.server import calls
 from penstock.server.gate import credentials
+from penstock.server.owing import SLICE_MESSAGES
 from penstock.subject import is_pattern
 from penstock.wire import prefixed
 from penstock.wire.prefixed import Kind, Message
@@ -80,6 +81,7 @@ class Qb:
             return self._publish(frames)
         frames.popleft()
         try:
+            self._session.check_size(len(message.properties))
             properties = prefixed.read_properties(message.properties)
             match message.kind:
                 case Kind.CREATE_TOPIC:
@@ -180,10 +182,13 @@ class Qb:
         sequences: list[int] = []
         # Topics that messages can go to, so that each is looked up once.
         known: dict[str, bytes] = {}
-        while frames and run.partition is None and isinstance(message := frames[0], Message):
+        while (
+            len(run) < SLICE_MESSAGES and frames and run.partition is None and isinstance(message := frames[0], Message)
+        ):
             if message.kind != Kind.PUBLISH:
                 break
             try:
+                self._session.check_size(len(message.properties))
                 properties = prefixed.read_properties(message.properties)
                 if sequences and "partition" in properties:
                     break
@@ -208,9 +213,9 @@ class Qb:
             except UnknownTopic:
                 raise UnknownTopic(f"Topic '{topic}' does not exist") from None
             known[topic] = topic.encode()
-        self._session.check_size(len(message.body))
         partition = _number(properties, "partition") if "partition" in properties else None
         block = b"".join([_header(name, value) for name, value in properties.items() if name not in _OWN])
+        self._session.check_size(len(message.body), len(block))
         time_us = message.timestamp_ms * 1000
         if time_us > headers.TIME_US_MAX:
             raise BadRequest("Invalid timestamp: it is milliseconds since 1970")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
@@ -43,7 +43,12 @@ from penstock.wire.binary import SCRATCH_BYTES
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _SWEEP_S: Final = 1.0
+# Frames of clients that are opened in a thread at the same time.
+WORKERS_MAX: Final = 2
 # In the data directory: the last topology that the registry told.
 TOPOLOGY_NAME: Final = "topology.json"
 
@@ -117,6 +122,7 @@ class Server:
         # What binary connections are read into: one at a time, since they are all of one loop.
         self.scratch = bytearray(SCRATCH_BYTES)
         self.gate = Gate(self)
+        self._working = asyncio.Semaphore(WORKERS_MAX)
         self._last_id = 0
         # Of the connections that are gone.
         self.totals = Traffic()
@@ -264,6 +270,11 @@ class Server:
         """Begin a task. An unexpected exception ends this task only."""
         assert self._tasks is not None, "it runs"
         return self._tasks.create_task(self.broker.health.supervise("task", coroutine))
+
+    async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that takes long, and touches nothing of the broker, in a worker thread. Few at a time."""
+        async with self._working:
+            return await asyncio.to_thread(function, *args, **kwargs)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, callback)

@@ -26,6 +26,7 @@ from penstock.broker.subscription import Subscription, select_matching
 from penstock.errors import PenstockError, TooManySubscriptions
 from penstock.run import Run
 from penstock.server.connection import Connection
+from penstock.server.owing import is_long, slices
 from penstock.subject import matches
 from penstock.wire import text
 from penstock.wire.events import (
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 # An acknowledgement in the NATS dialect is a message to this subject: `msg.ack()` of a NATS client sends one.
 ACK_SUBJECT: Final = b"$ACK."
+# Lines that are parsed and done before others have a turn.
+LINES_MAX: Final = 256
 # Runs of its own that a connection without echo is protected from: what it has on the way at once.
 OWN_RUNS_MAX: Final = 1000
 # Subjects that a connection pulls without a subscription; each has a position.
@@ -72,7 +75,9 @@ class Session(Connection, asyncio.Protocol):
         # How many of the server's PINGs have not been answered.
         self.unanswered = 0
         self.subscriptions: dict[bytes, tuple[Member, Subscription | Group]] = {}
-        self._parser = text.Parser(server.config.server.payload_bytes_max, needs_connect=server.gate.needs_auth)
+        self._parser = text.Parser(
+            server.config.server.payload_bytes_max, needs_connect=server.gate.needs_auth, lines_max=LINES_MAX
+        )
         self._verbose = True
         self._has_headers = True
         self._wants_no_responders = False
@@ -186,6 +191,11 @@ class Session(Connection, asyncio.Protocol):
                 self.peer.hold()
                 self.spawn(self._wait(waits))
                 return
+        if self._parser.has_more and not self.peer.is_closing:
+            # Let the others have a turn.
+            self._waiting = events
+            self.peer.hold()
+            self.spawn(self._wait(asyncio.sleep(0)))
 
     async def _wait(self, waits: Coroutine[Any, Any, None]) -> None:
         """Let an event take its time; those behind it wait."""
@@ -196,6 +206,8 @@ class Session(Connection, asyncio.Protocol):
         events, self._waiting = self._waiting or deque(), None
         if self.peer.is_closing:
             return
+        if not events and self._parser.has_more:
+            events.extend(self._parser.feed(b""))
         self.peer.read_on()
         self._handle(events)
 
@@ -208,6 +220,8 @@ class Session(Connection, asyncio.Protocol):
                 return None
         match event:
             case Run():
+                if is_long(event):
+                    return self._publish_slices(event)
                 if self.broker.is_ready(event):
                     self._publish(event)
                 else:
@@ -260,6 +274,14 @@ class Session(Connection, asyncio.Protocol):
             self._answer(text.info({**self.server.info(self), "connect_info": True}))
 
     # Publish.
+
+    async def _publish_slices(self, run: Run) -> None:
+        for piece in slices(run):
+            refusals = None if self.broker.is_ready(piece) else await self.broker.make_ready(piece)
+            if self.peer.is_closing:
+                return
+            self._publish(piece, refusals)
+            await asyncio.sleep(0)
 
     async def _prepare(self, run: Run) -> None:
         self._publish(run, await self.broker.make_ready(run))

@@ -42,8 +42,9 @@ from penstock.batch import BATCH_BYTES_MAX, Buffer
 from penstock.errors import BadFrame, BadRequest
 
 HEAD: Final = struct.Struct("!BQI")
-# The Provider's limit, for who has not said HELLO.
-JSON_BYTES_MAX: Final = 10 << 20
+# Requests in JSON: their bytes, unless they carry a message, and their values. Decoding cannot be interrupted.
+JSON_BYTES_MAX: Final = 2 << 20
+JSON_VALUES_MAX: Final = 1 << 16
 # A batch, and what stands before it.
 FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 20)
 # What is read at once. A frame that is larger gets memory of its own, which is filled in place.
@@ -91,6 +92,10 @@ class Type(IntEnum):
     ENDED = 0x24
 
 
+# Frames with a batch in them: others are small.
+_WITH_BATCH: Final = frozenset({Type.PUBLISH, Type.APPEND, Type.STAGE})
+
+
 class Verb(IntEnum):
     """What a reader says of messages that it has."""
 
@@ -114,13 +119,30 @@ class FrameReader:
     how many came. Between the two nothing else may use `scratch`, which connections of one thread can share.
     """
 
-    __slots__ = ("_ahead_bytes", "_large", "_large_end", "_large_length", "_refusal", "_rest", "_scratch", "bytes_max")
+    __slots__ = (
+        "_ahead_bytes",
+        "_json_bytes_max",
+        "_large",
+        "_large_end",
+        "_large_length",
+        "_refusal",
+        "_rest",
+        "_scratch",
+        "bytes_max",
+    )
 
     def __init__(
-        self, scratch: bytearray, bytes_max: int = FRAME_BYTES_MAX, *, ahead_bytes: int = FRAME_BYTES_MAX
+        self,
+        scratch: bytearray,
+        bytes_max: int = FRAME_BYTES_MAX,
+        *,
+        ahead_bytes: int = FRAME_BYTES_MAX,
+        json_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
-        """`bytes_max` is for a payload; of one that is announced so much memory is taken ahead of what has come."""
+        """`bytes_max` is for a payload, `json_bytes_max` for one that is not a batch; of one that is announced so much
+        memory is taken ahead of what has come."""
         self.bytes_max = bytes_max
+        self._json_bytes_max = json_bytes_max
         self._ahead_bytes = ahead_bytes
         self._refusal: BadFrame | None = None
         self._scratch = memoryview(scratch)
@@ -159,8 +181,12 @@ class FrameReader:
         frames: list[Frame] = []
         while end - begin >= HEAD.size:
             kind, number, length = HEAD.unpack_from(view, begin)
-            if length > self.bytes_max:
-                self._refusal = BadFrame(f"a frame of {length} bytes, {self.bytes_max} are allowed")
+            if length > self._json_bytes_max or length > self.bytes_max:
+                limit = self.bytes_max if kind in _WITH_BATCH else min(self.bytes_max, self._json_bytes_max)
+            else:
+                limit = length
+            if length > limit:
+                self._refusal = BadFrame(f"a frame of {length} bytes, {limit} are allowed")
                 if not frames:
                     self.check()
                 return frames
@@ -227,6 +253,21 @@ def read_json(payload: Buffer) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest("what must be a JSON object is not one")
     return value
+
+
+def read_request(payload: Buffer) -> dict[str, Any]:
+    """As `read_json`, of a client: how many values it may have is bounded, which bounds time and memory."""
+    data = bytes(payload)
+    if _structure(data) > JSON_VALUES_MAX:
+        # Strings may have those, too: count again without them.
+        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if data.count(b'"') > 2 * JSON_VALUES_MAX or _structure(b"".join(data.split(b'"')[::2])) > JSON_VALUES_MAX:
+            raise BadRequest(f"a request of more than {JSON_VALUES_MAX} values in JSON")
+    return read_json(payload)
+
+
+def _structure(data: bytes) -> int:
+    return sum(map(data.count, (b",", b":", b"[", b"{")))
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -36,6 +36,13 @@ from penstock.run import Run
 
 # Cursus' limit, for both.
 FRAME_BYTES_MAX: Final = 64 << 20
+# What a packed frame may unpack to: this many bytes for each packed one, a little in any case, and so much at the most.
+PACKING_RATIO_MAX: Final = 64
+PLAIN_BYTES_LEAST: Final = 1 << 20
+PLAIN_BYTES_MAX: Final = 16 << 20
+# Messages of one batch, and properties of one message: each costs more memory than its bytes.
+RECORDS_MAX: Final = 1 << 16
+PROPERTIES_MAX: Final = 1024
 # Of the names of topics in one CONSUME.
 PATTERN_CHARS_MAX: Final = 256
 
@@ -89,10 +96,24 @@ class FrameReader:
     When nothing behind them can be read any more, `refusal` says why.
     """
 
-    __slots__ = ("_has_layout", "_has_total", "_have", "_needed", "_parts", "bytes_max", "dialect", "refusal", "style")
+    __slots__ = (
+        "_frames_max",
+        "_has_layout",
+        "_has_total",
+        "_have",
+        "_needed",
+        "_parts",
+        "bytes_max",
+        "dialect",
+        "has_more",
+        "refusal",
+        "style",
+    )
 
-    def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = FRAME_BYTES_MAX, *, frames_max: int | None = None) -> None:
+        """`frames_max`: how many frames one `feed` returns at the most."""
         self.bytes_max = bytes_max
+        self._frames_max = frames_max
         self.dialect: Dialect | None = None
         # How the peer writes; and whether a message has told, by its total and by its layout. It sticks to it.
         self.style = Style()
@@ -102,13 +123,18 @@ class FrameReader:
         self._parts: list[bytes] = []
         self._have = 0
         self._needed = _LENGTH.size
+        # Whether whole frames are left, which another `feed`, also of nothing, takes.
+        self.has_more = False
 
     def feed(self, data: bytes) -> list[Message | bytes]:
+        """Return the frames that are complete, or as many as may be: see `has_more`."""
+        self.has_more = False
         if self.refusal is not None:
             return []
-        self._parts.append(data)
-        self._have += len(data)
-        if self._have < self._needed:
+        if data:
+            self._parts.append(data)
+            self._have += len(data)
+        if self._have < self._needed or not self._parts:
             return []
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         frames: list[Message | bytes] = []
@@ -118,6 +144,10 @@ class FrameReader:
                 is_qb = self.dialect is Dialect.QB
                 frames.append(self._message(data, at, size) if is_qb else data[at + _LENGTH.size : at + size])
                 at += size
+                if len(frames) == self._frames_max:
+                    self.has_more = True
+                    self._needed = _LENGTH.size
+                    break
         except BadFrame as error:
             # Without the frames of this, which hold the bytes.
             self.refusal = error.with_traceback(None)
@@ -225,6 +255,8 @@ def read_properties(block: bytes) -> dict[str, str]:
         text = block.decode()
     except UnicodeDecodeError:
         raise BadRequest("Invalid properties: they are not UTF-8") from None
+    if block.count(b"\0") > PROPERTIES_MAX:
+        raise BadRequest(f"Invalid properties: {block.count(bytes(1))} of them, {PROPERTIES_MAX} are allowed")
     found = {}
     for item in text.removesuffix("\0").split("\0") if text else ():
         name, equals, value = item.partition("=")
@@ -247,28 +279,34 @@ class Packing(Enum):
 _SNAPPY: Final = b"\x82SNAPPY\0"
 
 
+def is_packed(payload: bytes) -> bool:
+    return payload.startswith((Packing.GZIP.value, Packing.LZ4.value, _SNAPPY))
+
+
 def unpack(payload: bytes) -> tuple[bytes, Packing]:
-    """What is in a frame, and how it was packed. Not more is unpacked than a frame may have."""
+    """Return what is in a frame, and how it was packed. A frame that unpacks to too much is refused on the way."""
+    bytes_max = min(max(PACKING_RATIO_MAX * len(payload), PLAIN_BYTES_LEAST), PLAIN_BYTES_MAX)
     if payload.startswith(_SNAPPY):
         raise BadFrame("a frame packed with snappy: use gzip or lz4, or none")
     try:
         if payload.startswith(Packing.GZIP.value):
             gzip = zlib.decompressobj(wbits=31)
-            data = gzip.decompress(payload, FRAME_BYTES_MAX)
-            return _whole(data, is_whole=gzip.eof and not gzip.unused_data), Packing.GZIP
+            data = gzip.decompress(payload, bytes_max)
+            return _whole(data, bytes_max, is_whole=gzip.eof and not gzip.unused_data), Packing.GZIP
         if payload.startswith(Packing.LZ4.value):
             lz = lz4.frame.LZ4FrameDecompressor()
-            data = lz.decompress(payload, FRAME_BYTES_MAX)
-            return _whole(data, is_whole=lz.eof and not lz.unused_data), Packing.LZ4
+            data = lz.decompress(payload, bytes_max)
+            return _whole(data, bytes_max, is_whole=lz.eof and not lz.unused_data), Packing.LZ4
     except (zlib.error, RuntimeError, EOFError) as error:
         raise BadFrame(f"a frame that cannot be unpacked: {error}") from None
     return payload, Packing.NONE
 
 
-def _whole(data: bytes, *, is_whole: bool) -> bytes:
+def _whole(data: bytes, bytes_max: int, *, is_whole: bool) -> bytes:
     if not is_whole:
         raise BadFrame(
-            f"a frame that is cut off, goes on behind its end, or unpacks to more than {FRAME_BYTES_MAX} bytes"
+            f"a frame that is cut off, goes on behind its end, or unpacks to more than {bytes_max} bytes "
+            f"({PACKING_RATIO_MAX} times its size, {PLAIN_BYTES_MAX} at the most): send fewer messages in each"
         )
     return data
 
@@ -509,6 +547,8 @@ def read_batch(payload: bytes) -> Records:
     is_idempotent, _first, _last, count = reader.unpack(_RANGE)
     if not 0 <= count * _RECORD_BYTES <= reader.left:
         raise BadFrame(f"a batch that says it has {count} messages, and is too short for them")
+    if count > RECORDS_MAX:
+        raise BadFrame(f"a batch of {count} messages, {RECORDS_MAX} are allowed: send fewer in each")
     records = []
     for _ in range(count):
         offset, sequence, producer_bytes = reader.unpack(_RECORD)

@@ -69,9 +69,17 @@ class _Wrong(Exception):
 class Parser:
     """Bytes of one connection in, events out, in the order that they came in."""
 
-    def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX, *, needs_connect: bool = False) -> None:
-        """`needs_connect`: refuse a line in front of CONNECT at once, without collecting its payload."""
+    def __init__(
+        self,
+        payload_bytes_max: int = PAYLOAD_BYTES_MAX,
+        *,
+        needs_connect: bool = False,
+        lines_max: int | None = None,
+    ) -> None:
+        """`needs_connect`: refuse a line in front of CONNECT at once, without collecting its payload. `lines_max`: how
+        many lines one `feed` takes at the most, besides those of messages that are remembered, which take no time."""
         self.payload_bytes_max = payload_bytes_max
+        self._lines_max = lines_max
         self._needs_connect = needs_connect
         # Whether CONNECT was seen, which makes it the NATS dialect.
         self.is_nats = False
@@ -85,8 +93,12 @@ class Parser:
         self._lines: dict[bytes, tuple[int, bytes]] = {}
         self._subjects: dict[bytes, bytes] = {}
         self._closed = False
+        # Whether complete lines are left, which another `feed`, also of nothing, takes.
+        self.has_more = False
 
     def feed(self, data: bytes) -> list[Event]:
+        """Return the events of the lines that are complete, or of as many as may be: see `has_more`."""
+        self.has_more = False
         if self._closed:
             return []
         if self._missing > 0:
@@ -100,6 +112,7 @@ class Parser:
             data = self._rest + data
         events: list[Event] = []
         at = 0
+        taken = 0
         try:
             while True:
                 at = self._parse_publishes(data, at, events)
@@ -110,6 +123,10 @@ class Parser:
                 if following < 0:
                     break
                 at = following
+                taken += 1
+                if taken == self._lines_max:
+                    self.has_more = True
+                    break
         except _Wrong as wrong:
             events.append(wrong.refused)
             if wrong.refused.closes:
