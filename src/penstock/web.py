@@ -84,6 +84,10 @@ class WebPort:
     def usage(self) -> Usage:
         return Usage(len(self._uvicorn.server_state.connections), self._connections_max)
 
+    def unsent(self) -> int:
+        """Bytes of answers that clients have not read yet."""
+        return sum(each.transport.get_write_buffer_size() for each in self._uvicorn.server_state.connections)
+
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         while True:

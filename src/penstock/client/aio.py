@@ -306,8 +306,7 @@ class AsyncClient:
 
     async def topics(self) -> list[Topic]:
         """All topics, with their positions."""
-        found = await self._read("topics")
-        return [Topic.from_json(each) for each in found["topics"]]
+        return [Topic.from_json(each) for each in await self._read_rows("topics")]
 
     async def topic(self, name: str) -> Topic:
         """A topic, with its positions. Raises UnknownTopic if there is none."""
@@ -355,8 +354,7 @@ class AsyncClient:
 
     async def groups(self) -> list[Group]:
         """All groups, with their members and positions."""
-        found = await self._read("groups")
-        return [Group.from_json(each) for each in found["groups"]]
+        return [Group.from_json(each) for each in await self._read_rows("groups")]
 
     async def group(self, name: str) -> Group:
         """A group. Raises UnknownGroup if there is none."""
@@ -425,6 +423,18 @@ class AsyncClient:
     async def _read(self, call: str, /, **fields: Any) -> dict[str, Any]:
         """A call that may be repeated."""
         return await self._ask(call, fields, is_repeatable=True)
+
+    async def _read_rows(self, call: str) -> list[dict[str, Any]]:
+        """All rows of a list, which the broker gives in parts if they are many."""
+        rows: dict[str, dict[str, Any]] = {}
+        offset, total = 0, 1
+        while offset < total:
+            found = await self._read(call, offset=offset or None)
+            rows |= {row["name"]: row for row in found[call]}
+            offset, total = offset + len(found[call]), found["total"]
+            if not found[call]:
+                break  # some were deleted meanwhile
+        return list(rows.values())
 
     async def _call(self, call: str, /, **fields: Any) -> dict[str, Any]:
         return await self._ask(call, fields, is_repeatable=False)

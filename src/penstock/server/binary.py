@@ -655,7 +655,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         return self.guard(saved)
 
     async def _call(self, number: int, fields: dict[str, Any]) -> None:
-        self.answer(number, await calls.call(self.server, fields))
+        document = await calls.call(self.server, fields)
+        data = await self.server.answers.make_for(self.peer, document)
+        self.answer_frame(binary.frame(Type.RESULT, number, data))
 
     # Answers.
 

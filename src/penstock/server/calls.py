@@ -1,4 +1,7 @@
-"""What can be asked about topics, groups and dead letters, and done to them: each call is a function, JSON to JSON."""
+"""What can be asked about topics, groups and dead letters, and done to them: each call is a function, JSON to JSON.
+
+What may have many rows is an iterator in the answer: `rows.encode` writes it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from penstock.broker.refresh import Refresh, State
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start
 from penstock.broker.topic import ServedTopic
 from penstock.errors import BadRequest, UnknownTopic
+from penstock.server.rows import Rows
 from penstock.storage.policy import Policy
 from penstock.storage.store import outcome
 from penstock.subject import is_subject
@@ -27,6 +31,7 @@ Json = dict[str, Any]
 # Of dead letters, in one answer.
 LETTERS_MAX: Final = 10_000
 LETTERS_BYTES_MAX: Final = 16 << 20
+LETTERS_SLICE: Final = 100
 # How long one request waits, and for how many partitions.
 WAIT_MS_MAX: Final = 10_000
 PLACES_MAX: Final = 10_000
@@ -144,7 +149,7 @@ async def _resolve(broker: Broker, request: Request) -> Json:
 
 async def _topics(broker: Broker, request: Request) -> Json:
     topics = [topic for topic in broker.topics if not topic.is_internal]
-    return {"topics": [_describe_topic(topic) for topic in topics[request.page()]], "total": len(topics)}
+    return {"topics": Rows(map(_describe_topic, topics[request.page()])), "total": len(topics)}
 
 
 async def _topic(broker: Broker, request: Request) -> Json:
@@ -209,7 +214,7 @@ async def _wait(broker: Broker, request: Request) -> Json:
 
 async def _groups(broker: Broker, request: Request) -> Json:
     groups = list(broker.groups.values())
-    return {"groups": [_describe_group(group) for group in groups[request.page()]], "total": len(groups)}
+    return {"groups": Rows(map(_describe_group, groups[request.page()])), "total": len(groups)}
 
 
 async def _group(broker: Broker, request: Request) -> Json:
@@ -272,6 +277,8 @@ async def _dead_letters(broker: Broker, request: Request) -> Json:
                 break
             found.append(_describe_letter(letter))
             size += len(letter.value)
+            if len(found) % LETTERS_SLICE == 0:
+                await asyncio.sleep(0)
     return {"letters": found}
 
 
@@ -314,7 +321,7 @@ def _describe_topic(topic: ServedTopic) -> Json:
         "partitions": topic.topic.partitions,
         "policy": topic.topic.policy.to_json(),
         "refused": None if topic.refusal is None else str(topic.refusal),
-        "positions": [
+        "positions": (
             {
                 "partition": partition.number,
                 "start": partition.start,
@@ -322,8 +329,8 @@ def _describe_topic(topic: ServedTopic) -> Json:
                 "end": partition.end,
                 "bytes": sum(segment.size for segment in partition.log.segments),
             }
-            for partition in topic.partitions
-        ],
+            for partition in list(topic.partitions)
+        ),
     }
 
 
@@ -357,11 +364,11 @@ def _describe_group(group: Group) -> Json:
         "redelivered": group.redelivered,
         "dead_lettered": group.dead_lettered,
         "lost": group.lost,
-        "members": [
+        "members": (
             {"name": member.sink.name, "address": member.sink.address, "unacknowledged": member.out}
-            for member in group.members
-        ],
-        "positions": [
+            for member in list(group.members)
+        ),
+        "positions": (
             {
                 "topic": position.partition.name.decode(),
                 "topic_id": position.partition.topic_id,
@@ -372,8 +379,8 @@ def _describe_group(group: Group) -> Json:
                 "pending": len(position.inflight),
                 "lag": position.lag(),
             }
-            for position in group.positions.values()
-        ],
+            for position in list(group.positions.values())
+        ),
     }
 
 

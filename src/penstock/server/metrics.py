@@ -49,14 +49,17 @@ class Metrics:
         self._sources = sources
         self._process = ProcessCollector(namespace="broker", registry=None)
 
-    async def expose(self, accept: str) -> tuple[bytes, str]:
-        """All of it in a form that the asker accepts, and what that form is."""
-        encode, media = choose_encoder(accept)
+    def form(self, accept: str) -> tuple[Callable[[Any], bytes], str]:
+        """How to write it so that the asker accepts it, and what that form is called."""
+        return choose_encoder(accept)
+
+    async def expose(self, encode: Callable[[Any], bytes]) -> bytes:
+        """All of it."""
         server = self._server
         ages = _Ages(server.broker.clock.now_us())
         tables = [*await _topics(server), *await _groups(server, ages)]
         families = [*_rounds(server), *_connections(server), *chain.from_iterable(each() for each in self._sources)]
-        return await asyncio.to_thread(self._encode, encode, tables, families, ages), media
+        return await asyncio.to_thread(self._encode, encode, tables, families, ages)
 
     def _encode(
         self, encode: Callable[[Any], bytes], tables: list[_Table], families: list[Metric], ages: _Ages

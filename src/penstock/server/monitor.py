@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
@@ -17,6 +16,7 @@ from penstock.broker.subscription import Subscription
 from penstock.moments import elapsed, iso
 from penstock.server.metrics import Metrics
 from penstock.server.routes import Asked, Endpoint, Field, Json
+from penstock.server.rows import Rows
 
 if TYPE_CHECKING:
     from penstock.server.connection import Connection
@@ -34,8 +34,8 @@ _PAGE: Final = (
 
 def endpoints(metrics: Metrics) -> tuple[Endpoint, ...]:
     async def expose(asked: Asked) -> Response:
-        content, media = await metrics.expose(asked.request.headers.get("accept", ""))
-        return Response(content, media_type=media)
+        encode, media = metrics.form(asked.request.headers.get("accept", ""))
+        return Response(await asked.server.answers.make(metrics.expose(encode)), media_type=media)
 
     return (
         Endpoint(
@@ -89,31 +89,36 @@ async def _connz(asked: Asked) -> Json:
     sessions = server.sessions
     if "cid" in asked.fields:
         sessions = [session for session in sessions if session.id == asked.fields["cid"]]
-    rows = [_row(server, session) for session in sessions[offset : offset + limit]]
-    if asked.fields.get("subs"):
-        for session, row in zip(sessions[offset : offset + limit], rows, strict=True):
-            subjects = (reader.pattern.decode(errors="replace") for _, reader in session.subscriptions.values())
-            row["subscriptions_list"] = list(islice(subjects, ROWS_MAX // max(1, len(rows))))
+    page = sessions[offset : offset + limit]
+    subjects_max = ROWS_MAX // max(1, len(page)) if asked.fields.get("subs") else None
+    rows = (row for session in page if (row := _row(server, session, subjects_max)) is not None)
     return {
         "server_id": server.id,
         "now": iso(server.broker.clock.now_us()),
-        "num_connections": len(rows),
+        "num_connections": len(page),
         "total": len(sessions),
         "offset": offset,
         "limit": limit,
-        "connections": rows,
+        "connections": Rows(rows),
     }
 
 
-def _row(server: Server, session: Connection) -> Json:
+def _row(server: Server, session: Connection, subjects_max: int | None) -> Json | None:
+    """None: it is gone meanwhile."""
     came = server.came(session)
-    return {
+    if came is None:
+        return None
+    row = {
         **session.summary(),
         "port": came.port,
         "start": iso(came.time_us),
         "uptime": elapsed(server.broker.clock.now_us() - came.time_us),
         "subscriptions": len(session.subscriptions),
     }
+    if subjects_max is not None:
+        readers = islice(session.subscriptions.values(), subjects_max)
+        row["subscriptions_list"] = [reader.pattern.decode(errors="replace") for _, reader in readers]
+    return row
 
 
 async def _subsz(asked: Asked) -> Json:
@@ -121,7 +126,7 @@ async def _subsz(asked: Asked) -> Json:
     limit, offset = _page(asked)
     sessions = server.sessions
     every = chain.from_iterable(map(_subscriptions, sessions))
-    rows = [_subscription_row(*each) for each in islice(every, offset, offset + limit)]
+    rows = (_subscription_row(*each) for each in islice(every, offset, offset + limit))
     total = sum(len(session.subscriptions) for session in sessions)
     return {
         "server_id": server.id,
@@ -130,12 +135,12 @@ async def _subsz(asked: Asked) -> Json:
         "total": total,
         "offset": offset,
         "limit": limit,
-        "subscriptions_list": rows,
+        "subscriptions_list": Rows(rows),
     }
 
 
-def _subscriptions(session: Connection) -> Iterator[tuple[Connection, Member, Subscription | Group]]:
-    return ((session, member, reader) for member, reader in session.subscriptions.values())
+def _subscriptions(session: Connection) -> list[tuple[Connection, Member, Subscription | Group]]:
+    return [(session, member, reader) for member, reader in session.subscriptions.values()]
 
 
 def _subscription_row(session: Connection, member: Member, reader: Subscription | Group) -> Json:

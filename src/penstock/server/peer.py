@@ -50,6 +50,11 @@ class Peer:
         return self._transport is not None
 
     @property
+    def has_unread(self) -> bool:
+        """Whether it was given more answers than it may leave unread."""
+        return self._unread_answers > UNREAD_ANSWERS_MAX
+
+    @property
     def traffic(self) -> Traffic:
         return Traffic(self.in_messages, self.in_bytes, self.out_messages, self.out_bytes)
 
@@ -109,6 +114,11 @@ class Peer:
         if before <= UNREAD_ANSWERS_MAX < self._unread_answers:
             self._server.counters.unread += 1
             self._transport.pause_reading()
+
+    async def read_answers(self) -> None:
+        """Until it has read the answers that it was given, or is gone."""
+        if self.has_unread:
+            await self.drained()
 
     async def drained(self) -> None:
         """Until it takes more, or is gone."""

@@ -42,6 +42,7 @@ from penstock.pipe.pipes import Pipes
 from penstock.pipe.topology import NODE_ID_CHARACTERS_MAX
 from penstock.run import open_batch
 from penstock.server.routes import authorize, refusal
+from penstock.server.rows import Answers, encode
 from penstock.storage.log import State
 from penstock.storage.policy import PARTITIONS_MAX
 from penstock.storage.store import outcome
@@ -56,6 +57,8 @@ WAIT_MS_MAX: Final = 30_000
 # Records in one answer, and bytes of their messages.
 RECORDS_MAX: Final = 10_000
 RECORDS_BYTES: Final = 4 << 20
+# Records that are made before others may use the loop.
+SLICE: Final = 100
 NUMBER_MAX: Final = (1 << 62) - 1
 ORIGIN_CHARACTERS_MAX: Final = 512
 
@@ -64,7 +67,7 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 def routes(server: Server) -> list[Route]:
     """All but the status are for brokers, and need a user or a token where the server has one."""
-    door = _PipeDoor(server.broker, server.pipes, server.version)
+    door = _PipeDoor(server.broker, server.pipes, server.answers, server.version)
     return [
         Route("/pipe/topics", _guarded(server, door.topics)),
         Route("/pipe/stream", _guarded(server, door.stream)),
@@ -76,25 +79,26 @@ def routes(server: Server) -> list[Route]:
 
 
 class _PipeDoor:
-    def __init__(self, broker: Broker, pipes: Pipes, version: str) -> None:
+    def __init__(self, broker: Broker, pipes: Pipes, answers: Answers, version: str) -> None:
         self._broker = broker
+        self._answers = answers
         self._pipes = pipes
         self._version = version
         # One request at a time for what comes from one source: its batches arrive in order.
         self._pushing: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
     async def status(self, _: Request) -> Response:
-        return JSONResponse(self._pipes.status())
+        return await self._json(self._pipes.status())
 
     async def topics(self, request: Request) -> Response:
         self._admit(request)
         await self._pipes.start()
-        return JSONResponse(
+        return await self._json(
             {
                 "penstock": self._version,
                 "node": self._pipes.node,
                 "ancestry": list(self._pipes.ancestry),
-                "topics": [
+                "topics": (
                     {
                         "name": topic.topic.name,
                         "origin": self._pipes.origin(topic),
@@ -103,11 +107,14 @@ class _PipeDoor:
                             for partition in topic.partitions
                         ],
                     }
-                    for topic in self._broker.topics
+                    for topic in list(self._broker.topics)
                     if not topic.is_internal and topic.refusal is None
-                ],
+                ),
             }
         )
+
+    async def _json(self, document: object) -> Response:
+        return Response(await self._answers.make(encode(document)), media_type="application/json")
 
     # Down.
 
@@ -154,8 +161,10 @@ class _PipeDoor:
                 for index in range(min(len(run), limit - len(records))):
                     records.append(stored_record(run, index, topic.name))
                     size += len(run.values[index])
+                    if len(records) % SLICE == 0:
+                        await asyncio.sleep(0)
                 offset = max(offset, batch.end)
-        return JSONResponse(records) if records else Response(status_code=204)
+        return await self._json(records) if records else Response(status_code=204)
 
     async def _batches(
         self, topic: ServedTopic, partition: Partition, batches: list[Batch], until: float

@@ -44,6 +44,7 @@ from penstock.errors import (
     UnknownNode,
     UnknownTopic,
 )
+from penstock.server.rows import encode
 from penstock.web import unexpected
 
 if TYPE_CHECKING:
@@ -165,11 +166,14 @@ def _served(server: Server, endpoint: Endpoint) -> Callable[[Request], Awaitable
             if endpoint.guarded:
                 authorize(server, request)
             given = await endpoint.answer(Asked(server, await _fields(endpoint, request), request))
+            if isinstance(given, Response):
+                return given
+            if endpoint.status == 204:
+                return Response(status_code=204)
+            data = await server.answers.make(encode(given))
         except PenstockError as error:
             return refusal(error)
-        if isinstance(given, Response):
-            return given
-        return Response(status_code=204) if endpoint.status == 204 else JSONResponse(given, endpoint.status)
+        return Response(data, endpoint.status, media_type="application/json")
 
     return serve
 

@@ -34,6 +34,7 @@ from penstock.server.gate import Gate
 from penstock.server.http import http_port
 from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
+from penstock.server.rows import Answers
 from penstock.server.stalls import Stalls
 from penstock.storage.files import Files
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
@@ -112,6 +113,7 @@ class Server:
             ),
         )
         self.stalls = Stalls(clock)
+        self.answers = Answers(lambda: 0 if self._http is None else self._http.unsent())
         self._topology = topology
         self.id = secrets.token_hex(8)
         self.version = metadata.version("penstock")
@@ -313,8 +315,9 @@ class Server:
     def sessions(self) -> list[Connection]:
         return list(self._sessions)
 
-    def came(self, session: Connection) -> Came:
-        return self._came[session.id]
+    def came(self, session: Connection) -> Came | None:
+        """None: it is gone."""
+        return self._came.get(session.id)
 
     def ill(self) -> str | None:
         """Why it cannot do what it should, if it cannot."""
@@ -330,7 +333,7 @@ class Server:
     def usage(self) -> dict[str, Usage]:
         """How full each limited cache, queue and table is, by name."""
         connections = Usage(len(self._sessions), self.config.server.connections_max)
-        http = {} if self._http is None else {"http_connections": self._http.usage()}
+        http = {} if self._http is None else {"http_connections": self._http.usage(), **self.answers.usage()}
         return {"connections": connections, **http, **self.gate.usage(), **self.broker.usage(), **self._store.usage()}
 
     def statistics(self) -> dict[str, Any]:

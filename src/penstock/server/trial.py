@@ -55,7 +55,7 @@ async def _inject(asked: Asked) -> Json | Response:
 async def _stats(asked: Asked) -> Json:
     broker = asked.server.broker
     topics = [topic for topic in broker.topics if not topic.is_internal]
-    rows = [
+    rows = (
         {
             "topic": topic.topic.name,
             "messages": sum(partition.log.committed - partition.log.start for partition in topic.partitions),
@@ -63,7 +63,7 @@ async def _stats(asked: Asked) -> Json:
             "bytes": sum(segment.size for partition in topic.partitions for segment in partition.log.segments),
         }
         for topic in topics[:TOPICS_MAX]
-    ]
+    )
     return {"topics": rows, "total": len(topics), "server": asked.server.statistics()}
 
 
