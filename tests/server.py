@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,24 @@ _DOOR: Final = re.compile(r"(\w+) on 127\.0\.0\.1:(\d+)")
 class Ended(NamedTuple):
     code: int
     stderr: str
+
+
+# The system gives connections ports from 32768 on. A server that is killed finds its port free again only below.
+_PORTS: Final = range(10_000, 32_000)
+_ports = itertools.cycle([*_PORTS[os.getpid() * 97 % len(_PORTS) :], *_PORTS[: os.getpid() * 97 % len(_PORTS)]])
+
+
+def unused_port() -> int:
+    """Return a port that nobody listens to, and that no connection will be given."""
+    for port in _ports:
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("there is always one")
 
 
 class Serve:
@@ -122,9 +141,9 @@ class Serve:
         self._starts += 1
         self._stderr_path = self.directory / f"stderr.{self._starts}"
         settings: dict[str, object] = {
-            "server_port": self.ports.get("text", 0),
-            "server_quiet_port": self.ports.get("quiet", 0),
-            "server_http_port": self.ports.get("http", 0),
+            "server_port": self.ports.get("text") or unused_port(),
+            "server_quiet_port": self.ports.get("quiet") or unused_port(),
+            "server_http_port": self.ports.get("http") or unused_port(),
             "storage_data_dir": self.data,
             # Hundreds of them would fill the disk of the tests.
             "storage_disk_reserve_bytes": 0,
