@@ -31,7 +31,9 @@ class Ended(NamedTuple):
 
 # The system gives connections ports from 32768 on. A server that is killed finds its port free again only below.
 _PORTS: Final = range(10_000, 32_000)
-_ports = itertools.cycle([*_PORTS[os.getpid() * 97 % len(_PORTS) :], *_PORTS[: os.getpid() * 97 % len(_PORTS)]])
+_ports: Iterator[int] = itertools.cycle(
+    [*_PORTS[os.getpid() * 97 % len(_PORTS) :], *_PORTS[: os.getpid() * 97 % len(_PORTS)]]
+)
 
 
 def unused_port() -> int:
