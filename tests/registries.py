@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import httpx
 
-from tests.server import PATIENCE_S, Ended, clean_environment
+from tests.server import PATIENCE_S, Ended, clean_environment, reserve_port
 
 _READY: Final = re.compile(
     r"penstock \S+ registry ready: http on 127\.0\.0\.1:(\d+), (\d+) nodes in (.*), version (\d+)"
@@ -43,7 +43,7 @@ class Registry:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.port = 0
+        self.port = reserve_port(self)
         self._starts = 0
         self.start()
 
@@ -56,7 +56,7 @@ class Registry:
         return self._stderr_path.read_text()
 
     def start(self) -> None:
-        """On the same port as before, if there was one."""
+        """On the same port each time."""
         self._starts += 1
         self._stderr_path = self.path.with_name(f"{self.path.name}.stderr.{self._starts}")
         with self._stderr_path.open("wb") as stderr:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,24 +29,17 @@ class Ended(NamedTuple):
     stderr: str
 
 
-# The system gives connections ports from 32768 on. A server that is killed finds its port free again only below.
-_PORTS: Final = range(10_000, 32_000)
-_ports: Iterator[int] = itertools.cycle(
-    [*_PORTS[os.getpid() * 97 % len(_PORTS) :], *_PORTS[: os.getpid() * 97 % len(_PORTS)]]
-)
+def reserve_port(owner: object) -> int:
+    """Return a port that nobody else is given while `owner` lives, also while its server is down.
 
-
-def unused_port() -> int:
-    """Return a port that nobody listens to, and that no connection will be given."""
-    for port in _ports:
-        with socket.socket() as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                trial.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError("there is always one")
+    A socket stays bound to it and never listens. Both allow addresses to be reused, so the server can listen there.
+    """
+    reservation = socket.socket()
+    weakref.finalize(owner, reservation.close)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("127.0.0.1", 0))
+    port: int = reservation.getsockname()[1]
+    return port
 
 
 class Serve:
@@ -62,6 +55,7 @@ class Serve:
         self.directory = directory
         self.data = directory / "data"
         self.ports: dict[str, int] = {}
+        self._reserved = {name: reserve_port(self) for name in ("text", "quiet", "http")}
         self.ready = ""
         self.version = ""
         self._flags = list(flags)
@@ -143,9 +137,9 @@ class Serve:
         self._starts += 1
         self._stderr_path = self.directory / f"stderr.{self._starts}"
         settings: dict[str, object] = {
-            "server_port": self.ports.get("text") or unused_port(),
-            "server_quiet_port": self.ports.get("quiet") or unused_port(),
-            "server_http_port": self.ports.get("http") or unused_port(),
+            "server_port": self._reserved["text"],
+            "server_quiet_port": self._reserved["quiet"],
+            "server_http_port": self._reserved["http"],
             "storage_data_dir": self.data,
             # Hundreds of them would fill the disk of the tests.
             "storage_disk_reserve_bytes": 0,
