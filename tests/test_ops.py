@@ -116,6 +116,17 @@ def test_every_figure_is_told_of(exported: tuple[set[str], set[str]]) -> None:
     assert told == {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
 
 
+def test_every_limit_is_told_of(tmp_path: Path) -> None:
+    page = (OPS.parent / "docs" / "operations.md").read_text()
+    told = {name for row in table(page, "## Limits") for name in re.findall(r"\w+", row[0])}
+    with Serve(tmp_path) as server:
+        shown = get(server, "/varz").json["limits"]
+
+    # Those of transactions are there once there was one.
+    assert told == {*shown, "staged_batches", "transaction_names"}
+    assert all(limit["used"] <= limit["limit"] for limit in shown.values())
+
+
 def test_no_panel_lies_upon_another() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in DASHBOARD["panels"]:

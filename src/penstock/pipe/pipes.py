@@ -11,6 +11,7 @@ from typing import Any, Final
 from penstock.broker.broker import Broker
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PipeLoop
+from penstock.health import Usage
 from penstock.moments import iso
 from penstock.pipe.connector import Caller, Connect
 from penstock.pipe.down import Down, OnGap
@@ -135,6 +136,10 @@ class Pipes:
     def origin(self, topic: ServedTopic) -> str:
         """Which topic of which broker it is, wherever it is copied to."""
         return topic.topic.origin or f"{self.identity}/{topic.topic.id}"
+
+    def usage(self) -> dict[str, Usage]:
+        """How full each limited table is, by name."""
+        return {"pipe_children": Usage(len(self._children), CHILDREN_MAX)}
 
     # For the pipes to the parent.
 

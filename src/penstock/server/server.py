@@ -334,7 +334,10 @@ class Server:
         """How full each limited cache, queue and table is, by name."""
         connections = Usage(len(self._sessions), self.config.server.connections_max)
         http = {} if self._http is None else {"http_connections": self._http.usage(), **self.answers.usage()}
-        return {"connections": connections, **http, **self.gate.usage(), **self.broker.usage(), **self._store.usage()}
+        parts = (self.gate, self.pipes, self.broker, self._store)
+        return {"connections": connections, **http} | {
+            name: each for part in parts for name, each in part.usage().items()
+        }
 
     def statistics(self) -> dict[str, Any]:
         """All that is counted, under the names that nats-server has where it has the same."""

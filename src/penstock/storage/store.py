@@ -240,6 +240,7 @@ class Store:
         """How full each limited table is, by name."""
         return {
             "unflushed_bytes": Usage(self.unflushed_bytes, self.settings.unflushed_bytes_max),
+            "tail_bytes": self._tail_budget.usage,
             "open_segments": self._open_segments.files_usage,
             "index_bytes": self._open_segments.index_usage,
             "partitions": Usage(self._partitions, self.settings.partitions_max),

@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from typing import Final
 
 from penstock.batch import Batch
+from penstock.health import Usage
+
+# A batch in memory, beside its bytes: the objects around them, and its places in two lists and a deque.
+_ENTRY_BYTES: Final = 400
 
 
 class TailBudget:
@@ -26,6 +31,10 @@ class TailBudget:
             self._bytes -= size
             tail.drop(clears)
 
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._bytes, self._bytes_max)
+
 
 class Tail:
     """The last batches of one log. Only the thread that appends may read it."""
@@ -41,7 +50,7 @@ class Tail:
     def add(self, batch: Batch) -> None:
         self._batches.append(batch)
         self._offsets.append(batch.base_offset)
-        self._budget.add(self, self._clears, len(batch.data))
+        self._budget.add(self, self._clears, _ENTRY_BYTES + len(batch.data))
 
     def read(self, offset: int, bytes_max: int, committed: int) -> list[Batch] | None:
         """As `Log.read`, or None if the batch with `offset` is not here any more."""
