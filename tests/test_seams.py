@@ -24,6 +24,7 @@ from penstock.server import server as servers
 from penstock.server.binary import BinarySession
 from penstock.server.config import load
 from penstock.server.cursus import Cursus as CursusSpeaker
+from penstock.server.gate import Gate
 from penstock.server.provider import Provider
 from penstock.server.qb import Qb as QbSpeaker
 from penstock.server.server import Server
@@ -369,6 +370,7 @@ SEAMS: Final = (
     Seam("mover", ServedTopic, "choose", lambda _, subject, *__: subject == VICTIM, publish_for_later),
     Seam("retention", Log, "retain", lambda log: log.subject == VICTIM, publish_flux_stored),
     Seam("HTTP", Server, "statistics", lambda _: True, ask_varz),
+    Seam("sweep", Gate, "sweep", lambda *_: True, lambda _: None),
     Seam("end of a connection", Session, "_unsubscribe", lambda _, sid: sid == VICTIM, leave),
 )
 

@@ -69,6 +69,9 @@ class Opened:
         self._drop(key)
         return known if known.batch is not None and known.batch.crc == batch.crc else None
 
+    def drop(self, place: tuple[int, int], batch: Batch) -> None:
+        self._take((*place, batch.base_offset), batch)
+
     @property
     def usage(self) -> Usage:
         return Usage(self._bytes, self._bytes_max)
@@ -191,7 +194,11 @@ class Partition:
         if not is_large(batch):
             return run.at_least(offset), batch.end
         part = run.window(offset, max(1, min(_PART_MESSAGES, batch.count * _PART_BYTES // batch.plain_length)))
-        return part, part.end if part.values and part.end < run.end else batch.end
+        if part.values and part.end < run.end:
+            return part, part.end
+        # Opened, a large batch takes several times its size: it is kept only until somebody has read all of it.
+        self._opened.drop((self.topic_id, self.number), batch)
+        return part, batch.end
 
     async def message(self, offset: int) -> Run | None:
         """Return the message at an offset, or None if there is none, or no longer."""

@@ -159,7 +159,7 @@ class Server:
         for name, topic in self.config.topics.items():
             await self._ensure_topic(name.encode(), topic)
         web = None
-        pipes = tasks.create_task(self.pipes.run())
+        pipes = self.spawn(self.pipes.run())
         if self._topology is not None:
             await self.pipes.follow(self._topology)
         if self._listens:
@@ -168,7 +168,7 @@ class Server:
             self.ports["http"] = self._http.port
             web = tasks.create_task(self._http.run())
         sweeper = tasks.create_task(self._sweep())
-        watcher = tasks.create_task(self._watch_registry())
+        watcher = self.spawn(self._watch_registry())
         self.stalls.start()
         ready(self)
         await stop.wait()
@@ -215,15 +215,18 @@ class Server:
                 session.abort()
 
     async def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        heartbeat = self.config.server.heartbeat_s
         while True:
             await asyncio.sleep(_SWEEP_S)
-            now = loop.time()
-            self.gate.sweep(now)
-            for session in [session for session in self._sessions if session.ping_at <= now]:
-                session.ping_at = now + heartbeat
-                session.ping()
+            try:
+                self._look_after_sessions(asyncio.get_running_loop().time())
+            except Exception as fault:  # noqa: BLE001 - it is done again a second later
+                self.broker.health.fault("sweep", "connections", fault)
+
+    def _look_after_sessions(self, now: float) -> None:
+        self.gate.sweep(now)
+        for session in [session for session in self._sessions if session.ping_at <= now]:
+            session.ping_at = now + self.config.server.heartbeat_s
+            session.ping()
 
     async def _ensure_topic(self, name: bytes, topic: TopicConfig) -> None:
         policy = _policy(topic)
