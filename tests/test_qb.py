@@ -487,7 +487,7 @@ def test_a_payload_above_the_limit_is_refused_by_itself(client: Qb, topic: str) 
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (struct.pack(">IIQQII", 0x04000001, PUBLISH, 1, 0, 0, 0), "a frame of 67108865 bytes, 67108864 are allowed"),
+        (struct.pack(">IIQQII", 0x01000001, PUBLISH, 1, 0, 0, 0), "a frame of 16777217 bytes, 16777216 are allowed"),
         (struct.pack(">IIQQII", 33, PUBLISH, 1, 0, 5, 5), "lengths do not agree"),
         (struct.pack(">IIQQII", 32, PUBLISH, 1, 0, 0, 9), "lengths do not agree"),
         (struct.pack(">IIQQI", 28, PUBLISH, 1, 0, 0x7FFFFFFF), "lengths do not agree"),

@@ -397,6 +397,11 @@ def encode_control(control: Control) -> Batch:
 
 def accept(data: Buffer) -> Batch:
     """A batch as a producer sent it: everything about it is checked, and what the broker stamps is blank."""
+    return accept_columns(data)[0]
+
+
+def accept_columns(data: Buffer) -> tuple[Batch, Columns]:
+    """As `accept`, with the columns: to open them again may mean to unpack them again."""
     if not HEADER_BYTES <= len(data) <= BATCH_BYTES_MAX:
         raise CorruptBatch(f"a batch of {len(data)} bytes")
     batch = Batch(bytearray(data))
@@ -404,9 +409,10 @@ def accept(data: Buffer) -> Batch:
         raise CorruptBatch(f"a batch of {len(data)} bytes says that it has {batch.length + 8}")
     if not batch.count or batch.flags & _DELTAS:
         raise CorruptBatch("a producer's batch has at least one message and no holes")
-    batch.columns().check()
+    columns = batch.columns()
+    columns.check()
     batch.stamp(0, append_time=0)
-    return batch
+    return batch, columns
 
 
 def size_at(buffer: Buffer, position: int = 0) -> int:

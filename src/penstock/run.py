@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from penstock.batch import BATCH_BYTES_MAX, Batch, Buffer, Compression, encode
+from penstock.batch import BATCH_BYTES_MAX, Batch, Buffer, Columns, Compression, encode
 from penstock.errors import BatchTooLarge
 
 # The most that a batch takes besides the bytes of its messages, whatever columns it has: the header and the padding of
@@ -260,9 +260,9 @@ def split(run: Run, bytes_max: int) -> Iterator[Run]:
     yield run.select(range(begin, len(run)))
 
 
-def open_batch(batch: Batch, topic: bytes, from_offset: int = 0) -> Run:
-    """The messages of a batch from an offset on, for a topic of that name."""
-    columns = batch.columns()
+def open_batch(batch: Batch, topic: bytes, from_offset: int = 0, *, columns: Columns | None = None) -> Run:
+    """The messages of a batch from an offset on, for a topic of that name. `columns`: the batch's, if they are open."""
+    columns = columns or batch.columns()
     values = columns.values()
     subjects = columns.subjects()
     if subjects is None:

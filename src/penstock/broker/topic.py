@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from penstock import headers
-from penstock.batch import Batch
+from penstock.batch import Batch, Columns
 from penstock.broker.dedup import Dedup
 from penstock.broker.memo import Memo
 from penstock.broker.partition import LivePartition, Partition
@@ -133,19 +133,20 @@ class Topics:
         self._remembered.clear()
 
 
-def check_lines(batch: Batch, topic: bytes | None = None) -> None:
+def check_lines(batch: Batch, topic: bytes | None = None, columns: Columns | None = None) -> None:
     """What a batch from outside says of its messages must fit into the lines of text, and be true of the topic if it is
     for one. Its keys must not be longer than any message's."""
     if batch.has("key") and batch.plain_length > headers.KEY_BYTES_MAX:
-        headers.check_key_size(batch.columns().longest("key"))
-    check_stored_lines(batch, topic)
+        columns = columns or batch.columns()
+        headers.check_key_size(columns.longest("key"))
+    check_stored_lines(batch, topic, columns)
 
 
-def check_stored_lines(batch: Batch, topic: bytes | None) -> None:
+def check_stored_lines(batch: Batch, topic: bytes | None, columns: Columns | None = None) -> None:
     """The same for a batch that another broker has stored, and that must not be refused for its keys."""
     if not any(map(batch.has, ("subject", "reply", "headers"))):
         return
-    columns = batch.columns()
+    columns = columns or batch.columns()
     for subject in columns.distinct("subject") if topic is not None else ():
         if not is_subject(subject) or not owns(topic or b"", subject):
             raise BadSubject(f"{subject.decode(errors='replace')!r} is not a subject of this topic")

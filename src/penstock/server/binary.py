@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock import headers
-from penstock.batch import BATCH_BYTES_MAX, HEADER_BYTES, Batch, Buffer, accept
+from penstock.batch import BATCH_BYTES_MAX, HEADER_BYTES, Batch, Buffer, accept_columns
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
@@ -56,7 +56,7 @@ REQUESTS_MAX: Final = 256
 FETCH_BYTES_MAX: Final = 16 << 20
 FETCH_WAIT_MS_MAX: Final = 60_000
 # Memory for a frame that is only announced.
-AHEAD_BYTES: Final = 1 << 20
+AHEAD_BYTES: Final = 4 << 20
 # A batch that is larger is checked in a worker.
 INLINE_BYTES_MAX: Final = 1 << 20
 INLINE_MESSAGES_MAX: Final = 4096
@@ -381,24 +381,24 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
 
     def _checked(self, data: Buffer, topic: ServedTopic | None, *, is_staged: bool) -> _Checked:
         """Return a batch that is sound, and its messages if somebody must look at them."""
-        batch = accept(data)
+        batch, columns = accept_columns(data)
         if batch.plain_length > self.server.config.server.payload_bytes_max:
-            self.check_size(batch.columns().largest())
-        check_lines(batch, None if topic is None else topic.name)
+            self.check_size(columns.largest())
+        check_lines(batch, None if topic is None else topic.name, columns)
         if topic is None:
             if batch.count > PUBLISH_MESSAGES_MAX:
                 raise BatchTooLarge(f"{batch.count} messages in one PUBLISH, {PUBLISH_MESSAGES_MAX} are allowed")
-            return _Checked(batch, open_batch(batch, b""))
+            return _Checked(batch, open_batch(batch, b"", columns=columns))
         now_us = self.broker.clock.now_us()
         if is_staged:
-            if batch.asks and any(headers.read(block, now_us).due_us for block in batch.columns().distinct("headers")):
+            if batch.asks and any(headers.read(block, now_us).due_us for block in columns.distinct("headers")):
                 raise BadHeader("a delayed message cannot be part of a transaction")
             return _Checked(batch)
         if topic.takes_opaque(batch):
             return _Checked(batch)
         if batch.asks and batch.producer:
             raise BadRequest("a batch whose messages ask for something has no producer: their ids tell repetitions")
-        run = open_batch(batch, topic.name)
+        run = open_batch(batch, topic.name, columns=columns)
         for block in run.headers.values():
             headers.read(block, now_us)
         return _Checked(batch, run)

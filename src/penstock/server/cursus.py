@@ -739,8 +739,11 @@ def _offset(arguments: Mapping[str, str], *, default: int | None = None) -> int:
 
 def _read_offsets(text: str) -> list[tuple[int, int]]:
     """P0:100,P1:200"""
+    entries = text.split(",")
+    if len(entries) > PARTITIONS_MAX:
+        raise BadRequest(f"invalid offsets: {len(entries)} of them, {PARTITIONS_MAX} are allowed")
     found = []
-    for entry in text.split(","):
+    for entry in entries:
         matched = re.fullmatch(r"P(\d{1,9}):(\d{1,18})", entry)
         if matched is None:
             raise BadRequest(f"invalid offsets: {entry!r} is not like P0:100")

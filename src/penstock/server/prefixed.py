@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock.broker.group import Group
 from penstock.broker.intake import Receipt
@@ -27,6 +27,10 @@ from penstock.wire.prefixed import FRAME_BYTES_MAX, Dialect, FrameReader, Messag
 
 if TYPE_CHECKING:
     from penstock.server.server import Server
+
+# A frame, unless a single message may be larger; and what such a frame has besides the message.
+SERVED_BYTES_MAX: Final = 16 << 20
+MORE_BYTES: Final = 1 << 20
 
 Frame = Message | bytes
 
@@ -69,8 +73,10 @@ class PrefixedSession(Connection, asyncio.Protocol):
         self.owing = Owing(self, self._stopped)
         # The groups that it is a member of, by what it calls them; one may have it as several members.
         self.memberships: dict[str, list[tuple[Member, Group]]] = {}
+        payload_bytes_max = server.config.server.payload_bytes_max
+        self._frame_bytes_max = min(max(SERVED_BYTES_MAX, payload_bytes_max + MORE_BYTES), FRAME_BYTES_MAX)
         self._reader = FrameReader(
-            HANDSHAKE_BYTES_MAX if server.gate.needs_auth else FRAME_BYTES_MAX, frames_max=SLICE_MESSAGES
+            HANDSHAKE_BYTES_MAX if server.gate.needs_auth else self._frame_bytes_max, frames_max=SLICE_MESSAGES
         )
         self._speaker: Speaker | None = None
         self._heard_at = 0.0
@@ -185,7 +191,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
                     self._speaker.deny(frames[0])
                     self.peer.close()
                     return
-                self._reader.bytes_max = FRAME_BYTES_MAX
+                self._reader.bytes_max = self._frame_bytes_max
             waits = self._speaker.do(frames)
             if waits is not None:
                 self._waiting = frames

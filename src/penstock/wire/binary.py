@@ -157,7 +157,7 @@ class FrameReader:
             payload = self._large.payload
             assert isinstance(payload, bytearray)
             if self._large_end == len(payload):
-                payload.extend(bytes(min(len(payload), self._large_length - len(payload))))
+                payload.extend(bytes(min(self._ahead_bytes, self._large_length - len(payload))))
             return memoryview(payload)[self._large_end :]
         rest = self._rest
         if rest:

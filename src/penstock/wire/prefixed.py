@@ -43,6 +43,8 @@ PLAIN_BYTES_MAX: Final = 16 << 20
 # Messages of one batch, and properties of one message: each costs more memory than its bytes.
 RECORDS_MAX: Final = 1 << 16
 PROPERTIES_MAX: Final = 1024
+# Of a command, besides what PUBLISH publishes.
+COMMAND_BYTES_MAX: Final = 64 << 10
 # Of the names of topics in one CONSUME.
 PATTERN_CHARS_MAX: Final = 256
 
@@ -410,6 +412,8 @@ def read_command(payload: bytes) -> Command:
     form = _FORMS.get(verb)
     if form is None:
         raise BadRequest(f"unknown command: {verb[:100]}. Type HELP for available commands.")
+    if not form.takes_rest and len(payload) > COMMAND_BYTES_MAX:
+        raise BadRequest(f"a command of {len(payload)} bytes, {COMMAND_BYTES_MAX} are allowed")
     first = _WORD.search(rest)
     name, equals, _ = first[0].partition(b"=") if first else (b"", b"", b"")
     if equals and name.decode(errors="replace") in (*form.ordered, *form.named):
@@ -451,6 +455,8 @@ def _read_named(verb: str, form: _Form, rest: bytes) -> Command:
         if key in arguments or key not in (*form.ordered, *form.named):
             shown = word[0][:100].decode(errors="replace")
             raise BadRequest(f"unknown parameter, or one that came before: {shown}. Expected: {usage(verb)}")
+        if len(word[0]) > COMMAND_BYTES_MAX:
+            raise BadRequest(f"a parameter of {len(word[0])} bytes, {COMMAND_BYTES_MAX} are allowed")
         arguments[key] = _text(value if equals else name)
     if form.takes_rest and message is None:
         raise _wrong(verb)
