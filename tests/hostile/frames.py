@@ -292,6 +292,7 @@ _ANY: Final = (
 )
 _OURS: Final = (
     Attack(damaged_batches),
+    Attack(large_batch_for_who_wants_most_of_it),
     Attack(batch_beyond_the_limit),
     Attack(packed_batches, connections=2),
     Attack(flood_of_records),

@@ -42,7 +42,9 @@ class Figures(NamedTuple):
     attacks: int
     connections: int
     messages: int
-    # The longest that a PING waited for its PONG, and a publish for its acknowledgement.
+    # The longest stall of the event loop, as the server measured it; that a PING waited for its PONG, and a publish for
+    # its acknowledgement, as the bystander did, which shares a machine with the attackers.
+    stall_ms: float
     ping_ms: float
     publish_ms: float
     rss_before: int
@@ -52,13 +54,13 @@ class Figures(NamedTuple):
 
 
 def table(rows: Iterable[Figures]) -> str:
-    head = f"{'door':<10}{'attacks':>9}{'connections':>13}{'bystander':>11}{'stall ms':>10}{'publish ms':>12}"
-    lines = [head + f"{'RSS MB: before':>16}{'peak':>7}{'after':>7}{'files':>7}"]
+    head = f"{'door':<10}{'attacks':>9}{'connections':>13}{'bystander':>11}{'stall ms':>10}{'ping ms':>9}"
+    lines = [head + f"{'publish ms':>12}{'RSS MB: before':>16}{'peak':>7}{'after':>7}{'files':>7}"]
     for row in rows:
         before, peak, after = (round(size / 1e6) for size in (row.rss_before, row.rss_peak, row.rss_after))
         lines.append(
-            f"{row.door:<10}{row.attacks:>9}{row.connections:>13}{row.messages:>11}{row.ping_ms:>10.0f}"
-            f"{row.publish_ms:>12.0f}{before:>16}{peak:>7}{after:>7}{row.files_peak:>7}"
+            f"{row.door:<10}{row.attacks:>9}{row.connections:>13}{row.messages:>11}{row.stall_ms:>10.0f}"
+            f"{row.ping_ms:>9.0f}{row.publish_ms:>12.0f}{before:>16}{peak:>7}{after:>7}{row.files_peak:>7}"
         )
     return "\n".join(lines)
 
@@ -113,6 +115,7 @@ class Oracle:
             attacks=attacks,
             connections=connections,
             messages=self._bystander.acknowledged,
+            stall_ms=varz(server)["loop_stalls"]["longest_ms"],
             ping_ms=self._probe.longest_s * 1000,
             publish_ms=self._bystander.longest_s * 1000,
             rss_before=self._rss_before,

@@ -271,6 +271,8 @@ _ANY: Final = (
 _QB: Final = (
     Attack(dribbled_message, connections=20),
     Attack(flood_of_properties),
+    Attack(properties_beyond_the_payload),
+    Attack(properties_of_a_whole_frame),
     Attack(properties_that_are_none),
     Attack(body_at_its_limit, connections=3),
     Attack(lengths_that_disagree, connections=10),
@@ -278,10 +280,14 @@ _QB: Final = (
     Attack(flood_of_subscriptions),
     Attack(acknowledgements_of_nothing),
     Attack(flood_of_messages),
+    Attack(messages_that_ask),
     Attack(slow_subscriber, connections=3, reads=False),
 )
 _CURSUS: Final = (
     Attack(dribbled_command, connections=20),
+    Attack(flood_of_packed_records, connections=2),
+    Attack(producers_of_the_longest_name),
+    Attack(bombs, connections=3),
     Attack(records_that_lie),
     Attack(flood_of_producers),
     Attack(envelopes),

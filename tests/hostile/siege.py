@@ -22,10 +22,13 @@ from tests.server import Serve
 TOPIC: Final = "hostile"
 SUBJECT: Final = b"hostile.x"
 
-# So many attacks at a time.
+# So many attacks at a time, and so many connections beside the largest of them: this process has limits, too.
 LANES: Final = 4
+CONNECTIONS_BESIDE: Final = 500
 # How long one may take, how long a step may wait for the server to take it, and how long to wait for the last answer.
 ATTACK_S: Final = 3.0
+# Ten thousand at once take a while to connect.
+CONNECT_S: Final = 30.0
 STEP_S: Final = 1.0
 LINGER_S: Final = 0.3
 
@@ -78,6 +81,7 @@ class Siege:
         self._target = target
         self._seed = seed
         self._scale = scale
+        self._slots = asyncio.Semaphore(scale.connections_max + CONNECTIONS_BESIDE)
         self.attacks = 0
         self.connections = 0
 
@@ -110,8 +114,12 @@ class Siege:
             await asyncio.gather(*(self._attack(attack, logs_in, each) for each in sources))
 
     async def _attack(self, attack: Attack, logs_in: bool, source: random.Random) -> None:
+        async with self._slots:
+            await self._attack_once(attack, logs_in, source)
+
+    async def _attack_once(self, attack: Attack, logs_in: bool, source: random.Random) -> None:
         try:
-            async with asyncio.timeout(ATTACK_S):
+            async with asyncio.timeout(CONNECT_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self._server.ports[self._door.port])
         except (OSError, TimeoutError):
             return  # refused, which is its right

@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import pytest
 
-from penstock.wire.binary import Type, Verb
+from penstock.wire.binary import Append, Type, Verb, append_frame
 from tests.frames import Frames
-from tests.hostile import prefixed
+from tests.hostile import frames, prefixed
 from tests.hostile.oracle import PASSWORD, USER, Oracle, credentials, get, open_files
-from tests.hostile.siege import TOPIC, start
-from tests.lengths import Cursus, records_frame
+from tests.hostile.siege import SUBJECT, TOPIC, start
+from tests.lengths import PUBLISH, Cursus, Qb, records_frame
 from tests.server import Nats, Raw, Serve, hpub, pub
 
 MB: Final = 1_000_000
@@ -91,6 +91,48 @@ def test_payloads_of_who_is_not_authorised_are_not_kept(server: Serve) -> None:
     assert figures.rss_peak - figures.rss_before < 20 * MB
 
 
+# Sizes.
+
+
+@pytest.mark.parametrize("bomb", ["producers", "records"])
+def test_what_is_packed_is_bounded_for_everybody(server: Serve, bomb: str) -> None:
+    with Oracle(server) as oracle:
+        with Cursus(server) as client:
+            assert client.ask(f"AUTH user={USER} password={PASSWORD}").startswith("OK")
+            client.command(prefixed.bomb_of_producers() if bomb == "producers" else prefixed.bomb_of_records())
+            client.frame()
+        figures = oracle.judge()
+    assert figures.rss_peak - figures.rss_before < 200 * MB
+
+
+@pytest.mark.parametrize("size", [5 * MB, (64 << 20) - 1000])
+def test_properties_are_as_limited_as_a_payload(server: Serve, size: int) -> None:
+    with Oracle(server) as oracle:
+        with Qb(server) as client:
+            client.heartbeat(user=USER, password=PASSWORD)
+            assert "1048576" in client.refused(PUBLISH, b"x", topic=TOPIC, client_id="c", large="x" * size)
+        oracle.judge()
+    assert _stored(server) == 0
+
+
+def test_a_reader_that_wants_most_of_the_largest_batch_gets_it(server: Serve) -> None:
+    with Oracle(server) as oracle:
+        with _client(server) as reader, _client(server) as publisher:
+            topic_id = publisher.call("topic", name=TOPIC)["id"]
+            reader.open(1, SUBJECT.decode(), credit=1000)
+            # It has room only while nothing else waits for the disk; a producer tries again.
+            while publisher.answer(_append_large(publisher, topic_id)).type != Type.RESULT:
+                pass
+            got = reader.delivered(64)
+            assert {message.subject for message in got} == {SUBJECT.decode()}
+        oracle.judge()
+
+
+def _append_large(publisher: Frames, topic_id: int) -> int:
+    publisher.send(append_frame(99, Append(topic_id, 0, 1), frames.large_batch()))
+    return 99
+
+
 # Messages that the broker moves.
 
 
@@ -150,7 +192,7 @@ def test_acknowledgements_far_behind_take_little_memory(server: Serve) -> None:
     assert state < 5 * MB
 
 
-@pytest.mark.parametrize("header", ["Penstock-Key"])
+@pytest.mark.parametrize("header", ["Msg-Id", "Penstock-Key"])
 def test_long_ids_and_keys_are_not_kept(server: Serve, header: str) -> None:
     source = random.Random(1)
     with Oracle(server) as oracle:
@@ -162,6 +204,21 @@ def test_long_ids_and_keys_are_not_kept(server: Serve, header: str) -> None:
                     break
         figures = oracle.judge()
     assert figures.rss_after - figures.rss_before < 30 * MB
+
+
+def test_subjects_are_not_remembered_for_every_subscription(server: Serve) -> None:
+    with Oracle(server) as oracle:
+        with _nats(server) as reader, _nats(server) as publisher:
+            reader.send(b"".join(b"SUB hostile.> %d\r\n" % sid for sid in range(500)))
+            assert reader.ask("PING") == "PONG"
+            subjects = [b"hostile.%d" % number for number in range(20_000)]
+            # Nobody reads it: what is remembered is who would.
+            for at in range(0, len(subjects), 1000):
+                publisher.send(b"".join(b"PUB %b 0\r\n\r\n" % subject for subject in subjects[at : at + 1000]))
+                assert publisher.ask("PING") == "PONG"
+            peak = server.rss()
+        figures = oracle.judge()
+    assert peak - figures.rss_before < 60 * MB
 
 
 # Descriptors.
