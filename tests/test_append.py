@@ -274,19 +274,19 @@ def batch_at(offset: int, *values: bytes) -> Batch:
 async def test_a_batch_that_was_opened_is_not_opened_again() -> None:
     opened = Opened()
     batch = batch_at(10, b"a", b"b", b"c")
-    whole = await opened.open((1, 0), batch, b"orders")
+    whole = opened.open((1, 0), batch, b"orders")
     assert (whole.values, whole.subjects) == ([b"a", b"b", b"c"], [b"orders"] * 3)
-    assert (await opened.open((1, 0), batch, b"orders")) is whole
+    assert opened.open((1, 0), batch, b"orders") is whole
 
 
 @in_loop
 async def test_another_batch_at_the_same_place_is_another_one() -> None:
     """Compaction writes batches anew, and a topic may be made again."""
     opened = Opened()
-    await opened.open((1, 0), batch_at(0, b"a", b"b"), b"orders")
-    assert (await opened.open((1, 0), batch_at(0, b"b"), b"orders")).values == [b"b"]
-    assert (await opened.open((1, 1), batch_at(0, b"c"), b"orders")).values == [b"c"]
-    assert (await opened.open((2, 0), batch_at(0, b"d"), b"bills")).subjects == [b"bills"]
+    opened.open((1, 0), batch_at(0, b"a", b"b"), b"orders")
+    assert opened.open((1, 0), batch_at(0, b"b"), b"orders").values == [b"b"]
+    assert opened.open((1, 1), batch_at(0, b"c"), b"orders").values == [b"c"]
+    assert opened.open((2, 0), batch_at(0, b"d"), b"bills").subjects == [b"bills"]
 
 
 @in_loop
@@ -294,12 +294,12 @@ async def test_what_is_kept_opened_is_bounded_and_the_oldest_use_goes_first() ->
     size = batch_at(0, bytes(1000)).size
     opened = Opened(bytes_max=3 * size)
     batches = [batch_at(number, bytes(1000)) for number in range(4)]
-    runs = [(await opened.open((1, 0), batch, b"orders")) for batch in batches[:3]]
-    assert (await opened.open((1, 0), batches[0], b"orders")) is runs[0]
-    await opened.open((1, 0), batches[3], b"orders")
-    assert (await opened.open((1, 0), batches[0], b"orders")) is runs[0]
-    assert (await opened.open((1, 0), batches[2], b"orders")) is runs[2]
-    assert (await opened.open((1, 0), batches[1], b"orders")) is not runs[1]
+    runs = [opened.open((1, 0), batch, b"orders") for batch in batches[:3]]
+    assert opened.open((1, 0), batches[0], b"orders") is runs[0]
+    opened.open((1, 0), batches[3], b"orders")
+    assert opened.open((1, 0), batches[0], b"orders") is runs[0]
+    assert opened.open((1, 0), batches[2], b"orders") is runs[2]
+    assert opened.open((1, 0), batches[1], b"orders") is not runs[1]
 
 
 @in_loop
@@ -307,18 +307,18 @@ async def test_what_is_forgotten_takes_no_room() -> None:
     size = batch_at(0, bytes(1000)).size
     opened = Opened(bytes_max=2 * size)
     kept = batch_at(0, bytes(1000))
-    run = await opened.open((1, 0), kept, b"orders")
-    await opened.open((2, 0), kept, b"bills")
+    run = opened.open((1, 0), kept, b"orders")
+    opened.open((2, 0), kept, b"bills")
     opened.forget((2, 0))
-    await opened.open((3, 0), kept, b"notes")
-    assert (await opened.open((1, 0), kept, b"orders")) is run
+    opened.open((3, 0), kept, b"notes")
+    assert opened.open((1, 0), kept, b"orders") is run
 
 
 @in_loop
 async def test_one_batch_is_kept_however_large_it_is() -> None:
     opened = Opened(bytes_max=1)
     batch = batch_at(0, bytes(1000))
-    assert (await opened.open((1, 0), batch, b"orders")) is (await opened.open((1, 0), batch, b"orders"))
+    assert opened.open((1, 0), batch, b"orders") is opened.open((1, 0), batch, b"orders")
 
 
 @in_loop

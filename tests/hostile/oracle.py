@@ -25,11 +25,11 @@ SUBJECT: Final = "bystander.numbers"
 
 # What may stay when all hostile clients are gone: the tail of the logs (64 MiB), a large batch that was opened and not
 # read to its end, and what the allocator keeps.
-RSS_GROWTH_MAX: Final = 300 << 20
+RSS_GROWTH_MAX: Final = 100 << 20
 # Files of the topics that they made: open segments are limited, and so are topics.
 FILES_GROWTH_MAX: Final = 400
 # The broker takes its time to close what does not read, and to keep up its segments.
-RETURN_S: Final = 30.0
+RETURN_S: Final = 75.0
 
 _PUBLISH_S: Final = 0.01
 _PROBE_S: Final = 0.005

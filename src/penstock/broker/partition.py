@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from penstock.batch import Batch
@@ -30,6 +31,8 @@ _PART_BYTES: Final = 1 << 20
 
 # What is kept opened of batches that were read last: readers with little room come back for the rest.
 OPENED_BYTES_MAX: Final = 4 << 20
+# A large one that nobody reads from is kept so long.
+_LARGE_IDLE_S: Final = 5.0
 
 
 def is_large(item: Batch | Run) -> bool:
@@ -39,27 +42,54 @@ def is_large(item: Batch | Run) -> bool:
 
 
 class Opened:
-    """Batches that were read not long ago, opened; for all partitions together, the oldest use goes first."""
+    """Batches that were read not long ago, opened; for all partitions together, the oldest use goes first.
+
+    Opened, a large batch takes several times its size. So there is one at a time, and it is kept only until somebody
+    has read all of it, or nobody has read from it for a while.
+    """
 
     def __init__(self, bytes_max: int = OPENED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._runs: dict[tuple[int, int, int], Run] = {}
         self._bytes = 0
+        # Held while a large batch is read and opened.
+        self.lock = asyncio.Lock()
+        self._large: _Large | None = None
 
-    async def open(self, place: tuple[int, int], batch: Batch, topic: bytes) -> Run:
-        """The messages of a batch. A large one is opened in another thread, so that the loop goes on meanwhile."""
+    def open(self, place: tuple[int, int], batch: Batch, topic: bytes) -> Run:
+        """Return the messages of a batch that is not large."""
         key = (*place, batch.base_offset)
-        known = self._take(key, batch)
-        if known is None and is_large(batch):
-            known = await asyncio.get_running_loop().run_in_executor(None, open_batch, batch, topic)
-            self._take(key, batch)  # somebody else may have opened it meanwhile
-        elif known is None:
-            known = open_batch(batch, topic)
+        known = self._take(key, batch) or open_batch(batch, topic)
         self._runs[key] = known
         self._bytes += batch.plain_length
         while self._bytes > self._bytes_max and len(self._runs) > 1:
             self._drop(next(iter(self._runs)))
         return known
+
+    def large_at(self, place: tuple[int, int], offset: int) -> Run | None:
+        """Return the large batch with this offset, if it is open."""
+        large = self._large
+        if large is None or large.place != place or not large.batch.base_offset <= offset < large.batch.end:
+            return None
+        self._keep(large)
+        return large.run
+
+    async def open_large(self, place: tuple[int, int], batch: Batch, topic: bytes) -> Run:
+        """Open a large batch in another thread, in place of the one before."""
+        self.drop_large()
+        run = await asyncio.get_running_loop().run_in_executor(None, open_batch, batch, topic)
+        self._keep(_Large(place, batch, run))
+        return run
+
+    def drop_large(self) -> None:
+        if self._large is not None and self._large.timer is not None:
+            self._large.timer.cancel()
+        self._large = None
+
+    def _keep(self, large: _Large) -> None:
+        self.drop_large()
+        large.timer = asyncio.get_running_loop().call_later(_LARGE_IDLE_S, self.drop_large)
+        self._large = large
 
     def _take(self, key: tuple[int, int, int], batch: Batch) -> Run | None:
         """Take out what is kept for a batch; None if that is nothing, or was another batch."""
@@ -69,9 +99,6 @@ class Opened:
         self._drop(key)
         return known if known.batch is not None and known.batch.crc == batch.crc else None
 
-    def drop(self, place: tuple[int, int], batch: Batch) -> None:
-        self._take((*place, batch.base_offset), batch)
-
     @property
     def usage(self) -> Usage:
         return Usage(self._bytes, self._bytes_max)
@@ -79,11 +106,21 @@ class Opened:
     def forget(self, place: tuple[int, int]) -> None:
         for key in [key for key in self._runs if key[:2] == place]:
             self._drop(key)
+        if self._large is not None and self._large.place == place:
+            self.drop_large()
 
     def _drop(self, key: tuple[int, int, int]) -> None:
         batch = self._runs.pop(key).batch
         assert batch is not None
         self._bytes -= batch.plain_length
+
+
+@dataclass(slots=True)
+class _Large:
+    place: tuple[int, int]
+    batch: Batch
+    run: Run
+    timer: asyncio.TimerHandle | None = None
 
 
 class Partition:
@@ -185,32 +222,47 @@ class Partition:
         if offset >= self.served or self.log.state is State.CLOSED:
             return None
         served = self.served
-        batches = await self._reader.read(self.log, offset, 1)
-        if not batches:
+        run = self._opened.large_at(self._place, offset) or await self._open(offset)
+        if run is None:
             # These offsets were reserved when the broker crashed, and never given out.
             return Run([], []), served
-        batch = batches[0]
-        run = await self._opened.open((self.topic_id, self.number), batch, self.name)
+        batch = run.batch
+        assert batch is not None, "it was opened"
         if not is_large(batch):
             return run.at_least(offset), batch.end
         part = run.window(offset, max(1, min(_PART_MESSAGES, batch.count * _PART_BYTES // batch.plain_length)))
         if part.values and part.end < run.end:
             return part, part.end
-        # Opened, a large batch takes several times its size: it is kept only until somebody has read all of it.
-        self._opened.drop((self.topic_id, self.number), batch)
+        self._opened.drop_large()
         return part, batch.end
+
+    async def _open(self, offset: int) -> Run | None:
+        """Open the next batch from `offset` on; None if there is none."""
+        batches = await self._reader.read(self.log, offset, 1)
+        if not batches or not is_large(batches[0]):
+            return self._opened.open(self._place, batches[0], self.name) if batches else None
+        # Many may wait for their turn: they do not keep the batch meanwhile.
+        del batches
+        async with self._opened.lock:
+            run = self._opened.large_at(self._place, offset)
+            if run is None and (batches := await self._reader.read(self.log, offset, 1)):
+                run = await self._opened.open_large(self._place, batches[0], self.name)
+            return run
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.topic_id, self.number
 
     async def message(self, offset: int) -> Run | None:
         """Return the message at an offset, or None if there is none, or no longer."""
         if not self.log.start <= offset < self.served or self.log.state is State.CLOSED:
             return None
         try:
-            batches = await self._reader.read(self.log, offset, 1)
+            run = await self._open(offset)
         except OffsetOutOfRange:
             return None  # retention was faster
-        if not batches:
+        if run is None:
             return None
-        run = await self._opened.open((self.topic_id, self.number), batches[0], self.name)
         index = bisect_left(run.all_offsets(), offset)
         return run.select([index]) if index < len(run) and run.offset(index) == offset else None
 
@@ -229,7 +281,7 @@ class Partition:
         self.log.on_commit = self.log.on_reject = None
         self.served = 0
         self._unserved.pop(self, None)
-        self._opened.forget((self.topic_id, self.number))
+        self._opened.forget(self._place)
         for wake in list(self.groups):
             wake()
 

@@ -118,11 +118,12 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self.peer.resume()
-        self._read_on()
+        self.read_on()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
 
     def end(self) -> None:
+        self._reader.clear()
         # What changes something is done to its end.
         for fetch in self._fetches:
             fetch.cancel()
@@ -142,6 +143,8 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             self._disconnect(error)
         if not self.is_admitted and not self.peer.is_closing and not self.server.gate.received(self, count):
             self._disconnect(_SAY_HELLO)
+        if self._waiting is None:
+            self.expect(self._reader.expected, is_next=False)
 
     def _take(self, frames: list[Frame]) -> None:
         if not frames or self.peer.is_closing:
@@ -151,7 +154,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         else:
             self._handle(deque(frames))
 
-    def _read_on(self) -> None:
+    def read_on(self) -> None:
         is_busy = self._waiting is not None or self._owing.is_stopping or len(self._requests) >= REQUESTS_MAX
         if not is_busy:
             self.peer.read_on()
@@ -237,7 +240,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         frames, self._waiting = self._waiting or deque(), None
         if not self.peer.is_closing:
             self._handle(frames)
-            self._read_on()
+            if self._waiting is None:
+                self.expect(self._reader.expected, is_next=True)
+            self.read_on()
 
     def _do(self, frame: Frame) -> Coroutine[Any, Any, None] | None:
         """One frame; what those behind it must wait for, if they must."""
@@ -303,7 +308,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         was_busy = len(self._requests) >= REQUESTS_MAX
         self._requests.discard(task)
         if was_busy:
-            self._read_on()
+            self.read_on()
 
     async def _answer_later(self, number: int, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
@@ -375,9 +380,10 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         *,
         is_staged: bool,
     ) -> None:
-        waits = then(await self.server.work(self._checked, data, topic, is_staged=is_staged))
-        if waits is not None:
-            await waits
+        async with self.server.large:
+            waits = then(await self.server.work(self._checked, data, topic, is_staged=is_staged))
+            if waits is not None:
+                await waits
 
     def _checked(self, data: Buffer, topic: ServedTopic | None, *, is_staged: bool) -> _Checked:
         """Return a batch that is sound, and its messages if somebody must look at them."""

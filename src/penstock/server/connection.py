@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, cast
 
 from penstock.errors import BatchTooLarge, PenstockError
+from penstock.server.arrivals import SMALL_BYTES
 from penstock.server.peer import Peer, Traffic
 from penstock.subject import clean
 
@@ -55,6 +56,8 @@ class Connection:
         self.echo = True
         self._name = ""
         self._is_faulty = False
+        # The bytes of the large frame that is arriving or being dealt with, if there is one.
+        self._expected = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -108,6 +111,7 @@ class Connection:
 
     def connection_lost(self, _error: Exception | None) -> None:
         self.peer.lose()
+        self.server.arrivals.release(self)
         self.call(self.end)
         self.server.remove(self)
 
@@ -116,6 +120,23 @@ class Connection:
 
     def abort(self) -> None:
         self.peer.abort()
+
+    def expect(self, length: int, *, is_next: bool) -> None:
+        """Claim room for the frame that has begun, if it is large. `length`: all of it, 0 if none has begun;
+        `is_next`: the one before it is dealt with."""
+        if length <= SMALL_BYTES:
+            length = 0
+        if length == self._expected and not (length and is_next):
+            return
+        if self._expected:
+            self.server.arrivals.release(self)
+        self._expected = length
+        if length and not self.peer.is_closing:
+            self.server.arrivals.claim(self, length)
+
+    def read_on(self) -> None:
+        """Read from the client again, unless something else is in the way."""
+        raise NotImplementedError
 
     # From the server.
 

@@ -209,6 +209,10 @@ _COUNTED: Final = {
     "refused": ("broker_connections_refused", "Connections beyond server.connections_max."),
     "silent": ("broker_connections_silent", "Connections that were closed, because they said nothing in time."),
     "stale": ("broker_connections_stale", "Connections that were closed, because they did not answer."),
+    "slow": (
+        "broker_connections_slow",
+        "Connections that were closed, because a large frame of theirs kept others waiting.",
+    ),
     "unauthorized": ("broker_unauthorized", "Requests without the right user or token."),
     "protocol_errors": ("broker_protocol_errors", "What could not be understood, or not be done."),
     "failed_publishes": ("broker_messages_refused", "Messages that were not stored, and whose publisher was told."),

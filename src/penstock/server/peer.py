@@ -41,6 +41,8 @@ class Peer:
         self.is_open = True
         # Whether nothing more is taken from it: it is being closed, or gone.
         self.is_closing = False
+        # Whether there is room for the frame that it is sending: see arrivals.py.
+        self.has_room = True
         self.in_messages = self.in_bytes = self.out_messages = self.out_bytes = 0
         self._unread_answers = 0
         self._drains: asyncio.Future[None] | None = None
@@ -89,9 +91,14 @@ class Peer:
             self._transport.pause_reading()
 
     def read_on(self) -> None:
-        """Unless it does not read its answers."""
-        if self._transport is not None and self._unread_answers <= UNREAD_ANSWERS_MAX:
+        """Unless it does not read its answers, or there is no room for its frame."""
+        if self._transport is not None and self.has_room and self._unread_answers <= UNREAD_ANSWERS_MAX:
             self._transport.resume_reading()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is the peer that has to go on: to send, or to read its answers."""
+        return self.has_unread or (self._transport is not None and self._transport.is_reading())
 
     # Out.
 

@@ -105,18 +105,21 @@ class PrefixedSession(Connection, asyncio.Protocol):
             self._refuse(self._reader.refusal)
         if not self.is_admitted and not self.peer.is_closing and not self.server.gate.received(self, len(data)):
             self._refuse(Unauthorized(f"{HANDSHAKE_BYTES_MAX} bytes were sent without credentials"))
+        if self._waiting is None:
+            self.expect(self._reader.expected, is_next=bool(frames))
 
     def pause_writing(self) -> None:
         self.peer.pause()
 
     def resume_writing(self) -> None:
         self.peer.resume()
-        self._read_on()
+        self.read_on()
         for memberships in list(self.memberships.values()):
             for _, group in memberships:
                 group.wake()
 
     def end(self) -> None:
+        self._reader.clear()
         if self._speaker is not None:
             self._speaker.end()
         for name in list(self.memberships):
@@ -126,7 +129,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
         if self._speaker is not None:
             self._speaker.refuse(INTERNAL_ERROR)
 
-    def _read_on(self) -> None:
+    def read_on(self) -> None:
         if self._waiting is None and not self.owing.is_stopping:
             self.peer.read_on()
 
@@ -220,7 +223,9 @@ class PrefixedSession(Connection, asyncio.Protocol):
             if not frames and self._reader.has_more:
                 frames.extend(self._reader.feed(b""))
             self._handle(frames)
-            self._read_on()
+            if self._waiting is None:
+                self.expect(self._reader.expected, is_next=True)
+            self.read_on()
 
     def _refuse(self, error: PenstockError) -> None:
         """Give the answers that are owed, say why, and close."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
@@ -27,11 +26,13 @@ from penstock.pipe.parent import ParentCredentials
 from penstock.pipe.pipes import Pipes
 from penstock.pipe.pipes import Settings as PipeSettings
 from penstock.pipe.topology import Role, Topology, origin_of
+from penstock.server.arrivals import Arrivals
 from penstock.server.config import Config, TopicConfig
 from penstock.server.connection import Connection
 from penstock.server.door import Door
 from penstock.server.gate import Gate
 from penstock.server.http import http_port
+from penstock.server.memory import Memory, resident_bytes
 from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
 from penstock.server.rows import Answers
@@ -62,6 +63,7 @@ class Counters:
     refused: int = 0  # connections beyond the limit
     silent: int = 0  # closed, because they were not admitted in time
     stale: int = 0  # closed, because they did not answer PINGs
+    slow: int = 0  # closed, because a large frame did not arrive, and others waited for its room
     unauthorized: int = 0
     protocol_errors: int = 0
     failed_publishes: int = 0  # messages that were not stored, and whose publisher was told
@@ -113,6 +115,7 @@ class Server:
             ),
         )
         self.stalls = Stalls(clock)
+        self._memory = Memory()
         self.answers = Answers(lambda: 0 if self._http is None else self._http.unsent())
         self._topology = topology
         self.id = secrets.token_hex(8)
@@ -124,6 +127,9 @@ class Server:
         # What binary connections are read into: one at a time, since they are all of one loop.
         self.scratch = bytearray(SCRATCH_BYTES)
         self.gate = Gate(self)
+        self.arrivals = Arrivals(self.counters)
+        # Held while a large batch is opened and handed over: opened, it takes several times its size.
+        self.large = asyncio.Lock()
         self._working = asyncio.Semaphore(WORKERS_MAX)
         self._last_id = 0
         # Of the connections that are gone.
@@ -224,9 +230,12 @@ class Server:
 
     def _look_after_sessions(self, now: float) -> None:
         self.gate.sweep(now)
+        self.arrivals.sweep(now)
         for session in [session for session in self._sessions if session.ping_at <= now]:
             session.ping_at = now + self.config.server.heartbeat_s
             session.ping()
+        if self._memory.is_due(now):
+            self.spawn(self.work(self._memory.give_back))
 
     async def _ensure_topic(self, name: bytes, topic: TopicConfig) -> None:
         policy = _policy(topic)
@@ -337,7 +346,7 @@ class Server:
         """How full each limited cache, queue and table is, by name."""
         connections = Usage(len(self._sessions), self.config.server.connections_max)
         http = {} if self._http is None else {"http_connections": self._http.usage(), **self.answers.usage()}
-        parts = (self.gate, self.pipes, self.broker, self._store)
+        parts = (self.gate, self.arrivals, self.pipes, self.broker, self._store)
         return {"connections": connections, **http} | {
             name: each for part in parts for name, each in part.usage().items()
         }
@@ -362,7 +371,7 @@ class Server:
             "start": iso(self._start_us),
             "now": iso(now_us),
             "uptime": elapsed(now_us - self._start_us),
-            "mem": _resident_bytes(),
+            "mem": resident_bytes(),
             "cores": os.cpu_count() or 1,
             "connections": len(self._sessions),
             "total_connections": self.counters.connections,
@@ -384,14 +393,6 @@ class Server:
             "faults": dict(self._store.health.faults),
             "loop_stalls": self.stalls.figures(),
         }
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        # Not Linux: the most that it ever had.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _topology(config: Config) -> Topology | None:

@@ -106,24 +106,30 @@ class Session(Connection, asyncio.Protocol):
                 self._handle(deque(events))
         if not self.is_admitted and not self.server.gate.received(self, len(data)):
             self._refuse("Authorization Violation")
+        if self._waiting is None:
+            self.expect(self._parser.expected, is_next=bool(events))
 
     def pause_writing(self) -> None:
         self.peer.pause()
 
     def resume_writing(self) -> None:
         self.peer.resume()
-        if self._waiting is None:
-            self.peer.read_on()
+        self.read_on()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
 
     def end(self) -> None:
+        self._parser.clear()
         self._answers.clear()
         for sid in list(self.subscriptions):
             self.call(self._unsubscribe, sid)
 
     def tell_fault(self) -> None:
         self.peer.write(text.error("Internal Error", is_nats=self._parser.is_nats or self.is_greeted))
+
+    def read_on(self) -> None:
+        if self._waiting is None:
+            self.peer.read_on()
 
     # From the broker.
 
@@ -208,8 +214,10 @@ class Session(Connection, asyncio.Protocol):
             return
         if not events and self._parser.has_more:
             events.extend(self._parser.feed(b""))
-        self.peer.read_on()
         self._handle(events)
+        if self._waiting is None:
+            self.expect(self._parser.expected, is_next=True)
+        self.read_on()
 
     def _do(self, event: Event) -> Coroutine[Any, Any, None] | None:
         """One event; what is still to be awaited, if anything is."""

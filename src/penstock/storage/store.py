@@ -1002,9 +1002,17 @@ class _Lane:
             self._rounds.put(round_)
 
     def _work(self) -> None:
-        while (round_ := self._rounds.get()) is not None:
-            end = self._run(round_)
-            self._loop.call_soon_threadsafe(self._done, round_, end)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run one round; False if there are no more. A frame of its own: a lane that waits keeps nothing alive."""
+        round_ = self._rounds.get()
+        if round_ is None:
+            return False
+        end = self._run(round_)
+        self._loop.call_soon_threadsafe(self._done, round_, end)
+        return True
 
     @staticmethod
     def _run(round_: Round) -> BaseException | None:

@@ -144,13 +144,23 @@ class FrameReader:
         self.bytes_max = bytes_max
         self._json_bytes_max = json_bytes_max
         self._ahead_bytes = ahead_bytes
-        self._refusal: BadFrame | None = None
+        # Why nothing more can be read. Not an exception: that would keep alive what its traceback refers to.
+        self._refusal: str | None = None
         self._scratch = memoryview(scratch)
         # The beginning of a frame that is not all there.
         self._rest = b""
         # One that is too large for scratch, how long it is, and how much of it is there.
         self._large: Frame | None = None
         self._large_length = self._large_end = 0
+
+    @property
+    def expected(self) -> int:
+        """How many bytes the large frame has that is under way; 0: none is."""
+        return 0 if self._large is None else self._large_length
+
+    def clear(self) -> None:
+        """Drop what has come of a frame: the rest never will."""
+        self._rest, self._large = b"", None
 
     def buffer(self) -> memoryview:
         if self._large is not None:
@@ -186,7 +196,7 @@ class FrameReader:
             else:
                 limit = length
             if length > limit:
-                self._refusal = BadFrame(f"a frame of {length} bytes, {limit} are allowed")
+                self._refusal = f"a frame of {length} bytes, {limit} are allowed"
                 if not frames:
                     self.check()
                 return frames
@@ -194,8 +204,7 @@ class FrameReader:
             if body + length > end:
                 if HEAD.size + length > len(view):
                     # Nothing is copied but what is here already.
-                    payload = bytearray(max(min(length, self._ahead_bytes), end - body))
-                    payload[: end - body] = view[body:end]
+                    payload = bytearray(view[body:end])
                     self._large = Frame(kind, number, payload)
                     self._large_length, self._large_end = length, end - body
                     return frames
@@ -208,7 +217,7 @@ class FrameReader:
     def check(self) -> None:
         """Raise if what came is no frame that is allowed: then nothing more can be read."""
         if self._refusal is not None:
-            raise self._refusal
+            raise BadFrame(self._refusal)
 
     def feed(self, data: Buffer) -> list[Frame]:
         """As `filled`, for bytes that are there already."""

@@ -128,6 +128,15 @@ class FrameReader:
         # Whether whole frames are left, which another `feed`, also of nothing, takes.
         self.has_more = False
 
+    @property
+    def expected(self) -> int:
+        """How many bytes the frame has that is under way; 0: none is, or it is not known yet."""
+        return self._needed if self._have < self._needed and self.refusal is None else 0
+
+    def clear(self) -> None:
+        """Drop what has come of a frame: the rest never will."""
+        self._parts, self._have = [], 0
+
     def feed(self, data: bytes) -> list[Message | bytes]:
         """Return the frames that are complete, or as many as may be: see `has_more`."""
         self.has_more = False

@@ -89,12 +89,20 @@ class Parser:
         # While a long payload is under way: its pieces, and how many bytes are still to come.
         self._pieces: list[bytes] = []
         self._missing = 0
+        # How many bytes that payload has, with its line; 0: none is under way.
+        self.expected = 0
         # line -> bytes of its payload, its subject: of PUB lines that need no second look.
         self._lines: dict[bytes, tuple[int, bytes]] = {}
         self._subjects: dict[bytes, bytes] = {}
         self._closed = False
         # Whether complete lines are left, which another `feed`, also of nothing, takes.
         self.has_more = False
+
+    def clear(self) -> None:
+        """Drop what has come of a line or payload: the rest never will."""
+        self._rest, self._pieces = b"", []
+        self._lines, self._subjects = {}, {}
+        self._closed = True
 
     def feed(self, data: bytes) -> list[Event]:
         """Return the events of the lines that are complete, or of as many as may be: see `has_more`."""
@@ -108,6 +116,7 @@ class Parser:
                 return []
             data = b"".join(self._pieces)
             self._pieces = []
+            self.expected = 0
         else:
             data = self._rest + data
         events: list[Event] = []
@@ -136,6 +145,7 @@ class Parser:
         self._rest = data[at:]
         if self._missing > 0:
             self._pieces = [self._rest]
+            self.expected = len(self._rest) + self._missing
         return events
 
     def _parse_publishes(self, data: bytes, at: int, events: list[Event]) -> int:
