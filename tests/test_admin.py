@@ -223,6 +223,9 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/admin/dead-letters/redrive", {}, 400, "BAD_REQUEST"),
     ("POST", "/admin/dead-letters/redrive", {"pattern": ">", "offsets": [-1]}, 400, "BAD_REQUEST"),
     ("POST", "/admin/statistics", {}, 405, "BAD_REQUEST"),
+    ("POST", "/admin/topics", b'{"name":"\\ud800"}', 400, "BAD_REQUEST"),
+    ("POST", "/admin/topics", b'{"name":NaN}', 400, "BAD_REQUEST"),
+    ("POST", "/admin/topics", b'{"name":[' + b"0," * 70_000 + b"0]}", 400, "BAD_REQUEST"),
 ]
 
 

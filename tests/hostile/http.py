@@ -166,6 +166,7 @@ HTTP: Final = Door(
         Attack(body_that_never_comes, connections=100),
         Attack(chunks_without_end, connections=5),
         Attack(lengths_that_are_none, connections=20),
+        Attack(json_that_hurts, connections=3),
         Attack(fields_of_all_kinds, connections=3),
         Attack(paths_of_all_kinds, connections=3),
         Attack(methods_of_all_kinds, connections=3),

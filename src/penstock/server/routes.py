@@ -6,7 +6,6 @@ The table is the one list of what there is. The port serves it, `openapi` descri
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -46,6 +45,7 @@ from penstock.errors import (
 )
 from penstock.server.rows import encode
 from penstock.web import unexpected
+from penstock.wire.binary import read_request
 
 if TYPE_CHECKING:
     from penstock.server.server import Server
@@ -232,12 +232,7 @@ async def _body(endpoint: Endpoint, request: Request) -> Json:
     # A page in somebody's browser can send anything but this without asking us first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise BadRequest("the body must be JSON, and say so: Content-Type: application/json")
-    try:
-        value = json.loads(await _read(request, BODY_BYTES_MAX))
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {str(error)[:100]}") from None
-    if not isinstance(value, dict):
-        raise BadRequest("the body must be a JSON object")
+    value = read_request(await _read(request, BODY_BYTES_MAX))
     known = {field.name for field in endpoint.of("body")}
     unknown = sorted(set(value) - known)
     if unknown:
