@@ -167,12 +167,24 @@ class FrameReader:
             payload = self._large.payload
             assert isinstance(payload, bytearray)
             if self._large_end == len(payload):
-                payload.extend(bytes(min(self._ahead_bytes, self._large_length - len(payload))))
+                payload = self._grow(payload)
             return memoryview(payload)[self._large_end :]
         rest = self._rest
         if rest:
             self._scratch[: len(rest)] = rest
         return self._scratch[len(rest) :]
+
+    def _grow(self, payload: bytearray) -> bytearray:
+        """Make room for more of the large frame, without taking much more than that for a moment."""
+        assert self._large is not None
+        count = min(self._ahead_bytes, self._large_length - len(payload))
+        if count <= len(payload):
+            payload.extend(bytes(count))
+            return payload
+        grown = bytearray(len(payload) + count)
+        grown[: len(payload)] = payload
+        self._large = self._large._replace(payload=grown)
+        return grown
 
     def filled(self, count: int) -> list[Frame]:
         """The frames that are complete now. Raises BadFrame if what comes behind them is none that is allowed; if there
