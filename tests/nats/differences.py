@@ -1,0 +1,100 @@
+"""Scenarios in which Penstock differs from nats-server, by name, each with its reason.
+
+A difference that is intended also lists the lines that differ: `-` of nats-server, `+` of Penstock. One that no
+longer occurs fails its test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    reason: str
+    # None: any; what is not there yet is not described.
+    lines: tuple[str, ...] | None = None
+
+
+_NOT_YET: Final = Difference("not yet")
+_SAYS_WHY: Final = "Penstock says why it closes a connection, and has one error for lines that cannot be parsed"
+
+DIFFERENCES: Final = {
+    "headers that are none": Difference(
+        "headers are stored one by one, and written again when they are delivered",
+        (r"- 3 a: MSG ~.x {abcdef} =hi @1", r"+ 3 a: MSG ~.x {NATS/1.0\r\nabcdef\r\n\r\n} =hi @1"),
+    ),
+    "header length beyond the total": Difference(_SAYS_WHY, ("+ 1 a: -ERR 'Parser Error'",)),
+    "a payload longer than it says": Difference(
+        _SAYS_WHY, ("- 1 a: -ERR 'Unknown Protocol Operation'", "+ 1 a: -ERR 'Parser Error'")
+    ),
+    "sizes that are none": Difference(
+        _SAYS_WHY,
+        (
+            "+ 1 a: -ERR 'Parser Error'",
+            "+ 3 b: -ERR 'Parser Error'",
+            "+ 5 c: -ERR 'Parser Error'",
+            "+ 7 d: -ERR 'Maximum Payload Violation'",
+        ),
+    ),
+    "sub without a sid": Difference(
+        _SAYS_WHY,
+        (
+            "+ 1 a: -ERR 'Parser Error'",
+            "- 3 b: -ERR 'Unknown Protocol Operation'",
+            "+ 3 b: -ERR 'Parser Error'",
+            "- 5 c: -ERR 'Unknown Protocol Operation'",
+            "+ 5 c: -ERR 'Parser Error'",
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            # A PONG comes before messages that it covers.
+            "publish to oneself",
+            "a pong follows the messages it covers",
+            "a pong follows the messages of a new topic",
+            "no responders takes its turn",
+            "verbose to oneself",
+            "no echo",
+            "a payload that is too large",
+            "a slow reader catches up",
+            # A subscription that ends loses what was published before.
+            "drain one's own messages",
+            "drain several subscriptions",
+            "publish, unsubscribe, publish",
+            "unsubscribe and subscribe at once",
+            "a slow reader drains",
+            # The messages of one connection arrive in another order.
+            "everything",
+            "two subscriptions to one subject",
+            "order over topics",
+            "order over topics on one subscription",
+            "order between subscriptions",
+            "a reply does not overtake events",
+            "an event does not overtake a reply",
+            # One queue name on overlapping patterns is several groups.
+            "one queue name on overlapping patterns",
+            "one queue name on overlapping patterns of one connection",
+            "queue groups of an inbox",
+            # Requests.
+            "no responders but oneself",
+            "no responders without headers",
+            "services",
+            "subscribe to reserved subjects",
+            # What cannot be stored ends the connection.
+            "pedantic",
+            "publish to a wildcard",
+            "publish to an empty token",
+            "publish to a long subject",
+            "publish to a subject that is not UTF-8",
+            "odd reply subjects",
+            # Lines of clients that nats-server takes otherwise.
+            "headers from a client without",
+            "max that is none",
+            "info from a client",
+            "pong and ok from a client",
+        ),
+        _NOT_YET,
+    ),
+}
