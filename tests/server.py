@@ -353,7 +353,8 @@ class Nats(Raw):
     def __init__(self, server: Serve, *, receive_bytes: int | None = None, **options: object) -> None:
         super().__init__(server.port, receive_bytes=receive_bytes)
         assert self.line().startswith("INFO ")
-        self.send(f"CONNECT {json.dumps({'verbose': False, 'headers': True, 'no_responders': True} | options)}\r\n")
+        usual = {"verbose": False, "pedantic": False, "headers": True, "no_responders": True, "protocol": 1}
+        self.send(f"CONNECT {json.dumps(usual | options)}\r\n")
         assert self.ask("PING") == "PONG"
         assert self.line().startswith("INFO ")
 

@@ -180,11 +180,12 @@ BOTH: Final[Table] = {
         ],
     ),
     # Calls.
-    "PUB to the broker": (b"PUB $SYS.REQ.PING 0\r\n\r\n", [Call(b"$SYS.REQ.PING", b"", None)]),
+    "PUB to a subject that begins with $": (b"PUB $SRV.PING 0\r\n\r\n", [Message(b"$SRV.PING", b"")]),
+    "PUB to the broker": (b"PUB $ACK.1 0\r\n\r\n", [Call(b"$ACK.1", b"", None)]),
     "PUB to the broker with a reply": (b"PUB $ACK.1 in.1 4\r\n+ACK\r\n", [Call(b"$ACK.1", b"+ACK", b"in.1")]),
     "PUB to the broker between others": (
-        b"PUB a 1\r\nx\r\nPUB $b 1\r\ny\r\nPUB a 1\r\nz\r\n",
-        [Message(b"a", b"x"), Call(b"$b", b"y", None), Message(b"a", b"z")],
+        b"PUB a 1\r\nx\r\nPUB $ACK.b 1\r\ny\r\nPUB a 1\r\nz\r\n",
+        [Message(b"a", b"x"), Call(b"$ACK.b", b"y", None), Message(b"a", b"z")],
     ),
     "PUB with $ elsewhere": (b"PUB a.$b 1\r\nx\r\n", [Message(b"a.$b", b"x")]),
     # Subscribe.

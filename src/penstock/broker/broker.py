@@ -20,14 +20,14 @@ from penstock.broker.delay import DELAYED_TOPIC, Delays
 from penstock.broker.figures import Figures
 from penstock.broker.group import Group, Mode
 from penstock.broker.inflight import Record
-from penstock.broker.intake import LIVE, Intake, Receipt, Refusals
+from penstock.broker.intake import Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member
 from penstock.broker.partition import LivePartition, Opened, Partition
 from penstock.broker.refresh import Refresh, Refreshes
 from penstock.broker.start import Begin, Start, offset_of
 from penstock.broker.subscription import Subscription
-from penstock.broker.topic import RESERVED, ServedTopic, Target, Topics
+from penstock.broker.topic import LIVE, RESERVED, ServedTopic, Target, Topics
 from penstock.broker.transactions import STAGED_TOPIC, Transactions
 from penstock.clock import Clock
 from penstock.errors import (
@@ -93,7 +93,7 @@ class Broker:
         self._subscriptions: dict[Subscription, None] = {}
         self._members: set[Member] = set()
         self._queues: dict[tuple[bytes, bytes], Subscription] = {}
-        self.live = LivePartition(LIVE, self._deliver)
+        self.live = LivePartition(LIVE[0], self._deliver)
         self._intake = Intake(self, self.live)
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
@@ -187,7 +187,7 @@ class Broker:
     # Topics.
 
     async def create_topic(self, name: bytes, *, partitions: int | None = None, policy: Policy | None = None) -> Topic:
-        if not is_subject(name) or name.startswith((RESERVED, LIVE)):
+        if not is_subject(name) or name.startswith(LIVE):
             raise BadSubject(f"a topic cannot be named {name.decode(errors='replace')!r}")
         return (await self._create(name, partitions, policy)).topic
 
@@ -244,7 +244,7 @@ class Broker:
         """
         served = self.topics.get(name)
         if served is None:
-            if not is_subject(name) or name.startswith((RESERVED, LIVE)):
+            if not is_subject(name) or name.startswith(LIVE):
                 raise BadSubject(f"a topic cannot be named {name.decode(errors='replace')!r}")
             served = await self._create(name, partitions, None, origin)
         if served.topic.origin != origin or len(served.partitions) < partitions:
@@ -380,7 +380,7 @@ class Broker:
 
     async def owner(self, subject: bytes) -> ServedTopic:
         """The topic that stores a subject, made if there is none. Raises if nothing can be published there."""
-        if not is_subject(subject) or subject.startswith((RESERVED, LIVE)):
+        if not is_subject(subject) or subject.startswith(LIVE):
             raise BadSubject(f"nothing can be stored under {subject.decode(errors='replace')!r}")
         topic = self.topics.owner(subject) or await self._create_for(subject)
         topic.check_writable()

@@ -16,7 +16,7 @@ from penstock.batch import Batch
 from penstock.broker.dedup import ENTRIES_MAX, Dedup, DedupBudget
 from penstock.broker.delay import Delays
 from penstock.broker.partition import LivePartition, Partition
-from penstock.broker.topic import ServedTopic, Target, Topics
+from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.health import Usage
@@ -25,9 +25,6 @@ from penstock.storage.log import Done
 from penstock.storage.policy import PARTITIONS_MAX
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.store import Store
-
-# Subjects that begin so are live only: inboxes.
-LIVE: Final = b"_"
 
 _READ_BYTES: Final = 1 << 20
 # Of an id whose message is not in its topic yet.
@@ -158,6 +155,13 @@ class Intake:
             if topic.dedup is None:
                 topic.dedup = dedup
 
+    def publish_live(self, run: Run, done: Callable[[Receipt], None]) -> Receipt:
+        """Deliver a run to whoever is subscribed now, and store nothing."""
+        receipt = Receipt(len(run), done)
+        self._append(self._live, run, range(len(run)), receipt)
+        receipt.close()
+        return receipt
+
     def publish(self, run: Run, done: Callable[[Receipt], None], refusals: Refusals | None = None) -> Receipt:
         """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`."""
         receipt = Receipt(len(run), done)
@@ -165,6 +169,8 @@ class Intake:
             if refusals and each in refusals:
                 receipt.refuse([index], refusals[each])
         subject = run.subject
+        if subject is not None and subject.startswith(LIVE) and not run.keys:
+            return self.publish_live(run, done)
         topic = None
         if subject is not None and not (run.headers or run.keys or refusals or run.partition is not None):
             topic = self._host.topics.owner(subject)
@@ -206,6 +212,8 @@ class Intake:
         now_us = self._host.clock.now_us()
         asked: dict[int, headers.Asked] = {}
         for index, block in run.headers.items():
+            if run.subjects[index].startswith(LIVE):
+                continue  # its headers ask nothing of the broker
             try:
                 asked[index] = headers.read(block, now_us)
             except PenstockError as error:

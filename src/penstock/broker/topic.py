@@ -24,6 +24,8 @@ from penstock.subject import is_subject, owns
 
 # Topics whose names begin so are the broker's own.
 RESERVED: Final = b"$"
+# Subjects that begin so are never stored: inboxes, services (`$SRV`), and what nats-server keeps for itself (`$JS`, …).
+LIVE: Final = (b"_", RESERVED)
 # Of subjects whose owner is remembered.
 _REMEMBERED_BYTES_MAX: Final = 16 << 20
 

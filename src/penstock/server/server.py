@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import platform
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
@@ -302,11 +303,16 @@ class Server:
         return self.credentials.accepts(user=user, password=password, token=token)
 
     def info(self, session: Connection) -> dict[str, Any]:
+        """Return the fields of INFO. What is not configured is absent, as in nats-server's: TLS, `nonce`, `cluster`,
+        `connect_urls`, `domain`."""
         return {
             "server_id": self.id,
             "server_name": self.config.server.node_id,
             "version": f"2.10.0-penstock-{self.version}",
             "proto": 1,
+            # Clients read these two as text.
+            "git_commit": "",
+            "go": f"python{platform.python_version()}",
             "host": self.config.server.host,
             "port": self.ports.get("text", 0),
             "headers": True,
@@ -314,7 +320,12 @@ class Server:
             "client_id": session.id,
             "client_ip": session.address,
             "auth_required": self.needs_auth,
+            "tls_required": False,
+            "tls_available": False,
+            "tls_verify": False,
             "jetstream": False,
+            # The level of JetStream's API.
+            "api_lvl": 0,
             # As Flux has it: a cluster of one.
             "cluster_id": "",
             "node_id": self.config.server.node_id,

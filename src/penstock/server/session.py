@@ -23,6 +23,7 @@ from penstock.broker.intake import Receipt, Refusals
 from penstock.broker.member import Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
+from penstock.broker.topic import RESERVED
 from penstock.errors import PenstockError, TooManySubscriptions
 from penstock.run import Run
 from penstock.server.connection import Connection
@@ -48,8 +49,8 @@ from penstock.wire.events import (
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
-# An acknowledgement in the NATS dialect is a message to this subject: `msg.ack()` of a NATS client sends one.
-ACK_SUBJECT: Final = b"$ACK."
+# Where nats-server puts the clients of a server without accounts.
+ACCOUNT: Final = "$G"
 # Lines that are parsed and done before others have a turn.
 LINES_MAX: Final = 256
 # Runs of its own that a connection without echo is protected from: what it has on the way at once.
@@ -79,9 +80,11 @@ class Session(Connection, asyncio.Protocol):
             server.config.server.payload_bytes_max, needs_connect=server.gate.needs_auth, lines_max=LINES_MAX
         )
         self._verbose = True
+        self._pedantic = False
         self._has_headers = True
         self._wants_no_responders = False
-        self._has_ponged = False
+        # Whether the first PONG is followed by INFO, for clients that say they understand it.
+        self._wants_info = False
         self._answers: deque[_Answer] = deque()
         # Events that wait for one that is being awaited; None: none is.
         self._waiting: deque[Event] | None = None
@@ -268,18 +271,22 @@ class Session(Connection, asyncio.Protocol):
 
     def _connect(self, event: Connect) -> None:
         options = event.options
-        self._verbose = options.get("verbose") is True
+        # As in nats-server, the first two and `echo` are on unless the client turns them off.
+        self._verbose = options.get("verbose") is not False
+        self._pedantic = options.get("pedantic") is not False
         self.echo = options.get("echo") is not False
         self._has_headers = options.get("headers") is True
         self._wants_no_responders = options.get("no_responders") is True and self._has_headers
+        protocol = options.get("protocol")
+        self._wants_info = isinstance(protocol, int) and protocol >= 1
         self.name = options.get("name")
         self._ok()
 
     def _pong(self) -> None:
         self._answer(b"PONG\r\n")
-        if self._parser.is_nats and not self._has_ponged:
-            self._has_ponged = True
-            self._answer(text.info({**self.server.info(self), "connect_info": True}))
+        if self._wants_info:
+            self._wants_info = False
+            self._answer(text.info({**self.server.info(self), "connect_info": True, "remote_account": ACCOUNT}))
 
     # Publish.
 
@@ -339,13 +346,8 @@ class Session(Connection, asyncio.Protocol):
         return False
 
     def _call(self, event: Call) -> None:
-        if event.subject.startswith(ACK_SUBJECT):
-            self._acknowledge_by_subject(event)
-            self._ok()
-        elif self._wants_no_responders and event.reply and self._tell_no_responder(event.subject, event.reply):
-            self._ok()
-        else:
-            self._forbid("Publish", event.subject)
+        self._acknowledge_by_subject(event)
+        self._ok()
 
     def _forbid(self, what: str, subject: bytes) -> None:
         reason = f'Permissions Violation for {what} to "{subject.decode(errors="replace")}"'
@@ -354,14 +356,14 @@ class Session(Connection, asyncio.Protocol):
     # Subscribe.
 
     def _subscribe(self, event: Subscribe) -> Coroutine[Any, Any, None] | None:
-        if event.subject.startswith(b"$"):
-            self._forbid("Subscription", event.subject)
-            return None
         if event.sid in self.subscriptions:
             # As nats-server has it: the first one stands.
             self._ok()
             return None
         if event.durable or not self._parser.is_nats:
+            if event.subject.startswith(RESERVED):
+                self._forbid("Subscription", event.subject)
+                return None
             return self._join(event)
         member = Member(event.sid, self, self.server.flow)
         try:
@@ -415,7 +417,7 @@ class Session(Connection, asyncio.Protocol):
         """A copy whose replies go to the acknowledgement of each message."""
         numbered = Run(run.subjects, run.values)
         numbered.headers = run.headers
-        prefix = ACK_SUBJECT + member.sid + b"."
+        prefix = text.ACK_SUBJECT + member.sid + b"."
         numbered.replies = {
             index: b"%b%d" % (prefix, sequence) for index, sequence in enumerate(self._sequences(place, run))
         }
@@ -456,7 +458,7 @@ class Session(Connection, asyncio.Protocol):
 
     def _acknowledge_by_subject(self, event: Call) -> None:
         """`$ACK.<sid>.<sequence>`, with what NATS clients write into it: nothing or +ACK, -NAK, +WPI, +TERM."""
-        sid, _, number = event.subject.removeprefix(ACK_SUBJECT).rpartition(b".")
+        sid, _, number = event.subject.removeprefix(text.ACK_SUBJECT).rpartition(b".")
         held = self.subscriptions.get(sid)
         if held is None or not number.isdigit() or len(number) > 24 or not isinstance(held[1], Group):
             return

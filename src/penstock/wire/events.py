@@ -14,7 +14,7 @@ class Connect(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A message to a subject that begins with `$`: it is for the broker itself, and never stored."""
+    """A message to the broker itself, which is neither stored nor delivered: an acknowledgement, `$ACK.…`."""
 
     subject: bytes
     value: bytes

@@ -45,6 +45,8 @@ REPLAY_COUNT: Final = 100
 REPLAY_COUNT_MAX: Final = 1_000_000
 
 DURABLE: Final = b"DURABLE:"
+# A message to a subject like this is an acknowledgement: `msg.ack()` of a NATS client sends one.
+ACK_SUBJECT: Final = b"$ACK."
 _VERSION: Final = b"NATS/1.0"
 HEADER_LINE: Final = _VERSION + b"\r\n"
 
@@ -245,7 +247,7 @@ class Parser:
         header_end = begin + sizes[0] if verb == b"HPUB" else begin
         subject = self._intern(words[0])
         reply = words[1] if len(words) == numbers + 2 else None
-        if words[0].startswith(b"$"):
+        if words[0].startswith(ACK_SUBJECT):
             events.append(Call(words[0], data[header_end:end], reply))
             return end
         if subject is None or (reply is not None and not is_subject(reply)):
