@@ -9,6 +9,7 @@ FUZZ    ?= 200000
 CLIENTS ?= 50
 PIPES   ?= 50
 DRIVERS ?= 5
+NATS    ?= 20000
 HOSTILE ?= 3600
 
 VENV  ?= .venv
@@ -45,8 +46,8 @@ format: $(READY) ## put the code into its one form
 bench: $(READY) ## measure against the machine's own limits, nats-server and Redis
 	@$(BIN)/python -m bench
 
-soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 HOSTILE=3600
-	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS) --pipes $(PIPES) --drivers $(DRIVERS) --hostile $(HOSTILE)
+soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 NATS=20000 HOSTILE=3600
+	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS) --pipes $(PIPES) --drivers $(DRIVERS) --nats $(NATS) --hostile $(HOSTILE)
 
 # Written last and only when all went well, so an interrupted set-up starts again; and so does another PYTHON.
 ifneq ($(shell $(PYTHON) -V 2>&1 || :),$(shell $(BIN)/python -V 2>&1 || :))

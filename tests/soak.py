@@ -1,12 +1,13 @@
 """The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000
---pipes 50 --drivers 5 --hostile 3600`.
+--pipes 50 --drivers 5 --nats 20000 --hostile 3600`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
 appends, then `--fuzz` rounds of any bytes for the parsers of all doors, then `--serves` times kill -9 of a server
 under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections;
 then `--pipes` times kill -9 of brokers in a tree while messages flow through it; then `--drivers` times kill -9
-of a Spark driver between its sink's commit and Spark's own; and then `--hostile` seconds of hostile clients at the
-doors of a server. A failure names the seed that shows it again.
+of a Spark driver between its sink's commit and Spark's own; then `--nats` scenarios on nats-server and on Penstock,
+whose transcripts must be equal; and then `--hostile` seconds of hostile clients at the doors of a server. A failure
+names the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tests.hostile.doors import DOORS
 from tests.hostile.oracle import table
 from tests.hostile.siege import Scale
 from tests.kill import KillJudge
+from tests.nats.generate import CHUNK as NATS_CHUNK
+from tests.nats.generate import soak as soak_scenarios
 from tests.pipe_kill import PipeFigures, PipeJudge
 from tests.serve_kill import Figures, ServeJudge
 from tests.simulation import simulate
@@ -115,6 +118,11 @@ def soak_pipes(seed: int, count: int) -> PipeFigures:
     return judge.figures
 
 
+def soak_nats(seed: int, count: int) -> None:
+    for _ in track(soak_scenarios(seed, count), "scenarios of NATS", total=-(-count // NATS_CHUNK)):
+        pass
+
+
 def soak_hostile(seed: int, seconds: int) -> str:
     """As many seconds for each door, with as many connections as a server may have to bear, and as many topics."""
     doors = (*DOORS, FUZZ)
@@ -132,6 +140,7 @@ def main() -> int:
     parser.add_argument("--fuzz", type=int, default=200_000)
     parser.add_argument("--pipes", type=int, default=50)
     parser.add_argument("--drivers", type=int, default=5)
+    parser.add_argument("--nats", type=int, default=20_000)
     parser.add_argument("--hostile", type=int, default=3600)
     options = parser.parse_args()
     if options.cuts:
@@ -150,6 +159,9 @@ def main() -> int:
         print(f"{soak_pipes(options.seed, options.pipes)}: none lost, none twice")
     if options.drivers:
         print(f"{options.drivers} drivers killed, {soak_drivers(options.seed, options.drivers)} rows: each stored once")
+    if options.nats:
+        soak_nats(options.seed, options.nats)
+        print(f"{options.nats} scenarios on nats-server and on Penstock: the same transcripts")
     if options.hostile:
         print(soak_hostile(options.seed, options.hostile))
         print(f"{options.hostile} s of hostile clients: nobody else noticed")

@@ -19,6 +19,8 @@ def test_connections_receive_what_they_receive_from_nats_server(peers: tuple[Pee
     if difference is None:
         assert ours == real
         return
+    if difference.is_rare and ours == real:
+        return
     assert ours != real, f"the difference {name!r} is gone: remove it from tests/nats/differences.py"
     if difference.lines is not None:
         found = tuple(line for line in difflib.ndiff(real, ours) if line[0] in "+-")
