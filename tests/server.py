@@ -266,6 +266,12 @@ class Raw:
     def close(self) -> None:
         self.socket.close()
 
+    def peek(self) -> bytes:
+        """The next line, which stays the next."""
+        while b"\r\n" not in self._received:
+            assert self._receive(), f"the connection ended, after {self._received!r}"
+        return self._received.partition(b"\r\n")[0]
+
     def _receive(self) -> bool:
         try:
             data = self.socket.recv(1 << 20)
@@ -322,7 +328,7 @@ class Flux(Raw):
     def until_ok(self) -> tuple[list[Message], str]:
         """The messages that come before an answer, and what that says behind +OK."""
         found = []
-        while not self._next_line().startswith(b"+OK"):
+        while not self.peek().startswith(b"+OK"):
             found.append(self.message())
         return found, self.line().removeprefix("+OK").strip()
 
@@ -340,11 +346,6 @@ class Flux(Raw):
         payload = self.read(count + 2)
         assert payload.endswith(b"\r\n")
         return payload[:-2]
-
-    def _next_line(self) -> bytes:
-        while b"\r\n" not in self._received:
-            assert self._receive(), f"the connection ended, after {self._received!r}"
-        return self._received.partition(b"\r\n")[0]
 
 
 class Nats(Raw):

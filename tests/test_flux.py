@@ -492,7 +492,7 @@ def test_a_slow_member_gets_no_more_than_its_buffer(flux: Flux, other: Flux, sub
         flux.send(f"ACK {got[len(got) - 10].sequence}\r\n")
         answers: list[str] = []
         while len(answers) < 2:
-            if flux._next_line().startswith(b"+OK"):
+            if flux.peek().startswith(b"+OK"):
                 answers.append(flux.line())
             else:
                 got.append(flux.message())

@@ -519,17 +519,57 @@ class Broker:
         return found
 
     def unsubscribe(self, subscription: Subscription, member: Member) -> None:
+        """End a member at once: it gets nothing more."""
         self._members.discard(member)
-        subscription.members.remove(member)
+        subscription.leave(member)
         if not subscription.members:
-            self.interest.remove(subscription.pattern, subscription)
-            del self._subscriptions[subscription]
-            for key, queued in list(self._queues.items()):
-                if queued is subscription:
-                    del self._queues[key]
-            subscription.behind.clear()
+            self._withdraw(subscription)
         else:
             subscription.wake()
+
+    def finish(
+        self, subscription: Subscription, member: Member, done: Callable[[], None], *, after: int | None = None
+    ) -> None:
+        """End a member when it has what was published up to now; with `after`, when it also has so many in all.
+
+        `done` is called once it has the former, or is unsubscribed. Other members of a queue group take over at once.
+        """
+        if len(subscription.members) > 1:
+            self._end(subscription, member, after, done)
+            return
+        ends = self._put_behind(subscription)
+        if after is None:
+            self._withdraw(subscription)
+        end = partial(self._end, subscription, member, after, done)
+        subscription.stop_at(member, ends, end, is_final=after is None)
+
+    def _end(self, subscription: Subscription, member: Member, after: int | None, done: Callable[[], None]) -> None:
+        if member in subscription.members:
+            if after is None or after <= member.delivered:
+                self.unsubscribe(subscription, member)
+            else:
+                member.remaining = after - member.delivered
+                subscription.go_on()
+        done()
+
+    def _put_behind(self, subscription: Subscription) -> dict[Partition, int]:
+        """Put it behind where messages for it may be on their way; up to where in each partition."""
+        for partition in self._unserved:
+            begin = max(partition.served, partition.since.get(subscription, 0))
+            is_public = not partition.name.startswith(RESERVED)
+            if is_public and begin < partition.end and meets(subscription.pattern, partition.name):
+                subscription.behind.setdefault(partition, begin)
+        return {partition: partition.end for partition in subscription.behind}
+
+    def _withdraw(self, subscription: Subscription) -> None:
+        """Give it nothing that is published from now on."""
+        if subscription not in self._subscriptions:
+            return
+        del self._subscriptions[subscription]
+        self.interest.remove(subscription.pattern, subscription)
+        for key, queued in list(self._queues.items()):
+            if queued is subscription:
+                del self._queues[key]
 
     def _add_member(self, member: Member) -> None:
         self._check_subscriptions()

@@ -171,7 +171,7 @@ class Partition:
         self.served = log.committed
         # Messages since the broker started: that were taken, and that went to connections.
         self.received = self.sent = 0
-        # Who is told of each commit, and reads for itself: groups, and whoever waits for more.
+        # Who is told of what is committed or taken back, and reads for itself: groups, and whoever waits for more.
         self.groups: dict[Callable[[], None], None] = {}
         self._reader = reader
         self._opened = opened
@@ -195,6 +195,10 @@ class Partition:
     @property
     def end(self) -> int:
         return self.log.end
+
+    @property
+    def is_closed(self) -> bool:
+        return self.log.state is State.CLOSED
 
     def append(self, run: Run, done: Done | None) -> int:
         self._unserved[self] = None
@@ -306,6 +310,8 @@ class Partition:
     def _on_reject(self, offset: int) -> None:
         for reader, begin in self.since.items():
             self.since[reader] = min(begin, offset)
+        for wake in list(self.groups):
+            wake()
 
 
 class LivePartition:

@@ -4,6 +4,9 @@ With one member it is a plain subscription, with more a NATS queue group: each m
 when it is handed to its connection. While the members keep up, a subscription has no position: it is handed what
 is committed. When they do not, it notes where it stopped and reads on from there, from memory or disk, as fast as they
 take it; nobody else waits for it.
+
+A member that leaves first gets what was published before. For that the subscription is put behind where messages are on
+their way, and reads up to the ends that the logs had when the member left: see `stop_at`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.broker.figures import Figures
@@ -40,8 +44,31 @@ class Loop(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A member's wait until it has the messages below these offsets; `done` is called once."""
+
+    member: Member
+    marks: dict[Partition, int]
+    done: Callable[[], None]
+
+
 class Subscription:
-    __slots__ = ("_loop", "_reading", "_since_us", "_turn", "_woken", "_backlogs", "behind", "members", "pattern")
+    __slots__ = (
+        "_backlogs",
+        "_is_ending",
+        "_loop",
+        "_reading",
+        "_since_us",
+        "_stops",
+        "_turn",
+        "_waits",
+        "_watched",
+        "_woken",
+        "behind",
+        "members",
+        "pattern",
+    )
 
     def __init__(self, pattern: bytes, loop: Loop) -> None:
         self.pattern = pattern
@@ -56,11 +83,22 @@ class Subscription:
         # While it reads, somebody got room: what was passed over for want of it is looked at again.
         self._woken = False
         self._turn = 0
+        # Where it stops in each partition, and reads nothing of the others; None: nowhere.
+        self._stops: dict[Partition, int] | None = None
+        # Whether that is its end.
+        self._is_ending = False
+        self._waits: list[_Wait] = []
+        # Partitions that tell it what becomes of messages for which somebody waits.
+        self._watched: set[Partition] = set()
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
         """`run` was committed, and all of it matches; whether any of it went to a connection."""
-        if self.behind and partition in self.behind:
-            return False
+        if self.behind:
+            if partition in self.behind:
+                return False
+            if self._stops is not None and isinstance(partition, Partition):
+                self.behind[partition] = max(run.offset(0), partition.since.get(self, 0))
+                return False
         if partition.since:
             begin = partition.since.get(self, 0)
             if run.end <= begin:
@@ -90,6 +128,76 @@ class Subscription:
         if self.behind and not self._reading:
             self._reading = True
             await self._read_on()
+
+    def stop_at(self, member: Member, ends: dict[Partition, int], done: Callable[[], None], *, is_final: bool) -> None:
+        """Deliver what is below these offsets, where it is behind, and then nothing more until `go_on`.
+
+        `done` is called then, or when the member has left; not if there is another `stop_at` meanwhile.
+        """
+        self._stops = ends
+        self._is_ending = is_final
+
+        def reached() -> None:
+            if self._stops is ends:
+                done()
+
+        self.when_delivered(member, ends, reached)
+        self.wake()
+
+    def go_on(self) -> None:
+        self._stops = None
+        self.wake()
+
+    def when_delivered(self, member: Member, marks: dict[Partition, int], done: Callable[[], None]) -> None:
+        """Call `done` once the messages below these offsets are delivered or gone, or the member has left."""
+        self._waits.append(_Wait(member, dict(marks), done))
+        for partition, mark in marks.items():
+            if partition.served < mark:
+                self._watched.add(partition)
+                partition.groups[self._on_change] = None
+        self._settle()
+
+    def undelivered(self) -> dict[Partition, int]:
+        """Return up to where it has to deliver in each partition before it has caught up."""
+        if self._stops is not None and self._is_ending:
+            return self._stops
+        stops = self._stops or {}
+        return {partition: max(partition.served, stops.get(partition, 0)) for partition in self.behind}
+
+    def leave(self, member: Member) -> None:
+        """The member gets no more."""
+        self.members.remove(member)
+        if not self.members:
+            self.behind.clear()
+        self._finish([wait for wait in self._waits if wait.member is member])
+
+    def _on_change(self) -> None:
+        """Messages of a partition where somebody waits for more were committed, or taken back."""
+        for partition in self._watched:
+            # The offsets of what was taken back are given out again, for messages that are nobody's here.
+            end = partition.end
+            for marks in (self.behind, self._stops or {}, *(wait.marks for wait in self._waits)):
+                if marks.get(partition, 0) > end:
+                    marks[partition] = end
+        self._settle()
+        self.wake()
+
+    def _settle(self) -> None:
+        """Look whether somebody has waited long enough."""
+        for wait in self._waits:
+            for partition, mark in list(wait.marks.items()):
+                if partition.is_closed or self.behind.get(partition, partition.served) >= mark:
+                    del wait.marks[partition]
+        self._finish([wait for wait in self._waits if not wait.marks])
+
+    def _finish(self, waits: list[_Wait]) -> None:
+        self._waits = [wait for wait in self._waits if wait not in waits]
+        if not self._waits:
+            for partition in self._watched:
+                partition.groups.pop(self._on_change, None)
+            self._watched.clear()
+        for wait in waits:
+            wait.done()
 
     def lag(self) -> int:
         return sum(partition.served - offset for partition, offset in self.behind.items())
@@ -133,26 +241,33 @@ class Subscription:
     async def _read_next(self, partition: Partition) -> bool:
         """Hand out the next batch; whether there is more and room for it."""
         behind = self.behind[partition]
+        stop = None if self._stops is None else self._stops.get(partition, 0)
+        if stop is not None and behind >= stop:
+            return False
         offset = self._skip(partition, behind)
         found = await partition.read(offset)
         if self.behind.get(partition) != behind:
             return False
         if found is None:
-            if offset >= partition.served:
+            if offset >= partition.served and (stop is None or partition.is_closed):
                 del self.behind[partition]
                 self._backlogs.pop(partition, None)
+                self._settle()
             return False
         run, following = found
         if partition.start > offset:
             self._drop(partition.start - offset)
         until = self._backlogs[partition].until if partition in self._backlogs else None
+        until = min((end for end in (until, stop) if end is not None), default=None)
         if until is not None and following > until:
             run, following = run.below(until), until
         run = select_matching(run, self.pattern) if run.values else run
         shared = self._share_out(partition, run) if run.values else 0
         if shared:
             self._loop.figures.delivered(run, self._since_us)
-        self.behind[partition] = following if shared == len(run) else run.offset(shared)
+        if partition in self.behind:  # unless what was handed out was the last that its member wanted
+            self.behind[partition] = following if shared == len(run) else run.offset(shared)
+            self._settle()
         return shared == len(run)
 
     def _skip(self, partition: Partition, offset: int) -> int:

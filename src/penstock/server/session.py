@@ -1,7 +1,8 @@
 """A connection at the text door: bytes to events, events to the broker, and what the broker says back to bytes.
 
 Answers go out in the order of the questions. Those to a publish wait until it is as durable as its topic promises, and
-all that come behind it wait with it: so a PONG says that everything before it is stored.
+all that come behind it wait with it: so a PONG says that everything before it is stored. It also comes behind the
+messages that wait for the connection: those that it has published itself, and what it had not taken yet.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ ACCOUNT: Final = "$G"
 LINES_MAX: Final = 256
 # Runs of its own that a connection without echo is protected from: what it has on the way at once.
 OWN_RUNS_MAX: Final = 1000
+# Answers that wait for messages, or for the disk: with more, the connection is not read from.
+ANSWERS_MAX: Final = 10_000
 # Subjects that a connection pulls without a subscription; each has a position.
 PULLS_MAX: Final = 100
 
@@ -62,11 +65,14 @@ PULLS_MAX: Final = 100
 class _Answer:
     """The place of an answer among the others; None: it is not known yet."""
 
-    __slots__ = ("closes", "data")
+    __slots__ = ("closes", "data", "follows", "waits")
 
-    def __init__(self, data: bytes | None, *, closes: bool = False) -> None:
+    def __init__(self, data: bytes | None, *, closes: bool = False, follows: bool = False) -> None:
         self.data = data
         self.closes = closes
+        # Whether it comes behind the messages that its connection has not taken yet; for how many readers it waits.
+        self.follows = follows
+        self.waits = 0
 
 
 class Session(Connection, asyncio.Protocol):
@@ -76,6 +82,8 @@ class Session(Connection, asyncio.Protocol):
         # How many of the server's PINGs have not been answered.
         self.unanswered = 0
         self.subscriptions: dict[bytes, tuple[Member, Subscription | Group]] = {}
+        # Those that were unsubscribed, and have not yet received what was published before.
+        self._leaving: dict[Member, Subscription] = {}
         self._parser = text.Parser(
             server.config.server.payload_bytes_max, needs_connect=server.gate.needs_auth, lines_max=LINES_MAX
         )
@@ -111,6 +119,8 @@ class Session(Connection, asyncio.Protocol):
             self._refuse("Authorization Violation")
         if self._waiting is None:
             self.expect(self._parser.expected, is_next=bool(events))
+        if len(self._answers) > ANSWERS_MAX:
+            self.peer.hold()
 
     def pause_writing(self) -> None:
         self.peer.pause()
@@ -118,7 +128,7 @@ class Session(Connection, asyncio.Protocol):
     def resume_writing(self) -> None:
         self.peer.resume()
         self.read_on()
-        for _, reader in list(self.subscriptions.values()):
+        for reader in [*(reader for _, reader in self.subscriptions.values()), *self._leaving.values()]:
             reader.wake()
 
     def end(self) -> None:
@@ -126,12 +136,14 @@ class Session(Connection, asyncio.Protocol):
         self._answers.clear()
         for sid in list(self.subscriptions):
             self.call(self._unsubscribe, sid)
+        for held in list(self._leaving.items()):
+            self.call(self._leave, *held)
 
     def tell_fault(self) -> None:
         self.peer.write(text.error("Internal Error", is_nats=self._parser.is_nats or self.is_greeted))
 
     def read_on(self) -> None:
-        if self._waiting is None:
+        if self._waiting is None and len(self._answers) <= ANSWERS_MAX:
             self.peer.read_on()
 
     # From the broker.
@@ -148,7 +160,15 @@ class Session(Connection, asyncio.Protocol):
             data = text.numbered_messages(run, member.sid, self._sequences(place, run))
         self.peer.write(data)
         if member.remaining == 0:
+            self._has_all(member)
+
+    def _has_all(self, member: Member) -> None:
+        """The member has as many messages as it wanted."""
+        held = self.subscriptions.get(member.sid)
+        if held is not None and held[0] is member:
             self._unsubscribe(member.sid)
+        elif member in self._leaving:
+            self._leave(member, self._leaving[member])
 
     def has_published(self, place: Place, offset: int) -> bool:
         if not place.keeps:
@@ -283,7 +303,8 @@ class Session(Connection, asyncio.Protocol):
         self._ok()
 
     def _pong(self) -> None:
-        self._answer(b"PONG\r\n")
+        self._answers.append(_Answer(b"PONG\r\n", follows=True))
+        self._send_answers()
         if self._wants_info:
             self._wants_info = False
             self._answer(text.info({**self.server.info(self), "connect_info": True, "remote_account": ACCOUNT}))
@@ -388,18 +409,34 @@ class Session(Connection, asyncio.Protocol):
     def _end(self, event: Unsubscribe) -> None:
         held = self.subscriptions.get(event.sid)
         if held is not None:
-            member = held[0]
-            if event.after is None or event.after <= member.delivered:
+            member, reader = held
+            if isinstance(reader, Subscription) and member.credit is None:
+                self._finish(member, reader, event.after)
+            elif event.after is None or event.after <= member.delivered:
                 self._unsubscribe(event.sid)
             else:
                 member.remaining = event.after - member.delivered
         self._ok()
 
+    def _finish(self, member: Member, reader: Subscription, after: int | None) -> None:
+        """What was published before UNSUB is still delivered. Until then the sid may be used again."""
+        if after is None:
+            del self.subscriptions[member.sid]
+        self._leaving[member] = reader
+
+        def done() -> None:
+            del self._leaving[member]
+            if member not in reader.members and self.subscriptions.get(member.sid) == (member, reader):
+                del self.subscriptions[member.sid]
+
+        self.broker.finish(reader, member, self.guard(done), after=after)
+
     def _unsubscribe(self, sid: bytes) -> None:
         held = self.subscriptions.pop(sid, None)
-        if held is None:
-            return
-        member, reader = held
+        if held is not None:
+            self._leave(*held)
+
+    def _leave(self, member: Member, reader: Subscription | Group) -> None:
         if isinstance(reader, Group):
             self.broker.leave(reader, member)
         else:
@@ -652,6 +689,10 @@ class Session(Connection, asyncio.Protocol):
         return answer
 
     def _answer(self, data: bytes, *, closes: bool = False) -> None:
+        if closes:
+            # A connection that is closed has only the answers that are due.
+            for answer in self._answers:
+                answer.follows, answer.waits = False, 0
         if self._answers or closes:
             self._answers.append(_Answer(data, closes=closes))
             self._send_answers()
@@ -660,9 +701,14 @@ class Session(Connection, asyncio.Protocol):
 
     def _send_answers(self) -> None:
         answers = self._answers
+        before = len(answers)
         ready = []
         closes = False
         while answers and not closes and (data := answers[0].data) is not None:
+            if answers[0].follows:
+                self._wait_for_messages(answers[0])
+            if answers[0].waits:
+                break
             ready.append(data)
             closes = answers.popleft().closes
         data = b"".join(ready)
@@ -670,6 +716,30 @@ class Session(Connection, asyncio.Protocol):
             self.peer.answer(data)
         if closes:
             self._close()
+        elif len(answers) <= ANSWERS_MAX < before:
+            self.read_on()
+
+    def _wait_for_messages(self, answer: _Answer) -> None:
+        """Let an answer wait for the messages that the connection has not taken yet, as far as there are any now."""
+        answer.follows = False
+        behind = [
+            (member, reader)
+            for member, reader in [*self.subscriptions.values(), *self._leaving.items()]
+            if isinstance(reader, Subscription) and reader.behind and member.credit is None and member.bucket is None
+        ]
+        if not behind:
+            return
+
+        def delivered() -> None:
+            answer.waits -= 1
+            if not answer.waits:
+                self._send_answers()
+
+        answer.waits = 1  # it is not sent before this returns
+        for member, reader in behind:
+            answer.waits += 1
+            reader.when_delivered(member, reader.undelivered(), self.guard(delivered))
+        answer.waits -= 1
 
     def _close(self) -> None:
         self._answers.clear()

@@ -702,7 +702,7 @@ class Log:
         if committed <= self.committed:
             return
         self.committed = committed
-        self._tell(self._waiting, committed)
+        # Readers first: on a connection that does both, the messages come before the answer that covers them.
         if self.on_commit is not None:
             fresh = []
             while self._fresh and self._fresh[0].end <= committed:
@@ -711,6 +711,7 @@ class Log:
                 self.on_commit(fresh)
             except Exception as fault:  # noqa: BLE001 - what is committed is, whatever becomes of its readers
                 self._owner.fault("deliver", self, fault)
+        self._tell(self._waiting, committed)
 
     def _tell(self, waiting: deque[tuple[int, int, Done]], mark: int) -> None:
         """Tell those who wait for a mark that has come so far."""
