@@ -202,9 +202,9 @@ def test_unsubscribe_delivers_the_backlog_of_a_slow_reader(server: Server, subje
         publisher.send(b"".join(pub(subject, b"%08d" % number + filler) for number in range(200)) + b"PING\r\n")
         assert until_pong(publisher) == []
         client.send("UNSUB 1\r\nPING\r\n")
+        assert [int(message.payload[:8]) for message in until_pong(client)] == list(range(200))
         publisher.send(pub(subject, b"too late") + b"PING\r\n")
         assert until_pong(publisher) == []
-        assert [int(message.payload[:8]) for message in until_pong(client)] == list(range(200))
         client.send("PING\r\n")
         assert until_pong(client) == []
 
@@ -285,3 +285,39 @@ def test_drain_of_a_subscription_delivers_what_is_there(server: Server, subject:
         await publisher.close()
 
     asyncio.run(work())
+
+
+# ---- no responders
+
+
+def no_responders(message: Message) -> bool:
+    return message.headers.startswith(b"NATS/1.0 503")
+
+
+def test_a_client_without_echo_is_not_its_own_responder(server: Server, subject: str) -> None:
+    with Client(server, echo=False) as client, Client(server) as other:
+        client.send(f"SUB _INBOX.{subject} 1\r\nSUB {subject} 2\r\nSUB {subject} workers 3\r\n")
+        client.send(f"PUB {subject} _INBOX.{subject} 1\r\nx\r\nPING\r\n")
+        [message] = until_pong(client)
+        assert (message.sid, no_responders(message)) == ("1", True)
+        other.send(f"SUB {subject} 1\r\nPING\r\n")
+        assert until_pong(other) == []
+        client.send(f"PUB {subject} _INBOX.{subject} 1\r\ny\r\nPING\r\n")
+        assert until_pong(client) == []
+        other.send("PING\r\n")
+        assert [message.payload for message in until_pong(other)] == [b"y"]
+
+
+def test_a_client_with_echo_is_its_own_responder(server: Server, subject: str) -> None:
+    with Client(server) as client:
+        client.send(f"SUB _INBOX.{subject} 1\r\nSUB {subject} 2\r\n")
+        client.send(f"PUB {subject} _INBOX.{subject} 1\r\nx\r\nPING\r\n")
+        assert [message.sid for message in until_pong(client)] == ["2"]
+
+
+def test_a_subscription_that_ended_is_no_responder(server: Server, subject: str) -> None:
+    with Client(server) as client:
+        client.send(f"SUB _INBOX.{subject} 1\r\nSUB {subject} 2\r\n" + f"PUB {subject} 1\r\nx\r\n")
+        client.send(f"UNSUB 2\r\nPUB {subject} _INBOX.{subject} 1\r\ny\r\nPING\r\n")
+        found = until_pong(client)
+        assert sorted((message.sid, no_responders(message)) for message in found) == [("1", True), ("2", False)]

@@ -71,7 +71,6 @@ DIFFERENCES: Final = {
             "one queue name on overlapping patterns of one connection",
             "queue groups of an inbox",
             # Requests.
-            "no responders but oneself",
             "no responders without headers",
             # What cannot be stored ends the connection.
             "pedantic",
@@ -92,12 +91,7 @@ DIFFERENCES: Final = {
 
 # The same of what clients see, by client and check.
 CLIENT_DIFFERENCES: Final[dict[str, Difference]] = {
-    f"{client} {check}": _NOT_YET
-    for client in ("nats-py", "nats.js")
-    for check in (
-        "no_responders_but_oneself",
-        "invalid_subjects",
-    )
+    f"{client} {check}": _NOT_YET for client in ("nats-py", "nats.js") for check in ("invalid_subjects",)
 } | {
     f"{client} {check}": Difference("not yet", is_rare=True)
     for client in ("nats-py", "nats.js")

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 from penstock.batch import Batch
@@ -22,7 +23,7 @@ from penstock.broker.group import Group, Mode
 from penstock.broker.inflight import Record
 from penstock.broker.intake import Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
-from penstock.broker.member import Member
+from penstock.broker.member import Member, Sink
 from penstock.broker.partition import LivePartition, Opened, Partition
 from penstock.broker.refresh import Refresh, Refreshes
 from penstock.broker.start import Begin, Start, offset_of
@@ -821,9 +822,11 @@ class Broker:
         """Subscriptions that are behind, because their connections do not take what they are given."""
         return sum(bool(subscription.behind) for subscription in self._subscriptions)
 
-    def is_served(self, subject: bytes) -> bool:
-        """Whether there is anyone who gets what is published there now."""
-        return bool(self.interest.match(subject)) or self.groups_reading(subject) > 0
+    def is_served(self, subject: bytes, besides: Sink | None = None) -> bool:
+        """Whether anyone gets what is published there now, other than the connection `besides`."""
+        groups = (group for group in self._all_groups if group.members and matches(group.pattern, subject))
+        readers = chain[Subscription | Group](self.interest.match(subject), groups)
+        return any(member.sink is not besides for reader in readers for member in reader.members)
 
     def groups_reading(self, subject: bytes) -> int:
         """How many groups have a member who gets what is published there now."""

@@ -251,6 +251,8 @@ class Session(Connection, asyncio.Protocol):
                 return None
         match event:
             case Run():
+                if event.replies and self._wants_no_responders:
+                    self._tell_no_responders(event)
                 if is_long(event):
                     return self._publish_slices(event)
                 if self.broker.is_ready(event):
@@ -326,8 +328,6 @@ class Session(Connection, asyncio.Protocol):
         self.peer.in_messages += len(run)
         answer = _Answer(None)
         self._answers.append(answer)
-        if run.replies and self._wants_no_responders:
-            self._tell_no_responders(run)
 
         def done(receipt: Receipt) -> None:
             answer.data, answer.closes = self._told(receipt)
@@ -355,8 +355,9 @@ class Session(Connection, asyncio.Protocol):
         return (text.acknowledgements(receipt.count) if self._verbose else b""), False
 
     def _tell_no_responders(self, run: Run) -> None:
+        besides = None if self.echo else self
         for index, reply in run.replies.items():
-            if not self.broker.is_served(run.subjects[index]):
+            if not self.broker.is_served(run.subjects[index], besides):
                 self._tell_no_responder(run.subjects[index], reply)
 
     def _tell_no_responder(self, subject: bytes, reply: bytes) -> bool:
