@@ -245,6 +245,60 @@ def test_the_last_member_of_a_queue_group_gets_what_was_published_before_it_left
         assert payloads(until_pong(one)) == list(range(50, 60))
 
 
+# ---- queue groups with several patterns
+
+
+def test_one_queue_name_on_overlapping_patterns_is_one_group(server: Server, subject: str) -> None:
+    with Client(server) as one, Client(server) as two, Client(server) as publisher:
+        one.send(f"SUB {subject}.* workers 1\r\nSUB {subject}.a workers 2\r\nSUB {subject}.* others 3\r\nPING\r\n")
+        two.send(f"SUB {subject}.> workers 1\r\nPING\r\n")
+        assert until_pong(one) + until_pong(two) == []
+        names = [f"{subject}.{'ab'[number % 2]}" for number in range(100)]
+        publisher.send(b"".join(pub(name, b"%d" % number) for number, name in enumerate(names)) + b"PING\r\n")
+        publisher.send(numbered(f"{subject}.a.b", range(100, 110)) + b"PING\r\n")
+        assert until_pong(publisher) + until_pong(publisher) == []
+        for client in (one, two):
+            client.send("PING\r\n")
+        found = [*until_pong(one), *until_pong(two)]
+        others = [message for message in found if message.sid == "3"]
+        assert payloads(others) == list(range(100))
+        assert sorted(payloads([message for message in found if message not in others])) == list(range(110))
+
+
+def test_the_rest_of_a_queue_name_takes_over_when_a_pattern_ends(server: Server, subject: str) -> None:
+    with Client(server) as client:
+        client.send(f"SUB {subject}.* workers 1\r\n".encode() + numbered(f"{subject}.a", range(10)))
+        client.send(f"SUB {subject}.> workers 2\r\n".encode() + numbered(f"{subject}.a", range(10, 20)))
+        client.send(b"UNSUB 1\r\n" + numbered(f"{subject}.a", range(20, 30)) + b"PING\r\n")
+        assert sorted(payloads(until_pong(client))) == list(range(30))
+        client.send(b"UNSUB 2\r\n" + numbered(f"{subject}.a", range(30, 40)) + b"PING\r\n")
+        assert until_pong(client) == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_slow_readers_with_one_queue_name_share_without_repetition(server: Server, subject: str, ends: bool) -> None:
+    filler = b"x" * 100_000
+    with (
+        Client(server, receive_bytes=4096) as one,
+        Client(server, receive_bytes=4096) as two,
+        Client(server) as publisher,
+    ):
+        one.send(f"SUB {subject}.* workers 1\r\nPING\r\n")
+        assert until_pong(one) == []
+        two.send(f"SUB {subject}.> workers 1\r\nPING\r\n")
+        assert until_pong(two) == []
+        names = [f"{subject}.a", f"{subject}.a.b"]
+        publisher.send(
+            b"".join(pub(names[number % 2], b"%08d" % number + filler) for number in range(200)) + b"PING\r\n"
+        )
+        assert until_pong(publisher) == []
+        one.send("UNSUB 1\r\nPING\r\n" if ends else "PING\r\n")
+        found = until_pong(one)
+        two.send("PING\r\n")
+        found += until_pong(two)
+        assert sorted(int(message.payload[:8]) for message in found) == list(range(200))
+
+
 # ---- drain
 
 

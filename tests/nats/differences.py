@@ -66,10 +66,6 @@ DIFFERENCES: Final = {
             "order between subscriptions",
             "a reply does not overtake events",
             "an event does not overtake a reply",
-            # One queue name on overlapping patterns is several groups.
-            "one queue name on overlapping patterns",
-            "one queue name on overlapping patterns of one connection",
-            "queue groups of an inbox",
             # Requests.
             "no responders without headers",
             # What cannot be stored ends the connection.

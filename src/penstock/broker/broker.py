@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Final, TypeVar
 
 from penstock.batch import Batch
@@ -27,7 +27,7 @@ from penstock.broker.member import Member, Sink
 from penstock.broker.partition import LivePartition, Opened, Partition
 from penstock.broker.refresh import Refresh, Refreshes
 from penstock.broker.start import Begin, Start, offset_of
-from penstock.broker.subscription import Subscription
+from penstock.broker.subscription import Queue, Subscription, choose_readers
 from penstock.broker.topic import LIVE, RESERVED, ServedTopic, Target, Topics
 from penstock.broker.transactions import STAGED_TOPIC, Transactions
 from penstock.clock import Clock
@@ -87,13 +87,15 @@ class Broker:
         self.health = store.health
         self.figures = Figures(clock)
         self.topics = Topics()
-        self.interest: Interest[Subscription] = Interest()
+        self.interest: Interest[Subscription] = Interest(choose_readers)
         # Partitions with messages that nobody was given yet.
         self._unserved: dict[Partition, None] = {}
         self._opened = Opened()
         self._subscriptions: dict[Subscription, None] = {}
         self._members: set[Member] = set()
-        self._queues: dict[tuple[bytes, bytes], Subscription] = {}
+        # Those with a queue: by its name, then by their patterns.
+        self._queues: dict[bytes, dict[bytes, Subscription]] = {}
+        self._queue_numbers = count()
         self.live = LivePartition(LIVE[0], self._deliver)
         self._intake = Intake(self, self.live)
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
@@ -486,13 +488,13 @@ class Broker:
     def subscribe(self, pattern: bytes, member: Member, queue: bytes | None = None) -> Subscription:
         """From now on `member` gets what matches; with a queue, its share of it."""
         self._add_member(member)
-        key = None if queue is None else (pattern, queue)
-        subscription = self._queues.get(key) if key else None
+        subscription = None if queue is None else self._queues.get(queue, {}).get(pattern)
         if subscription is None:
-            subscription = Subscription(pattern, self)
+            place = None if queue is None else Queue(queue, next(self._queue_numbers), self.interest.match)
+            subscription = Subscription(pattern, self, place)
             self._skip_unserved(subscription)
-            if key:
-                self._queues[key] = subscription
+            if queue is not None:
+                self._queues.setdefault(queue, {})[pattern] = subscription
             self.interest.add(pattern, subscription)
             self._subscriptions[subscription] = None
         subscription.members.append(member)
@@ -568,9 +570,23 @@ class Broker:
             return
         del self._subscriptions[subscription]
         self.interest.remove(subscription.pattern, subscription)
-        for key, queued in list(self._queues.items()):
-            if queued is subscription:
-                del self._queues[key]
+        if subscription.queue is not None:
+            self._leave_queue(subscription, subscription.queue)
+
+    def _leave_queue(self, subscription: Subscription, queue: Queue) -> None:
+        """Others with its queue name take over what they match, from where the partitions are served."""
+        others = self._queues[queue.name]
+        del others[subscription.pattern]
+        if not others:
+            del self._queues[queue.name]
+        heirs = {}
+        for other in others.values():
+            assert other.queue is not None, "it is in a queue"
+            for partition in subscription.behind:
+                heirs[partition, other.queue.number] = max(partition.served, partition.since.get(other, 0))
+            if other.behind:
+                other.queue.take(subscription.pattern, {partition: partition.served for partition in other.behind})
+        queue.leave(heirs)
 
     def _add_member(self, member: Member) -> None:
         self._check_subscriptions()

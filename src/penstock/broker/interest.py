@@ -6,6 +6,7 @@ however many subscriptions there are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from penstock.broker.memo import Memo
@@ -27,8 +28,10 @@ class _Node(Generic[T]):
 
 
 class Interest(Generic[T]):
-    def __init__(self) -> None:
+    def __init__(self, choose: Callable[[tuple[T, ...]], tuple[T, ...]] | None = None) -> None:
+        """`choose` says which of those whose patterns match a subject get it; all, if there is none."""
         self._root: _Node[T] = _Node()
+        self._choose = choose
         self._remembered: Memo[tuple[T, ...]] = Memo(_REMEMBERED_BYTES_MAX, lambda found: 8 * len(found))
 
     def add(self, pattern: bytes, target: T) -> None:
@@ -55,7 +58,7 @@ class Interest(Generic[T]):
         self._forget(pattern)
 
     def match(self, subject: bytes) -> tuple[T, ...]:
-        """Everyone whose pattern matches the subject, each once."""
+        """Everyone whose pattern matches the subject, or those of them that are chosen; each once."""
         found = self._remembered.get(subject)
         if found is None:
             found = self._walk(subject)
@@ -83,7 +86,7 @@ class Interest(Generic[T]):
             nodes = following
         for node in nodes:
             found.update(node.targets)
-        return tuple(found)
+        return tuple(found) if self._choose is None else self._choose(tuple(found))
 
     def _forget(self, pattern: bytes) -> None:
         if is_literal(pattern):

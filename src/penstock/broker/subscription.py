@@ -1,9 +1,11 @@
 """A subscription: a pattern, and the members that get what matches it from now on.
 
 With one member it is a plain subscription, with more a NATS queue group: each message goes to one of them, and is done
-when it is handed to its connection. While the members keep up, a subscription has no position: it is handed what
-is committed. When they do not, it notes where it stopped and reads on from there, from memory or disk, as fast as they
-take it; nobody else waits for it.
+when it is handed to its connection. Where patterns with one queue name overlap, the oldest subscription gets what
+several match, so each message is delivered once for each queue name.
+
+While the members keep up, a subscription has no position: it is handed what is committed. When they do not, it notes
+where it stopped and reads on from there, from memory or disk, as fast as they take it; nobody else waits for it.
 
 A member that leaves first gets what was published before. For that the subscription is put behind where messages are on
 their way, and reads up to the ends that the logs had when the member left: see `stop_at`.
@@ -53,6 +55,66 @@ class _Wait:
     done: Callable[[], None]
 
 
+class Queue:
+    """A subscription's place among those with its queue name: what is its own of the messages that it matches.
+
+    While messages are handed out as they are committed, the interest index decides that (`choose_readers`). This is for
+    a subscription that is behind: what it reads may have gone to an older one, which may have ended since.
+    """
+
+    __slots__ = ("_heirs", "_match", "_taken", "name", "number")
+
+    def __init__(self, name: bytes, number: int, match: Callable[[bytes], tuple[Subscription, ...]]) -> None:
+        """`number` ascends with age; `match` asks the interest index."""
+        self.name = name
+        self.number = number
+        self._match = match
+        # Of one that is not in the index any more: from where on each of the others has taken over, by their numbers.
+        self._heirs: dict[tuple[Partition, int], int] | None = None
+        # What older ones had before they ended: their patterns, and up to where in each partition.
+        self._taken: list[tuple[bytes, dict[Partition, int]]] = []
+
+    def leave(self, heirs: dict[tuple[Partition, int], int]) -> None:
+        self._heirs = heirs
+
+    def take(self, pattern: bytes, ends: dict[Partition, int]) -> None:
+        self._taken.append((pattern, ends))
+
+    def forget(self) -> None:
+        """Forget what others had: nothing of that is left to read."""
+        self._taken.clear()
+
+    def select(self, partition: Partition, run: Run) -> Run:
+        """Return those of the messages that are the subscription's own."""
+        indices = [
+            index for index, subject in enumerate(run.subjects) if self._owns(partition, subject, run.offset(index))
+        ]
+        if len(indices) == len(run):
+            return run
+        return run.select(indices) if indices else Run([], [])
+
+    def _owns(self, partition: Partition, subject: bytes, offset: int) -> bool:
+        for reader in self._match(subject):
+            other = reader.queue
+            if other is None or other is self or other.name != self.name:
+                continue
+            heirs = self._heirs
+            if heirs is None or other.number < self.number or offset >= heirs.get((partition, other.number), 0):
+                return False
+        return not any(offset < ends.get(partition, 0) and matches(pattern, subject) for pattern, ends in self._taken)
+
+
+def choose_readers(found: tuple[Subscription, ...]) -> tuple[Subscription, ...]:
+    """Leave out those that share a queue name with an older one."""
+    oldest: dict[bytes, int] = {}
+    for reader in found:
+        if reader.queue is not None:
+            oldest[reader.queue.name] = min(reader.queue.number, oldest.get(reader.queue.name, reader.queue.number))
+    if not oldest:
+        return found
+    return tuple(reader for reader in found if reader.queue is None or oldest[reader.queue.name] == reader.queue.number)
+
+
 class Subscription:
     __slots__ = (
         "_backlogs",
@@ -68,10 +130,13 @@ class Subscription:
         "behind",
         "members",
         "pattern",
+        "queue",
     )
 
-    def __init__(self, pattern: bytes, loop: Loop) -> None:
+    def __init__(self, pattern: bytes, loop: Loop, queue: Queue | None = None) -> None:
         self.pattern = pattern
+        # What it has to know of others with its queue name; None: it is alone.
+        self.queue = queue
         self.members: list[Member] = []
         self._loop = loop
         self._since_us = loop.clock.now_us()
@@ -225,6 +290,8 @@ class Subscription:
             self._reading = False
         if self.behind:
             self._wait()
+        elif self.queue is not None:
+            self.queue.forget()
 
     def fail(self, error: Exception) -> None:
         """End it: its members are told why, or that it is a fault of the broker."""
@@ -262,6 +329,8 @@ class Subscription:
         if until is not None and following > until:
             run, following = run.below(until), until
         run = select_matching(run, self.pattern) if run.values else run
+        if self.queue is not None and run.values:
+            run = self.queue.select(partition, run)
         shared = self._share_out(partition, run) if run.values else 0
         if shared:
             self._loop.figures.delivered(run, self._since_us)
