@@ -169,7 +169,7 @@ class Intake:
             if refusals and each in refusals:
                 receipt.refuse([index], refusals[each])
         subject = run.subject
-        if subject is not None and subject.startswith(LIVE) and not run.keys:
+        if subject is not None and subject.startswith(LIVE) and not (run.keys or refusals):
             return self.publish_live(run, done)
         topic = None
         if subject is not None and not (run.headers or run.keys or refusals or run.partition is not None):

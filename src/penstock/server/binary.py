@@ -57,6 +57,8 @@ FETCH_BYTES_MAX: Final = 16 << 20
 FETCH_WAIT_MS_MAX: Final = 60_000
 # Memory for a frame that is only announced.
 AHEAD_BYTES: Final = 4 << 20
+# Frames that are parsed at once; then others have a turn.
+TURN_FRAMES: Final = 1024
 # A batch that is larger is checked in a worker.
 INLINE_BYTES_MAX: Final = 1 << 20
 INLINE_MESSAGES_MAX: Final = 4096
@@ -89,6 +91,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             bytes_max,
             ahead_bytes=AHEAD_BYTES,
             json_bytes_max=min(json_bytes_max, binary.FRAME_BYTES_MAX),
+            frames_max=1,
         )
         # Frames that wait for what is published before them; None: none is waited for.
         self._waiting: deque[Frame] | None = None
@@ -136,6 +139,8 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
     def _read(self, count: int, frames: Callable[[], list[Frame]]) -> None:
         self.peer.in_bytes += count
         self.unanswered = 0
+        if self.peer.is_closing:
+            return
         try:
             self._take(frames())
             self._reader.check()
@@ -233,13 +238,23 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.peer.hold()
                 self.spawn(self._wait(frame.id, waits))
                 return
+        if self._reader.has_more and not self.peer.is_closing:
+            self._waiting = frames
+            self.peer.hold()
+            self.spawn(self._wait(0, asyncio.sleep(0)))
 
     async def _wait(self, number: int, waits: Coroutine[Any, Any, None]) -> None:
         """Let something take its time; what comes behind it waits."""
         await self._answer_later(number, waits)
         frames, self._waiting = self._waiting or deque(), None
         if not self.peer.is_closing:
-            self._handle(frames)
+            try:
+                if not frames and self._reader.has_more:
+                    frames.extend(self._reader.more())
+                self._handle(frames)
+                self._reader.check()
+            except BadFrame as error:
+                self._disconnect(error)
             if self._waiting is None:
                 self.expect(self._reader.expected, is_next=True)
             self.read_on()
@@ -252,6 +267,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             if not self.server.gate.admit(self, options):
                 self._deny(frame)
                 return None
+            self._reader.frames_max = TURN_FRAMES
         if not self.is_hello and kind > Type.HELLO:
             self._disconnect(BadFrame("say HELLO first"))
             return None

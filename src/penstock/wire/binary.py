@@ -129,6 +129,8 @@ class FrameReader:
         "_rest",
         "_scratch",
         "bytes_max",
+        "frames_max",
+        "has_more",
     )
 
     def __init__(
@@ -138,12 +140,16 @@ class FrameReader:
         *,
         ahead_bytes: int = FRAME_BYTES_MAX,
         json_bytes_max: int = FRAME_BYTES_MAX,
+        frames_max: int | None = None,
     ) -> None:
         """`bytes_max` is for a payload, `json_bytes_max` for one that is not a batch; of one that is announced so much
-        memory is taken ahead of what has come."""
+        memory is taken ahead of what has come. `frames_max`: how many frames are returned at once, at the most."""
         self.bytes_max = bytes_max
         self._json_bytes_max = json_bytes_max
         self._ahead_bytes = ahead_bytes
+        self.frames_max = frames_max
+        # Whether whole frames are left, which `more` takes.
+        self.has_more = False
         # Why nothing more can be read. Not an exception: that would keep alive what its traceback refers to.
         self._refusal: str | None = None
         self._scratch = memoryview(scratch)
@@ -160,7 +166,7 @@ class FrameReader:
 
     def clear(self) -> None:
         """Drop what has come of a frame: the rest never will."""
-        self._rest, self._large = b"", None
+        self._rest, self._large, self.has_more = b"", None, False
 
     def buffer(self) -> memoryview:
         if self._large is not None:
@@ -200,8 +206,12 @@ class FrameReader:
         view = self._scratch
         begin, end = 0, len(self._rest) + count
         self._rest = b""
+        self.has_more = False
         frames: list[Frame] = []
         while end - begin >= HEAD.size:
+            if len(frames) == self.frames_max:
+                self.has_more = True
+                break
             kind, number, length = HEAD.unpack_from(view, begin)
             if length > self._json_bytes_max or length > self.bytes_max:
                 limit = self.bytes_max if kind in _WITH_BATCH else min(self.bytes_max, self._json_bytes_max)
@@ -226,6 +236,11 @@ class FrameReader:
         self._rest = bytes(view[begin:end])
         return frames
 
+    def more(self) -> list[Frame]:
+        """As `filled`, of frames that came before."""
+        self.buffer()
+        return self.filled(0)
+
     def check(self) -> None:
         """Raise if what came is no frame that is allowed: then nothing more can be read."""
         if self._refusal is not None:
@@ -241,6 +256,8 @@ class FrameReader:
             buffer[:count] = view[:count]
             try:
                 frames += self.filled(count)
+                while self.has_more and count < len(view):
+                    frames += self.more()
             except BadFrame:
                 if not frames:
                     raise
