@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Mapping
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.broker.member import Member, Place
 from penstock.errors import PenstockError
 from penstock.run import Run
 from penstock.testing import FaultyFiles
-from tests.brokers import Life, Recorder, in_loop
+from tests.brokers import Life, Recorder, in_loop, run_of
 
 
 class Broken(Recorder):
@@ -102,3 +103,75 @@ async def test_a_large_batch_is_delivered_in_parts(monkeypatch: pytest.MonkeyPat
         assert everything.values == [*values, *values, b"last"]
         assert some.values == [*values[::2], *values[::2], b"last"]
         assert max(parts) <= 64
+
+
+# ---- the end of a subscription
+
+
+@in_loop
+async def test_a_subscription_that_ends_gets_what_is_on_its_way_and_nothing_behind_it() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"before")
+        sink, done = Recorder(), asyncio.Event()
+        subscription, member = life.subscribe(b"orders", sink)
+        first = life.offer(run_of(b"orders", b"a", b"b"))
+        life.broker.finish(subscription, member, done.set)
+        second = life.offer(run_of(b"orders", b"c"))
+        assert not done.is_set()
+        assert not life.broker.is_served(b"orders")
+        await first
+        await second
+        await life.settle()
+        assert done.is_set()
+        assert sink.values == [b"a", b"b"]
+        assert not subscription.members
+        assert not life.partition(b"orders").groups
+
+
+@in_loop
+async def test_a_subscription_that_ends_does_not_wait_for_what_is_taken_back() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await life.stored(b"orders", b"before")
+        sink, done = Recorder(), asyncio.Event()
+        subscription, member = life.subscribe(b"orders", sink)
+        disk.fail("write", errno.ENOSPC, path_suffix=str(life.log(b"orders").segments[0].path))
+        refused = life.offer(run_of(b"orders", b"a"))
+        life.broker.finish(subscription, member, done.set)
+        assert (await refused).failed
+        await life.stored(b"orders", b"b")  # at the offset that was a's
+        assert done.is_set()
+        assert sink.values == []
+
+
+@in_loop
+async def test_a_subscription_that_ends_does_not_wait_for_a_topic_that_is_deleted() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"before")
+        sink, done = Recorder(), asyncio.Event()
+        subscription, member = life.subscribe(b"orders", sink)
+        sink.is_open = False
+        await life.stored(b"orders", b"a")
+        life.broker.finish(subscription, member, done.set)
+        await life.settle()
+        assert not done.is_set()
+        await life.do(life.broker.delete_topic(b"orders"))
+        sink.is_open = True
+        subscription.wake()
+        await life.settle()
+        assert done.is_set()
+        assert sink.values == []
+
+
+@in_loop
+async def test_a_connection_that_is_lost_ends_its_subscriptions_at_once() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"before")
+        sink, done = Recorder(), asyncio.Event()
+        subscription, member = life.subscribe(b"orders", sink)
+        sink.is_open = False
+        await life.stored(b"orders", b"a")
+        life.broker.finish(subscription, member, done.set)
+        life.broker.unsubscribe(subscription, member)
+        assert done.is_set()
+        assert not life.broker.usage()["subscriptions"].used
