@@ -23,6 +23,14 @@ _NOT_YET: Final = Difference("not yet")
 _SAYS_WHY: Final = "Penstock says why it closes a connection, and has one error for lines that cannot be parsed"
 
 DIFFERENCES: Final = {
+    "a message ID twice": Difference(
+        "messages are deduplicated by ID",
+        (r"- 4 a: MSG ~.x {NATS/1.0\r\nNats-Msg-Id: #\r\n\r\n} =1 @1",),
+    ),
+    "a delayed message": Difference(
+        "a message with Delay is stored now and published later",
+        (r"- 3 a: MSG ~.x {NATS/1.0\r\nDelay: 1h\r\n\r\n} =later @1",),
+    ),
     "headers that are none": Difference(
         "headers are stored one by one, and written again when they are delivered",
         (r"- 3 a: MSG ~.x {abcdef} =hi @1", r"+ 3 a: MSG ~.x {NATS/1.0\r\nabcdef\r\n\r\n} =hi @1"),
@@ -68,6 +76,7 @@ DIFFERENCES: Final = {
             "an event does not overtake a reply",
             # Requests.
             "no responders without headers",
+            "no responders once a max is reached",
             # What cannot be stored ends the connection.
             "pedantic",
             "publish to a wildcard",

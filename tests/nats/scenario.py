@@ -84,7 +84,8 @@ def parse(text: str, number: int) -> list[Step]:
 
 
 def restore(text: str, number: int) -> str:
-    """Write `~`, `^` and `#` again for what is unique to a run."""
+    """Write `~`, `^` and `#` again for what is unique to a run, and `$ACK` for the number of a message."""
+    text = re.sub(r"\$ACK\.\d+\.\d+", "$ACK", text)
     text = re.sub(rf"\bt(\w*)\.{number}\b", r"~\1", text)
     text = re.sub(rf"\bn{number}\b", "^", text)
     return text.replace(str(number), "#")

@@ -334,6 +334,13 @@ a PUB ~.service _INBOX.# =0
 b KILL
 a PUB ~.service _INBOX.# =1
 """,
+    "no responders once a max is reached": """
+a SUB _INBOX.# 1
+  SUB ~.x 2
+  UNSUB 2 1
+  PUB ~.x _INBOX.# =0
+  PUB ~.x _INBOX.# =1
+""",
     "no responders takes its turn": """
 a SUB _INBOX.# 1
   SUB ~.x 2
@@ -377,6 +384,16 @@ b RAW HPUB ~.x 6 8\\r\\nabcdefhi\\r\\n
 """,
     "header length beyond the total": """
 a RAW HPUB ~.x 20 10\\r\\nNATS/1.0\\r\\n\\r\\n
+""",
+    # ---- headers with a meaning for Penstock
+    "a message ID twice": """
+a SUB ~.x 1
+b HPUB ~.x {Nats-Msg-Id: #} =0
+b HPUB ~.x {Nats-Msg-Id: #} =1
+""",
+    "a delayed message": """
+a SUB ~.x 1
+b HPUB ~.x {Delay: 1h} =later
 """,
     # ---- options
     "verbose": """
