@@ -228,7 +228,7 @@ class Life:
             assert self._running is not None
             if self._running.done():
                 self._raise_end()
-            if self.store.is_idle:
+            if self.store.is_idle and not self.broker._opened.lock.locked():
                 quiet += 1
                 await asyncio.sleep(0)
             else:
