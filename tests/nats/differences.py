@@ -96,9 +96,8 @@ DIFFERENCES: Final = {
 
 # The same of what clients see, by client and check.
 CLIENT_DIFFERENCES: Final[dict[str, Difference]] = {
-    f"{client} {check}": _NOT_YET for client in ("nats-py", "nats.js") for check in ("invalid_subjects",)
-} | {
-    f"{client} {check}": Difference("not yet", is_rare=True)
-    for client in ("nats-py", "nats.js")
-    for check in ("flush_then_next", "unsubscribe_after_max", "drain_a_subscription", "drain_a_connection")
+    "nats-py invalid_subjects": _NOT_YET,
+    "nats.js invalid_subjects": _NOT_YET,
+    # The client's PING may overtake what it has gathered; storing takes longer than the rest of its drain.
+    "nats-py drain_a_subscription": Difference("not yet", is_rare=True),
 }
