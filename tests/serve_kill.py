@@ -238,7 +238,7 @@ class Connection:
     def say_connect(self) -> None:
         """As a NATS client does."""
         assert self.line().startswith(b"INFO ")
-        self.send(b'CONNECT {"verbose":false,"headers":true}\r\nPING\r\n')
+        self.send(b'CONNECT {"verbose":false,"headers":true,"protocol":1}\r\nPING\r\n')
         assert self.line() == b"PONG"
         assert self.line().startswith(b"INFO ")
 

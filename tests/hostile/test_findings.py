@@ -260,7 +260,7 @@ def test_a_name_that_is_no_text_does_not_break_the_pages_that_show_it(server: Se
     with Oracle(server) as oracle:
         with Raw(server.port) as client:
             client.line()
-            client.send(f'CONNECT {{"name":"\\ud800",{known}}}\r\nSUB hostile DURABLE:d 1\r\n')
+            client.send(f'CONNECT {{"verbose":false,"name":"\\ud800",{known}}}\r\nSUB hostile DURABLE:d 1\r\n')
             assert client.ask("PING") == "PONG"
             for path in ("/connz?subs=1", "/subsz", "/admin/groups", "/varz", "/metrics"):
                 assert get(server, path).status == 200, path

@@ -23,6 +23,8 @@ _INSTALL_SECONDS_MAX: Final = 60
 _subjects: Final = (f"clients.c{number}" for number in count())
 
 
+# nats-py's services ask for the time in a way that Python 3.12 warns of.
+@pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
 @pytest.mark.parametrize("name", CHECKS)
 def test_nats_py(peers: tuple[Peer, Peer], name: str) -> None:
     real, ours = (_of_nats_py(peer, name) for peer in peers)
