@@ -522,10 +522,11 @@ def test_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("subject", ["a..b", ".a", "a.", "a.*", "a.>"])
-def test_an_invalid_subject_is_not_published(server: Serve, subject: str) -> None:
-    with Nats(server) as client:
+def test_a_pedantic_client_is_told_of_an_invalid_subject(server: Serve, subject: str) -> None:
+    with Nats(server, pedantic=True) as client:
         client.send(f"PUB {subject} 1\r\nx\r\n")
         assert client.line() == "-ERR 'Invalid Publish Subject'"
+        assert client.ask("PING") == "PONG"
 
 
 def test_an_invalid_pattern_is_refused_and_the_connection_goes_on(server: Serve) -> None:

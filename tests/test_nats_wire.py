@@ -20,7 +20,7 @@ import pytest
 from nats.micro import add_service
 from nats.micro.service import EndpointConfig, ServiceConfig
 
-from tests.server import PATIENCE_S, Nats, Raw, Serve, pub, reserve_port
+from tests.server import PATIENCE_S, Nats, Raw, Serve, hpub, pub, reserve_port
 
 _NATS_SERVER: Final = Path(sys.executable).with_name("nats-server")
 _INFO: Final = re.compile(rb"^INFO (.*?) *$")
@@ -191,6 +191,93 @@ def test_a_service_of_nats_micro_is_found_and_answers(server: Serve) -> None:
         await other.close()
 
     bounded(work)
+
+
+# ---- Messages that cannot be stored
+
+ODD: Final = [
+    *(b"a.*", b"a.>", b"a.>.b", b"*", b">", b"a..b", b"a.", b".a"),
+    *(b"a.\xff", b"a.\x01b", b"a." + b"x" * 1100, b"a.\x7f"),
+]
+
+
+@pytest.mark.parametrize("pedantic", [False, True])
+@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd[:8]))
+def test_what_cannot_be_stored_is_delivered_as_by_nats_server(
+    server: Serve, real: NatsServer, odd: bytes, verbose: bool, pedantic: bool
+) -> None:
+    """As the subject, as a reply, as a pattern, and with headers."""
+    commands = b"SUB %b 1\r\nSUB > 2\r\nSUB a.* q 3\r\nPUB %b 1\r\nx\r\nPUB _a %b 1\r\ny\r\n" % (odd, odd, odd)
+    commands += b"HPUB %b r 18 19\r\nNATS/1.0\r\nA: b\r\n\r\nz\r\n" % odd
+    options = {"verbose": verbose, "pedantic": pedantic, "headers": True, "no_responders": True}
+    found, wanted = (transcript(each.port, commands, **options) for each in (server, real))
+    assert found[-1] == wanted[-1] == b"PONG"
+    assert sorted(found) == sorted(wanted)
+
+
+def test_what_is_not_stored_is_counted(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server, Nats(server) as client:
+        client.send(b"PUB orders 1\r\nx\r\nPUB orders..x 1\r\nx\r\nPUB orders reply.* 1\r\nx\r\nPUB orders 1\r\ny\r\n")
+        assert client.ask("PING") == "PONG"
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.ports['http']}/varz") as answer:
+            assert json.load(answer)["since_start"]["unstored"] == 2
+        client.close()
+        server.stop()
+        assert [message["value"] for message in server.dump("orders")] == ["x", "y"]
+
+
+def test_when_storing_is_refused_an_error_names_the_message_before_the_pong(tmp_path: Path) -> None:
+    with Serve(tmp_path, topic_topics_max=1) as server, Nats(server) as client:
+        late = hpub("one", b"never", delay="never")
+        client.send(pub("one", b"a"))
+        assert client.ask("PING") == "PONG"
+        client.send(pub("two.x", b"b") + late + pub("one", b"c") + b"PING\r\n")
+        assert client.line().startswith('-ERR \'Permissions Violation for Publish to "two.x": STORAGE TOO_MANY_TOPICS')
+        assert client.line().startswith('-ERR \'Permissions Violation for Publish to "one": STORAGE BAD_HEADER')
+        assert client.line() == "PONG"
+        # What was refused is not held against what comes later.
+        client.send(pub("one", b"d"))
+        assert client.ask("PING") == "PONG"
+        client.close()
+        server.stop()
+        assert [message["value"] for message in server.dump("one")] == ["a", "c", "d"]
+
+
+def test_a_verbose_client_gets_an_error_in_place_of_ok(tmp_path: Path) -> None:
+    with Serve(tmp_path, topic_topics_max=1) as server, Raw(server.port) as client:
+        client.line()
+        client.send(b"CONNECT {}\r\n" + pub("one", b"a"))
+        answers = [client.line() for _ in range(2)]
+        client.send(pub("two", b"b") + pub("one", b"c") + b"PING\r\n")
+        answers += [client.line() for _ in range(3)]
+        assert [answer[:4] for answer in answers] == ["+OK", "+OK", "-ERR", "+OK", "PONG"]
+
+
+def test_a_client_survives_that_storing_is_refused(tmp_path: Path) -> None:
+    async def work(server: Serve) -> None:
+        told: list[str] = []
+
+        async def note(error: Exception) -> None:
+            told.append(str(error))
+
+        client = await nats.connect(server.url, error_cb=note, allow_reconnect=False)
+        await client.publish("one", b"a")
+        for _ in range(2):
+            await client.flush()
+        await client.publish("two", b"b")
+        for _ in range(2):  # the PING of the first goes ahead of the messages
+            await client.flush()
+        assert len(told) == 1
+        assert 'permissions violation for publish to "two"' in told[0].lower()
+        assert "two" in str(client.last_error)
+        subscription = await client.subscribe("one")
+        await client.publish("one", b"c")
+        assert (await subscription.next_msg(PATIENCE_S)).data == b"c"
+        await client.close()
+
+    with Serve(tmp_path, topic_topics_max=1) as server:
+        bounded(lambda: work(server))
 
 
 def bounded(work: Callable[[], Awaitable[None]]) -> None:

@@ -27,6 +27,7 @@ class Run:
         "base_offset",
         "batch",
         "headers",
+        "is_live",
         "keys",
         "offsets",
         "partition",
@@ -52,6 +53,8 @@ class Run:
         self.tombstones: set[int] = set()
         # The number of the partition that all of it goes to, where the publisher chose it.
         self.partition: int | None = None
+        # Whether it is delivered to whoever is subscribed now, and not stored, whatever its subjects.
+        self.is_live = False
         # µs: of every message, unless they differ; 0: it is not stored yet.
         self.timestamp = 0
         self.timestamps: Sequence[int] | None = None

@@ -29,6 +29,13 @@ def is_pattern(pattern: bytes) -> bool:
     return b">" not in pattern or b">" not in pattern.split(b".")[:-1]
 
 
+def is_route(pattern: bytes) -> bool:
+    """Whether messages can be delivered by this pattern, though they may not be stored: no empty token, `>` only at the
+    end."""
+    tokens = pattern.split(b".")
+    return all(tokens) and b">" not in tokens[:-1]
+
+
 def is_literal(pattern: bytes) -> bool:
     """Whether it has no wildcard, so that it matches just the subject that is written the same."""
     if b"*" not in pattern and b">" not in pattern:

@@ -77,17 +77,9 @@ DIFFERENCES: Final = {
             # Requests.
             "no responders without headers",
             "no responders once a max is reached",
-            # What cannot be stored ends the connection.
-            "pedantic",
-            "publish to a wildcard",
-            "publish to an empty token",
-            "publish to a long subject",
-            "publish to a subject that is not UTF-8",
-            "odd reply subjects",
             # Lines of clients that nats-server takes otherwise.
             "headers from a client without",
             "max that is none",
-            "info from a client",
             "pong and ok from a client",
         ),
         _NOT_YET,
@@ -96,8 +88,6 @@ DIFFERENCES: Final = {
 
 # The same of what clients see, by client and check.
 CLIENT_DIFFERENCES: Final[dict[str, Difference]] = {
-    "nats-py invalid_subjects": _NOT_YET,
-    "nats.js invalid_subjects": _NOT_YET,
     # The client's PING may overtake what it has gathered; storing takes longer than the rest of its drain.
     "nats-py drain_a_subscription": Difference("not yet", is_rare=True),
 }

@@ -126,9 +126,11 @@ class Intake:
 
     def is_ready(self, run: Run) -> bool:
         """Whether `publish` can take the run as things are; if not, `prepare` makes it so."""
+        subject = run.subject
+        if run.is_live or (subject is not None and subject.startswith(LIVE)):
+            return True
         if self._host.store.is_crowded:
             return False
-        subject = run.subject
         subjects = set(run.subjects) if subject is None else (subject,)
         return all(self._knows(each, has_headers=bool(run.headers)) for each in subjects)
 
@@ -155,22 +157,17 @@ class Intake:
             if topic.dedup is None:
                 topic.dedup = dedup
 
-    def publish_live(self, run: Run, done: Callable[[Receipt], None]) -> Receipt:
-        """Deliver a run to whoever is subscribed now, and store nothing."""
-        receipt = Receipt(len(run), done)
-        self._append(self._live, run, range(len(run)), receipt)
-        receipt.close()
-        return receipt
-
     def publish(self, run: Run, done: Callable[[Receipt], None], refusals: Refusals | None = None) -> Receipt:
         """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`."""
         receipt = Receipt(len(run), done)
+        subject = run.subject
+        if run.is_live or (subject is not None and subject.startswith(LIVE) and not (run.keys or refusals)):
+            self._append(self._live, run, range(len(run)), receipt)
+            receipt.close()
+            return receipt
         for index, each in enumerate(run.subjects if refusals else ()):
             if refusals and each in refusals:
                 receipt.refuse([index], refusals[each])
-        subject = run.subject
-        if subject is not None and subject.startswith(LIVE) and not (run.keys or refusals):
-            return self.publish_live(run, done)
         topic = None
         if subject is not None and not (run.headers or run.keys or refusals or run.partition is not None):
             topic = self._host.topics.owner(subject)

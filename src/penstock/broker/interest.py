@@ -72,7 +72,10 @@ class Interest(Generic[T]):
     def _walk(self, subject: bytes) -> tuple[T, ...]:
         found: dict[T, None] = {}
         nodes = [self._root]
-        for token in subject.split(b"."):
+        tokens = subject.split(b".")
+        if b"" in tokens:
+            return ()  # as in nats-server, also not to `>`
+        for token in tokens:
             following = []
             for node in nodes:
                 below = node.below

@@ -351,7 +351,8 @@ class Subscription:
     def _drop(self, count: int) -> None:
         self._skipped(count)
         if count:
-            logger.warning("a reader of %s is too slow: %d messages skipped", self.pattern.decode(), count)
+            pattern = self.pattern.decode(errors="replace")
+            logger.warning("a reader of %s is too slow: %d messages skipped", pattern, count)
 
     def _skipped(self, count: int) -> None:
         self._loop.figures.dropped += count

@@ -122,7 +122,7 @@ class Message:
     @property
     def subject(self) -> str:
         subject: bytes | None = self._delivery.item("subjects", self._index)
-        return self._delivery.topic if subject is None else subject.decode()
+        return self._delivery.topic if subject is None else subject.decode(errors="replace")
 
     @property
     def value(self) -> bytes:

@@ -216,6 +216,7 @@ _COUNTED: Final = {
     "unauthorized": ("broker_unauthorized", "Requests without the right user or token."),
     "protocol_errors": ("broker_protocol_errors", "What could not be understood, or not be done."),
     "failed_publishes": ("broker_messages_refused", "Messages that were not stored, and whose publisher was told."),
+    "unstored": ("broker_messages_unstored", "Messages delivered but not stored: the subject or reply cannot be."),
     "unread": ("broker_connections_unread", "Times that one was not read from, as it did not read its answers."),
 }
 

@@ -68,6 +68,7 @@ class Counters:
     unauthorized: int = 0
     protocol_errors: int = 0
     failed_publishes: int = 0  # messages that were not stored, and whose publisher was told
+    unstored: int = 0  # messages that were delivered and not stored, because their subject or reply cannot be
     unread: int = 0  # times that a client was not read from, because it did not read its answers
 
 

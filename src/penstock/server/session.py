@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
@@ -25,11 +25,11 @@ from penstock.broker.member import Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
 from penstock.broker.topic import RESERVED
-from penstock.errors import PenstockError, TooManySubscriptions
+from penstock.errors import BadSubject, PenstockError, TooManySubscriptions
 from penstock.run import Run
 from penstock.server.connection import Connection
 from penstock.server.owing import is_long, slices
-from penstock.subject import matches
+from penstock.subject import is_literal, is_route, matches
 from penstock.wire import text
 from penstock.wire.events import (
     Ack,
@@ -251,6 +251,8 @@ class Session(Connection, asyncio.Protocol):
                 return None
         match event:
             case Run():
+                if event.is_live:
+                    self._note_unstored(event)
                 if event.replies and self._wants_no_responders:
                     self._tell_no_responders(event)
                 if is_long(event):
@@ -274,7 +276,8 @@ class Session(Connection, asyncio.Protocol):
             case Connect():
                 self._connect(event)
             case Asked.INFO:
-                self._answer(text.info(self.server.info(self)))
+                if not self._parser.is_nats:  # there it is the server's word
+                    self._answer(text.info(self.server.info(self)))
             case FlowControl():
                 self._control_flow(event)
             case Stats():
@@ -324,13 +327,23 @@ class Session(Connection, asyncio.Protocol):
     async def _prepare(self, run: Run) -> None:
         self._publish(run, await self.broker.make_ready(run))
 
+    def _note_unstored(self, run: Run) -> None:
+        """A message with a subject or reply that cannot be stored. As by nats-server, a pedantic client is told if the
+        subject is not a literal one."""
+        self.server.counters.unstored += len(run)
+        for subject in run.subjects if self._pedantic else ():
+            if not (is_route(subject) and is_literal(subject)):
+                self._answer(text.error("Invalid Publish Subject", is_nats=True))
+
     def _publish(self, run: Run, refusals: Refusals | None = None) -> None:
         self.peer.in_messages += len(run)
         answer = _Answer(None)
         self._answers.append(answer)
 
+        subjects = run.subjects
+
         def done(receipt: Receipt) -> None:
-            answer.data, answer.closes = self._told(receipt)
+            answer.data = self._told(receipt, subjects)
             self._send_answers()
 
         self._is_publishing = True
@@ -343,16 +356,25 @@ class Session(Connection, asyncio.Protocol):
                 if len(own) > 2 * OWN_RUNS_MAX:
                     del own[:OWN_RUNS_MAX]
 
-    def _told(self, receipt: Receipt) -> tuple[bytes, bool]:
-        """What a publisher is told, and whether that is the end."""
+    def _told(self, receipt: Receipt, subjects: Sequence[bytes]) -> bytes:
+        """What a publisher is told of messages with these subjects, before the next PONG: so that says of each message
+        before it that it is stored, or was named in an error."""
         self.server.counters.failed_publishes += len(receipt.failed)
         reasons = {index: _reason(error) for index, error in receipt.failed.items()}
         if not self._parser.is_nats:
-            return text.acknowledgements(receipt.count, list(receipt.duplicates), reasons), False
-        if reasons:
-            # A NATS client knows of no single message, so it must not go on as if all were stored.
-            return text.error(next(iter(reasons.values())), is_nats=True), True
-        return (text.acknowledgements(receipt.count) if self._verbose else b""), False
+            return text.acknowledgements(receipt.count, list(receipt.duplicates), reasons)
+        if not reasons:
+            return text.acknowledgements(receipt.count) if self._verbose else b""
+        if self._verbose:
+            lines = [b"+OK\r\n"] * receipt.count
+            for index, reason in reasons.items():
+                lines[index] = text.violation("Publish", subjects[index], reason)
+            return b"".join(lines)
+        counts = Counter((subjects[index], reason) for index, reason in reasons.items())
+        return b"".join(
+            text.violation("Publish", subject, reason if count == 1 else f"{count} messages, {reason}")
+            for (subject, reason), count in counts.items()
+        )
 
     def _tell_no_responders(self, run: Run) -> None:
         besides = None if self.echo else self
@@ -362,7 +384,8 @@ class Session(Connection, asyncio.Protocol):
 
     def _tell_no_responder(self, subject: bytes, reply: bytes) -> bool:
         for member, reader in self.subscriptions.values():
-            if matches(reader.pattern, reply):
+            # Not to a member of a queue group, as in nats-server.
+            if not (isinstance(reader, Subscription) and reader.queue) and matches(reader.pattern, reply):
                 self.peer.write(text.no_responders(reply, member.sid, subject))
                 return True
         return False
@@ -371,9 +394,10 @@ class Session(Connection, asyncio.Protocol):
         self._acknowledge_by_subject(event)
         self._ok()
 
-    def _forbid(self, what: str, subject: bytes) -> None:
-        reason = f'Permissions Violation for {what} to "{subject.decode(errors="replace")}"'
-        self._answer(text.error(reason, is_nats=self._parser.is_nats))
+    def _forbid(self, verb: str, subject: bytes, error: PenstockError) -> None:
+        reason = f"{error.code} {error}"
+        is_nats = self._parser.is_nats
+        self._answer(text.violation(verb, subject, reason) if is_nats else text.error(reason, is_nats=False))
 
     # Subscribe.
 
@@ -384,14 +408,14 @@ class Session(Connection, asyncio.Protocol):
             return None
         if event.durable or not self._parser.is_nats:
             if event.subject.startswith(RESERVED):
-                self._forbid("Subscription", event.subject)
+                self._forbid("Subscription", event.subject, BadSubject("nothing is stored under subjects with a $"))
                 return None
             return self._join(event)
         member = Member(event.sid, self, self.server.flow)
         try:
             self.subscriptions[event.sid] = (member, self.broker.subscribe(event.subject, member, event.group))
         except TooManySubscriptions as error:
-            self._answer_error(error)
+            self._forbid("Subscription", event.subject, error)
             return None
         self._ok()
         return None
@@ -400,7 +424,11 @@ class Session(Connection, asyncio.Protocol):
         """As a member of a group, whose messages must be acknowledged."""
         member = Member(event.sid, self, self.server.flow)
         name = event.subject + b":" + event.group if event.group is not None else None
-        group = await self.broker.join(name, event.subject, member)
+        try:
+            group = await self.broker.join(name, event.subject, member)
+        except PenstockError as error:
+            self._forbid("Subscription", event.subject, error)
+            return
         if not self.peer.is_connected:
             self.broker.leave(group, member)
             return

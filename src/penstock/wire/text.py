@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from penstock.headers import named
 from penstock.run import MESSAGE_BYTES, RUN_BYTES, Run
-from penstock.subject import is_pattern, is_subject, is_text
+from penstock.subject import is_pattern, is_route, is_subject, is_text
 from penstock.wire.events import (
     Ack,
     Asked,
@@ -251,18 +251,27 @@ class Parser:
             events.append(Call(words[0], data[header_end:end], reply))
             return end
         if subject is None or (reply is not None and not is_subject(reply)):
-            # A NATS client is told of no single message, so the next PONG would say that this one is stored.
-            if self.is_nats:
-                raise _Wrong("Invalid Publish Subject", closes=True, publish=True)
-            events.append(Refused("Invalid Publish Subject", publish=True))
+            if not self.is_nats:
+                events.append(Refused("Invalid Publish Subject", publish=True))
+                return end
+            # nats-server delivers it all the same; here it is delivered and not stored.
+            run = Run([words[0]], [data[header_end:end]])
+            run.is_live = True
+            if reply is not None:
+                run.replies[0] = reply
+            if header_end > begin:
+                run.headers[0] = _header_lines(data[begin:header_end])
+            events.append(run)
             return end
         if verb == b"PUB" and reply is None and line_end - at <= _LINE_BYTES_REMEMBERED:
             if len(self._lines) >= _LINES_MAX:
                 self._lines.clear()
             self._lines[data[at:line_end]] = (size, subject)
         # Messages with a reply or headers go on in one run with each other, and with those in front of them.
-        run = events[-1] if events and isinstance(events[-1], Run) else None
-        if run is None:
+        last = events[-1] if events else None
+        if isinstance(last, Run) and not last.is_live:
+            run = last
+        else:
             run = Run([], [])
             events.append(run)
         index = len(run.values)
@@ -318,20 +327,21 @@ def _connect(words: list[bytes], _: bool) -> Connect:
 def _subscribe(words: list[bytes], is_nats: bool) -> Subscribe:
     if len(words) not in (2, 3):
         raise _Wrong("Parser Error", closes=True)
-    if not is_pattern(words[0]):
-        raise _Wrong("Invalid Subject")
     subject, sid, group = words[0], words[-1], None
     if len(words) == 3:
         group = words[1]
         # Flux's document has the sid first, its code the group, as NATS does: the one that is a number is the sid.
         if not is_nats and not group.startswith(DURABLE) and (group.isdigit() or not sid.isdigit()):
             sid, group = group, sid
+    is_live = is_nats and not (group is not None and group.startswith(DURABLE))
+    if not (is_route(subject) if is_live else is_pattern(subject)):
+        raise _Wrong("Invalid Subject")
     if group is not None and group.startswith(DURABLE):
         name = group.removeprefix(DURABLE)
         if not name or not is_text(name):
             raise _Wrong("Invalid Group")
         return Subscribe(subject, sid, name, durable=True)
-    if group is not None and not is_text(group):
+    if group is not None and not is_live and not is_text(group):
         raise _Wrong("Invalid Group")
     # A NATS queue group is forgotten with its last member, Flux's group is not.
     return Subscribe(subject, sid, group, durable=group is not None and not is_nats)
@@ -459,6 +469,11 @@ def error(reason: str, *, is_nats: bool) -> bytes:
     # A line break in a reason would be read as a line of its own.
     text = reason.replace("\r", " ").replace("\n", " ")
     return f"-ERR '{text}'\r\n".encode() if is_nats else f"-ERR {text}\r\n".encode()
+
+
+def violation(verb: str, subject: bytes, reason: str) -> bytes:
+    """An error about one subject. Clients report an error in this form, and keep the connection."""
+    return error(f'Permissions Violation for {verb} to "{subject.decode(errors="replace")}": {reason}', is_nats=True)
 
 
 def no_responders(reply: bytes, sid: bytes, subject: bytes) -> bytes:
