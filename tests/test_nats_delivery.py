@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -375,3 +376,31 @@ def test_a_subscription_that_ended_is_no_responder(server: Server, subject: str)
         client.send(f"UNSUB 2\r\nPUB {subject} _INBOX.{subject} 1\r\ny\r\nPING\r\n")
         found = until_pong(client)
         assert sorted((message.sid, no_responders(message)) for message in found) == [("1", True), ("2", False)]
+
+
+def test_a_pong_does_not_wait_for_ever_behind_a_backlog(tmp_path: Path) -> None:
+    """A client that gets none takes its connection for dead."""
+    value, number = bytes(1 << 20), 24
+    with (
+        Serve(tmp_path, server_heartbeat_s=1, topic_durability="flush") as server,
+        Nats(server, receive_bytes=4096) as reader,
+        Nats(server) as publisher,
+    ):
+        reader.send(b"SUB orders 1\r\nPING\r\n")
+        assert reader.line() == "PONG"
+        for _ in range(number):
+            publisher.send(pub("orders", value))
+        assert publisher.ask("PING") == "PONG"
+        reader.send(b"PING\r\n")
+        # It reads nothing for longer than the PONG waits, and shows that it is there.
+        for _ in range(20):
+            reader.send(b"PONG\r\n")
+            publisher.send(b"PONG\r\n")
+            time.sleep(0.1)
+        kinds = []
+        while kinds.count("MSG") < number:
+            line = reader.line()
+            kinds.append(line.partition(" ")[0])
+            if kinds[-1] == "MSG":
+                reader.read(len(value) + 2)
+        assert "PONG" in kinds, "it was not behind all of them"

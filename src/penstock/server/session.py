@@ -58,6 +58,8 @@ LINES_MAX: Final = 256
 OWN_RUNS_MAX: Final = 1000
 # Answers that wait for messages, or for the disk: with more, the connection is not read from.
 ANSWERS_MAX: Final = 10_000
+# How long a PONG waits for messages that the connection is slow to take.
+PONG_S: Final = 30
 # Subjects that a connection pulls without a subscription; each has a position.
 PULLS_MAX: Final = 100
 
@@ -760,10 +762,18 @@ class Session(Connection, asyncio.Protocol):
             return
 
         def delivered() -> None:
-            answer.waits -= 1
-            if not answer.waits:
+            if answer.waits:
+                answer.waits -= 1
+                if not answer.waits:
+                    self._send_answers()
+
+        def give_up() -> None:
+            if answer.waits:
+                answer.waits = 0
                 self._send_answers()
 
+        # A client that gets no PONG for minutes takes the connection for dead, however busy it is with its backlog.
+        self.server.call_later(min(PONG_S, self.server.config.server.heartbeat_s), self.guard(give_up))
         answer.waits = 1  # it is not sent before this returns
         for member, reader in behind:
             answer.waits += 1
