@@ -1064,12 +1064,21 @@ class _Lanes:
         # What one lane could not take while the other had the same log.
         for log in self._store._dirty:
             self.wake(log)
-        due_us = self._store._next_sync_us()
+        self._await_sync()
+
+    def _await_sync(self) -> None:
+        """Sync when the next sync is due. A timer may be early by a millisecond: then it waits again."""
         if self._timer is not None:
             self._timer.cancel()
-        if due_us is not None:
-            delay = max(0, due_us - self._store._clock.monotonic_us()) / 1e6
-            self._timer = self._loop.call_later(delay, self._synced.wake)
+            self._timer = None
+        due_us = self._store._next_sync_us()
+        if due_us is None:
+            return
+        wait_us = due_us - self._store._clock.monotonic_us()
+        if wait_us > 0:
+            self._timer = self._loop.call_later(wait_us / 1e6, self._await_sync)
+        else:
+            self._synced.wake()
 
     async def stop(self) -> None:
         if self._timer is not None:
