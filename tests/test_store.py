@@ -1096,6 +1096,25 @@ def test_the_first_append_to_a_flush_topic_does_not_wait_for_the_interval_of_ano
     drive(main)
 
 
+def test_a_flush_topic_is_synced_in_time_though_its_timer_was_early(tmp_path: Path) -> None:
+    """Timers of the loop are rounded; the clock decides."""
+
+    async def main() -> None:
+        clock = ManualClock()
+        with Store(tmp_path, clock=clock, settings=Settings(flush_ms=1)) as store:
+            log = store.log(store.create_topic("orders", policy=FLUSH).id)
+            async with running(store):
+                await store.append(log, batch(b"reserves offsets"))
+                await store.append(log, batch(b"a"))
+                await asyncio.sleep(0.02)  # the timer fires, and for the clock no time has passed
+                assert log.durable == 1
+                clock.advance(1000)
+                while log.durable < log.end:
+                    await asyncio.sleep(0.001)
+
+    drive(main)
+
+
 def test_a_flush_topic_is_synced_after_its_interval_and_after_so_many_messages(tmp_path: Path) -> None:
     """ST-04, ST-05"""
 
