@@ -397,7 +397,7 @@ def test_a_pong_does_not_wait_for_ever_behind_a_backlog(tmp_path: Path) -> None:
             reader.send(b"PONG\r\n")
             publisher.send(b"PONG\r\n")
             time.sleep(0.1)
-        kinds = []
+        kinds: list[str] = []
         while kinds.count("MSG") < number:
             line = reader.line()
             kinds.append(line.partition(" ")[0])
