@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, cast
 
 import pytest
 
-from penstock.server.arrivals import ARRIVING_BYTES_MAX
+from penstock.server.arrivals import ARRIVING_BYTES_MAX, PATIENCE_S, Arrivals
+from penstock.server.connection import Connection
 from penstock.server.memory import SELDOM_S, SOON_S, Memory
+from penstock.server.server import Counters
 from penstock.wire import binary, prefixed
 from penstock.wire.binary import Type
+from tests.brokers import in_loop
 from tests.frames import Frames
 from tests.lengths import Cursus
 from tests.server import Nats, Raw, Serve
@@ -78,6 +82,46 @@ def test_every_door_claims_room_for_what_it_announces(server: Serve) -> None:
         cursus.send(size.to_bytes(4, "big") + b"PUBLISH topic=orders message=begin")
         eventually("bytes arriving", lambda: 3 * size <= arriving(server) <= 3 * size + 1000)
     eventually("bytes arriving", lambda: arriving(server) == 0)
+
+
+class Stand:
+    """A connection, as far as the budget must know it."""
+
+    def __init__(self) -> None:
+        self.peer = self
+        self.has_room = True
+        self.is_awaited = True
+        self.calls: list[str] = []
+
+    def hold(self) -> None:
+        self.calls.append("hold")
+
+    def read_on(self) -> None:
+        self.calls.append("read on")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+@in_loop
+async def test_a_connection_that_does_not_send_is_closed_only_while_others_wait() -> None:
+    counters = Counters()
+    arrivals = Arrivals(counters, bytes_max=100)
+    slow, busy, waiting = Stand(), Stand(), Stand()
+    busy.is_awaited = False  # its frame is here, and is being dealt with
+    for connection in (slow, busy):
+        arrivals.claim(cast(Connection, connection), 50)
+    late = asyncio.get_running_loop().time() + 2 * PATIENCE_S
+    arrivals.sweep(late)
+    assert counters.slow == 0, "nobody waits"
+    arrivals.claim(cast(Connection, waiting), 50)
+    assert waiting.calls == ["hold"]
+    arrivals.sweep(late)
+    assert (slow.calls, busy.calls) == (["read on", "abort"], ["read on"])
+    assert counters.slow == 1
+    arrivals.release(cast(Connection, slow))
+    assert waiting.has_room
+    assert waiting.calls == ["hold", "read on"]
 
 
 def test_memory_is_given_back_soon_after_it_changed_and_otherwise_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class Run:
         self.tombstones: set[int] = set()
         # The number of the partition that all of it goes to, where the publisher chose it.
         self.partition: int | None = None
-        # Whether it is delivered to whoever is subscribed now, and not stored, whatever its subjects.
+        # Whether it goes only to current subscribers and is not stored, for any subject.
         self.is_live = False
         # µs: of every message, unless they differ; 0: it is not stored yet.
         self.timestamp = 0

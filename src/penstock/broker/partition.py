@@ -171,7 +171,7 @@ class Partition:
         self.served = log.committed
         # Messages since the broker started: that were taken, and that went to connections.
         self.received = self.sent = 0
-        # Who is told of what is committed or taken back, and reads for itself: groups, and whoever waits for more.
+        # Callbacks for each commit and each rejected write: of groups, and of readers that wait for more.
         self.groups: dict[Callable[[], None], None] = {}
         self._reader = reader
         self._opened = opened

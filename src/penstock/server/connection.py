@@ -32,7 +32,7 @@ INTERNAL_ERROR: Final = PenstockError("internal error")
 ENTRIES: Final = (
     *("data_received", "buffer_updated", "pause_writing", "resume_writing"),
     *("send", "has_published", "fail"),
-    *("ping", "expire", "stop"),
+    *("ping", "expire", "stop", "read_on"),
 )
 
 P = ParamSpec("P")

@@ -91,7 +91,7 @@ class Peer:
             self._transport.pause_reading()
 
     def read_on(self) -> None:
-        """Unless it does not read its answers, or there is no room for its frame."""
+        """Read from it again, unless it has unread answers or there is no room for its frame."""
         if self._transport is not None and self.has_room and self._unread_answers <= UNREAD_ANSWERS_MAX:
             self._transport.resume_reading()
 

@@ -1006,7 +1006,7 @@ class _Lane:
             pass
 
     def _run_next(self) -> bool:
-        """Run one round; False if there are no more. A frame of its own: a lane that waits keeps nothing alive."""
+        """Run one round; return False at the end. Its own call: a waiting lane does not keep its last round."""
         round_ = self._rounds.get()
         if round_ is None:
             return False
