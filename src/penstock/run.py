@@ -229,6 +229,15 @@ def batch_bytes(run: Run) -> int:
     return size
 
 
+def payload_bytes(run: Run) -> int:
+    """Return the bytes of the values, keys and headers."""
+    size = sum(map(len, run.values))
+    for items in (run.keys, run.headers):
+        if items:
+            size += sum(map(len, items.values()))
+    return size
+
+
 def message_bytes(run: Run, index: int) -> int:
     """What one message adds to `batch_bytes`."""
     size = MESSAGE_BYTES + len(run.values[index]) + len(run.subjects[index])

@@ -37,7 +37,7 @@ from penstock.errors import (
     Unauthorized,
     UnknownTopic,
 )
-from penstock.run import Run, open_batch, split
+from penstock.run import Run, open_batch, payload_bytes, split
 from penstock.server import calls, provider
 from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.gate import HANDSHAKE_BYTES_MAX, credentials
@@ -137,7 +137,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         self._disconnect(INTERNAL_ERROR)
 
     def _read(self, count: int, frames: Callable[[], list[Frame]]) -> None:
-        self.peer.in_bytes += count
+        self.peer.received(count)
         self.unanswered = 0
         if self.peer.is_closing:
             return
@@ -167,8 +167,8 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
     # From the broker.
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        self.peer.out_messages += len(run)
         if not self.is_hello:
+            self.peer.count_sent(len(run), payload_bytes(run))
             self._provider.send(member, place, run)
             return
         number = int(member.sid)
@@ -180,6 +180,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         for part in [run] if run.batch is not None else split(run, BATCH_BYTES_MAX):
             tries = {at - first: count for at, count in (attempts or {}).items() if 0 <= at - first < len(part)}
             batch = part.stored(place.name)
+            self.peer.count_sent(len(part), len(batch))
             messages = binary.Messages(topic_id, place.number, generation, place.name, tries, batch)
             self.write(binary.messages_frame(number, messages))
             first += len(part)
@@ -440,7 +441,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.answer_error(number, error)
             self._owing.end(0 if error is None else batch.count)
 
-        self._owing.begin(batch.count)
+        self._owing.begin(batch.count, len(batch.data))
         try:
             was_there = self.broker.append(*to, batch, self.guard(done))
         except PenstockError as error:
@@ -472,7 +473,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.answer_error(number, error)
             self._owing.end(0 if error is None else batch.count)
 
-        self._owing.begin(batch.count)
+        self._owing.begin(batch.count, len(batch.data))
         try:
             self.broker.stage(*stage, batch, self.guard(done))
         except PenstockError as error:
@@ -550,9 +551,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         log = partition.log
         parts = [batch.data for batch in batches if not fetch.end or batch.base_offset < fetch.end]
         count = sum(batch.count for batch in batches[: len(parts)])
-        self.peer.out_messages += count
         partition.sent += count
         length = sum(map(len, parts))
+        self.peer.count_sent(count, length)
         self.peer.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
 
     async def _open(self, number: int, options: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from penstock.broker.start import Start
 from penstock.broker.topic import ServedTopic
 from penstock.errors import BadRequest, OffsetOutOfRange, PenstockError, StaleCommit, Unauthorized, UnknownTopic
 from penstock.headers import lines
-from penstock.run import Run
+from penstock.run import Run, payload_bytes
 from penstock.server import calls
 from penstock.server.gate import credentials
 from penstock.server.owing import SLICE_MESSAGES
@@ -404,7 +404,7 @@ class Cursus:
             if not run.values:
                 continue
             sent += len(run)
-            size += sum(map(len, run.values))
+            size += payload_bytes(run)
             if command.is_named:
                 gathered.extend(run)
                 offsets += run.all_offsets()
@@ -414,7 +414,7 @@ class Cursus:
         if offsets:
             gathered.base_offset, gathered.offsets = offsets[0], offsets
             await self._write_slowly(partition, gathered, by_name=True)
-        self._session.peer.out_messages += sent
+        self._session.peer.count_sent(sent, size)
         partition.sent += sent
         return sent
 
@@ -478,7 +478,7 @@ class Cursus:
                 run, offset = found
                 if run.values:
                     await self._write_slowly(partition, run, by_name=by_name)
-                    peer.out_messages += len(run)
+                    peer.count_sent(len(run), payload_bytes(run))
                     partition.sent += len(run)
                 continue
             if partition.log.state is State.CLOSED:

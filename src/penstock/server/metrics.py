@@ -218,6 +218,8 @@ _COUNTED: Final = {
     "failed_publishes": ("broker_messages_refused", "Messages that were not stored, and whose publisher was told."),
     "unstored": ("broker_messages_unstored", "Messages delivered but not stored: the subject or reply cannot be."),
     "unread": ("broker_connections_unread", "Times that one was not read from, as it did not read its answers."),
+    "received_bytes": ("broker_received_bytes", "Bytes that connections sent."),
+    "sent_bytes": ("broker_sent_bytes", "Bytes that were sent to connections."),
 }
 
 
@@ -226,8 +228,6 @@ def _connections(server: Server) -> Iterator[Metric]:
     for field, value in asdict(server.counters).items():
         name, about = _COUNTED[field]
         yield CounterMetricFamily(name, about, value)
-    yield CounterMetricFamily("broker_received_bytes", "Bytes that connections sent.", figures["in_bytes"])
-    yield CounterMetricFamily("broker_sent_bytes", "Bytes that were sent to connections.", figures["out_bytes"])
     yield CounterMetricFamily(
         "broker_messages_dropped", "Messages that slow readers were spared, as they asked.", figures["dropped"]
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.broker.intake import Receipt, Refusals
-from penstock.run import Run
+from penstock.run import Run, payload_bytes
 
 if TYPE_CHECKING:
     from penstock.server.connection import Connection
@@ -37,9 +37,10 @@ class Owing:
         self._count = 0
         self.is_stopping = False
 
-    def begin(self, messages: int) -> None:
-        """So many were published, and wait for one answer."""
+    def begin(self, messages: int, size: int = 0) -> None:
+        """So many were published, of so many bytes, and wait for one answer."""
         self._session.peer.in_messages += messages
+        self._session.peer.in_bytes += size
         self._count += 1
 
     def end(self, failed: int) -> None:
@@ -89,7 +90,7 @@ class Owing:
             told(receipt)
             self.end(len(receipt.failed))
 
-        self.begin(len(run))
+        self.begin(len(run), payload_bytes(run))
         self._session.broker.publish(run, self._session.guard(done), refusals or None)
 
 

@@ -24,6 +24,8 @@ CLOSE_S: Final = 5.0
 
 
 class Traffic(NamedTuple):
+    """Messages, and the bytes of their values, keys and headers: as nats-server counts them."""
+
     in_msgs: int = 0
     in_bytes: int = 0
     out_msgs: int = 0
@@ -85,6 +87,10 @@ class Peer:
 
     # In.
 
+    def received(self, count: int) -> None:
+        """Count bytes as they came, whatever they are."""
+        self._server.counters.received_bytes += count
+
     def hold(self) -> None:
         """Read nothing from it for now."""
         if self._transport is not None:
@@ -102,14 +108,18 @@ class Peer:
 
     # Out.
 
+    def count_sent(self, messages: int, size: int) -> None:
+        self.out_messages += messages
+        self.out_bytes += size
+
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self.out_bytes += len(data)
+            self._server.counters.sent_bytes += len(data)
             self._transport.write(data)
 
     def write_parts(self, parts: Sequence[Buffer]) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self.out_bytes += sum(map(len, parts))
+            self._server.counters.sent_bytes += sum(map(len, parts))
             self._transport.writelines(parts)
 
     def answer(self, data: bytes) -> None:

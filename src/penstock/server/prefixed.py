@@ -16,7 +16,7 @@ from penstock.broker.intake import Receipt
 from penstock.broker.member import Member, Place
 from penstock.broker.topic import RESERVED, ServedTopic
 from penstock.errors import BadSubject, Closed, PenstockError, Unauthorized, UnknownTopic
-from penstock.run import Run
+from penstock.run import Run, payload_bytes
 from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.cursus import Cursus
 from penstock.server.gate import HANDSHAKE_BYTES_MAX
@@ -88,7 +88,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
     # From the transport.
 
     def data_received(self, data: bytes) -> None:
-        self.peer.in_bytes += len(data)
+        self.peer.received(len(data))
         self._heard_at = asyncio.get_running_loop().time()
         frames = self._reader.feed(data)
         if self.peer.is_closing:
@@ -137,7 +137,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         assert self._speaker is not None, "it has subscribed"
-        self.peer.out_messages += len(run)
+        self.peer.count_sent(len(run), payload_bytes(run))
         self._speaker.send(member, place, run, attempts)
 
     def has_published(self, place: Place, offset: int) -> bool:

@@ -70,6 +70,8 @@ class Counters:
     failed_publishes: int = 0  # messages that were not stored, and whose publisher was told
     unstored: int = 0  # messages that were delivered and not stored, because their subject or reply cannot be
     unread: int = 0  # times that a client was not read from, because it did not read its answers
+    received_bytes: int = 0  # all that connections sent
+    sent_bytes: int = 0  # all that connections were sent
 
 
 class Came(NamedTuple):

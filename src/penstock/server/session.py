@@ -26,7 +26,7 @@ from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
 from penstock.broker.topic import RESERVED
 from penstock.errors import BadSubject, PenstockError, TooManySubscriptions
-from penstock.run import Run
+from penstock.run import Run, payload_bytes
 from penstock.server.connection import Connection
 from penstock.server.owing import is_long, slices
 from penstock.subject import is_literal, is_route, matches
@@ -107,10 +107,10 @@ class Session(Connection, asyncio.Protocol):
     # From the transport.
 
     def data_received(self, data: bytes) -> None:
-        self.peer.in_bytes += len(data)
+        self.peer.received(len(data))
         if self.peer.is_closing:
             return
-        events = self._parser.feed(data)
+        events = self._parse(data)
         if events:
             self.unanswered = 0
             if self._waiting is not None:
@@ -123,6 +123,11 @@ class Session(Connection, asyncio.Protocol):
             self.expect(self._parser.expected, is_next=bool(events))
         if len(self._answers) > ANSWERS_MAX:
             self.peer.hold()
+
+    def _parse(self, data: bytes) -> list[Event]:
+        events = self._parser.feed(data)
+        self.peer.in_messages, self.peer.in_bytes = self._parser.messages, self._parser.payload_bytes
+        return events
 
     def pause_writing(self) -> None:
         self.peer.pause()
@@ -151,18 +156,24 @@ class Session(Connection, asyncio.Protocol):
     # From the broker.
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        self.peer.out_messages += len(run)
         if attempts is not None:
             run = self._with_attempts(run, attempts)
         if self._parser.is_nats:
             if member.out is not None:
                 run = self._with_ack_subject(member, place, run)
-            data = text.messages(run, member.sid, has_headers=self._has_headers)
+            self._write_messages(run, member.sid)
         else:
-            data = text.numbered_messages(run, member.sid, self._sequences(place, run))
-        self.peer.write(data)
+            self._write_numbered(place, run, member.sid)
         if member.remaining == 0:
             self._has_all(member)
+
+    def _write_messages(self, run: Run, sid: bytes) -> None:
+        self.peer.count_sent(len(run), text.payload_bytes(run, has_headers=self._has_headers))
+        self.peer.write(text.messages(run, sid, has_headers=self._has_headers))
+
+    def _write_numbered(self, place: Place, run: Run, sid: bytes) -> None:
+        self.peer.count_sent(len(run), payload_bytes(run))
+        self.peer.write(text.numbered_messages(run, sid, self._sequences(place, run)))
 
     def _has_all(self, member: Member) -> None:
         """The member has as many messages as it wanted."""
@@ -238,7 +249,7 @@ class Session(Connection, asyncio.Protocol):
         if self.peer.is_closing:
             return
         if not events and self._parser.has_more:
-            events.extend(self._parser.feed(b""))
+            events.extend(self._parse(b""))
         self._handle(events)
         if self._waiting is None:
             self.expect(self._parser.expected, is_next=True)
@@ -338,7 +349,6 @@ class Session(Connection, asyncio.Protocol):
                 self._answer(text.error("Invalid Publish Subject", is_nats=True))
 
     def _publish(self, run: Run, refusals: Refusals | None = None) -> None:
-        self.peer.in_messages += len(run)
         answer = _Answer(None)
         self._answers.append(answer)
 
@@ -677,17 +687,15 @@ class Session(Connection, asyncio.Protocol):
     def _send_run(self, partition: Partition, run: Run, sid: bytes) -> int:
         """Messages that no subscription asked for; a NATS client takes them only under a sid that it knows."""
         if not self._parser.is_nats:
-            self.peer.write(text.numbered_messages(run, sid, self._sequences(partition, run)))
-            self.peer.out_messages += len(run)
+            self._write_numbered(partition, run, sid)
             partition.sent += len(run)
             return len(run)
         sent = 0
         for member, reader in self.subscriptions.values():
             part = select_matching(run, reader.pattern)
             if part.values:
-                self.peer.write(text.messages(part, member.sid, has_headers=self._has_headers))
+                self._write_messages(part, member.sid)
                 sent += len(part)
-        self.peer.out_messages += sent
         partition.sent += sent
         return sent
 

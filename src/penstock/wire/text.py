@@ -99,6 +99,8 @@ class Parser:
         self._closed = False
         # Whether complete lines are left, which another `feed`, also of nothing, takes.
         self.has_more = False
+        # Messages so far, and their bytes with headers as they came.
+        self.messages = self.payload_bytes = 0
 
     def clear(self) -> None:
         """Drop what has come of a line or payload: the rest never will."""
@@ -180,8 +182,12 @@ class Parser:
                 subjects.pop()
                 if values:
                     events.append(Run(subjects, values))
+                    self.messages += len(values)
+                    self.payload_bytes += sum(map(len, values))
                 raise _Wrong("Parser Error", closes=True)
             run = Run(subjects, values)
+            self.messages += len(values)
+            self.payload_bytes += sum(map(len, values))
             # Each has its subject and more in front of it here, so this is what they take in a batch, or less.
             run.size = at - begun + RUN_BYTES + MESSAGE_BYTES * len(values)
             events.append(run)
@@ -244,6 +250,8 @@ class Parser:
             return -1
         if data[end] not in b"\r\n":
             raise _Wrong("Parser Error", closes=True)
+        self.messages += 1
+        self.payload_bytes += size
         header_end = begin + sizes[0] if verb == b"HPUB" else begin
         subject = self._intern(words[0])
         reply = words[1] if len(words) == numbers + 2 else None
@@ -520,6 +528,15 @@ def messages(run: Run, sid: bytes, *, has_headers: bool = True) -> bytes:
             block = version + block + b"\r\n"
             parts.append(b"HMSG %b %d %d\r\n%b%b\r\n" % (names, len(block), len(block) + len(value), block, value))
     return b"".join(parts)
+
+
+def payload_bytes(run: Run, *, has_headers: bool = True) -> int:
+    """Return the bytes of the payloads that `messages` writes, which begin with the headers."""
+    size = sum(map(len, run.values))
+    if has_headers:
+        for block in _with_names(run).headers.values():
+            size += len(block) + (2 if block.startswith(_VERSION) else len(HEADER_LINE) + 2)
+    return size
 
 
 def numbered_messages(run: Run, sid: bytes, sequences: Iterable[int]) -> bytes:
