@@ -5,6 +5,7 @@ Nothing of Spark is loaded before a test asks for it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 # The machine may be busy: how long an example takes is no test's business.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+
+# The JVMs of the tests live for seconds. The second compiler would take 40 % of their time and repay none of it.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 
 
 class SparkBroker(penstock.Broker):
