@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, Self
 PATIENCE_S: Final = 20.0
 
 _READY: Final = re.compile(r"^penstock (\S+) ready: (.*), data in (.*)$")
-_DOOR: Final = re.compile(r"(\w+) on 127\.0\.0\.1:(\d+)")
+_DOOR: Final = re.compile(r"(\w+) on \S+:(\d+)")
 
 
 class Ended(NamedTuple):

@@ -38,6 +38,8 @@ DEFAULTS = {
     "server.groups_max": 10_000,
     "server.payload_bytes_max": MIB,
     "server.stop_s": 10,
+    "server.lame_duck_s": 120,
+    "server.lame_duck_grace_s": 10,
     "server.test_endpoints": False,
     "server.test_data_dir": None,
     "server.log_level": "info",
@@ -264,6 +266,7 @@ def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None
         "pipe.password": {"PENSTOCK_PIPE_USER": "other", "PENSTOCK_PIPE_PARENTS": "http://root"},
         "pipe.token": {"PENSTOCK_PIPE_PARENTS": "http://root"},
         "server.host": {"PENSTOCK_AUTH_TOKEN": "other"},
+        "server.lame_duck_s": {"PENSTOCK_SERVER_LAME_DUCK_GRACE_S": "0"},
     }.get(key, {})
     name = "PENSTOCK_" + key.upper().replace(".", "_")
     loaded = place.load(environ={name: str(value)} | partners)
@@ -473,6 +476,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("flow-control.burst", 20, "flow.burst", 20),
         ("flow_control.buffer", 30, "flow.buffer", 30),
         ("flow_control.mode", "drop", "flow.mode", "drop"),
+        ("lame_duck_duration", "3m", "server.lame_duck_s", 180),
+        ("lame_duck_grace_period", "20s", "server.lame_duck_grace_s", 20),
     ],
 )
 def test_names_of_other_brokers_are_understood(place: Place, alias: str, value: Any, key: str, meant: Any) -> None:
@@ -721,7 +726,11 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(place: Place, key: str, v
     ("key", "allowed"),
     [
         ("server.port", "a whole number, 0 to 65535"),
-        ("server.host", "text that is not empty (a number needs quotes)"),
+        ("storage.data_dir", "text that is not empty (a number needs quotes)"),
+        (
+            "server.host",
+            "text that is not empty (a number needs quotes): addresses or names without a port, like 127.0.0.1,::1",
+        ),
         ("server.stop_s", 'whole seconds, as a number or like "5s", "5m", "24h", "7d", 1 to 3600'),
         ("storage.tail_bytes_max", 'whole bytes, as a number or like "64MiB", "1GB", at least 0'),
         (
@@ -751,6 +760,8 @@ BOUNDS = [
     ("server.groups_max", 0, None),
     ("server.payload_bytes_max", 1, 64 * MIB - 4096),
     ("server.stop_s", 1, 3600),
+    ("server.lame_duck_s", 1, 86_400),
+    ("server.lame_duck_grace_s", 0, 3600),
     ("storage.unflushed_bytes_max", 1, None),
     ("storage.tail_bytes_max", 0, None),
     ("storage.open_segments_max", 1, None),
@@ -782,12 +793,16 @@ BOUNDS = [
 def test_bounds_are_allowed_and_what_is_beyond_them_is_refused(
     place: Place, key: str, low: int, high: int | None
 ) -> None:
+    partners = {
+        "server.lame_duck_s": {"server.lame_duck_grace_s": 0},
+        "server.lame_duck_grace_s": {"server.lame_duck_s": 86_400},
+    }.get(key, {})
     for value in (low, high):
         if value is not None:
-            assert changed(place.load({key: value})) == {key: value}
+            assert changed(place.load({key: value} | partners)) == {key: value} | partners
     for value in (low - 1, None if high is None else high + 1):
         if value is not None:
-            [problem] = place.problems({key: value})
+            [problem] = place.problems({key: value} | partners)
             assert problem.startswith(f"{key} (file FILE) is {value}: ")
 
 
@@ -892,7 +907,38 @@ def test_other_machines_are_not_served_without_credentials(place: Place, host: s
         assert place.load(flags={"server.host": host, **secrets}).config.server.host == host
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1,0.0.0.0", "::1, ::", "localhost,::ffff:0.0.0.0", "[::]"])
+def test_one_of_several_hosts_that_others_can_reach_needs_credentials(place: Place, host: str) -> None:
+    [problem] = place.problems(flags={"server.host": host})
+    assert "which other machines can reach" in problem
+
+
+def test_several_hosts_are_a_list_or_have_commas_between(place: Place) -> None:
+    hosts = ["127.0.0.1", "::1"]
+    for given in (hosts, "127.0.0.1,::1"):
+        assert place.load({"server": {"host": given}}).config.server.host == "127.0.0.1,::1"
+    assert place.load(flags={"server.host": hosts}).config.server.host == "127.0.0.1,::1"
+    assert place.load(environ={"PENSTOCK_SERVER_HOST": "127.0.0.1,::1"}).config.server.host == "127.0.0.1,::1"
+
+
+@pytest.mark.parametrize(
+    "host", [[], ["127.0.0.1", 7], "127.0.0.1:4222", "[::1]:4222", "a b", "nats://a", "a,", ",", 7]
+)
+def test_what_is_no_host_is_refused(place: Place, host: Any) -> None:
+    [problem] = place.problems({"server": {"host": host}})
+    assert problem.startswith(f"server.host (file FILE) is {host!r}: it must be ")
+    assert problem.endswith("addresses or names without a port, like 127.0.0.1,::1")
+
+
+def test_the_grace_period_is_shorter_than_the_lame_duck_mode(place: Place) -> None:
+    [problem] = place.problems({"lame_duck_duration": 30, "lame_duck_grace_period": 30})
+    assert problem == (
+        "server.lame_duck_grace_s (file FILE) is 30, and server.lame_duck_s (file FILE) is 30: the grace period must "
+        "be shorter"
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "[::1]", "127.0.0.1,::1,localhost"])
 def test_this_machine_is_served_without_credentials(place: Place, host: str) -> None:
     assert place.load(flags={"server.host": host}).config.server.host == host
 

@@ -17,8 +17,8 @@ from penstock.storage.files import OsFiles
 
 SEEN = Path(__file__).with_name("seen")
 
-async def listen(door, host, port):
-    listener = await network.listen(door, host, port)
+async def listen(door, hosts, port):
+    listener = await network.listen(door, hosts, port)
     with SEEN.open("a") as seen:
         print("listens", file=seen)
     return listener

@@ -14,10 +14,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from penstock import address
 from penstock.server.config import Config, StorageConfig
 from penstock.server.http import application
 from penstock.server.server import Server
-from penstock.web import Credentials, Guard, is_loopback, local_names
+from penstock.web import Credentials, Guard, local_names
 from tests.server import Raw, Serve
 from tests.web import ask, get
 
@@ -102,8 +103,8 @@ def test_an_unexpected_exception_is_counted_and_its_text_stays_here() -> None:
 
 
 def test_who_can_be_reached_only_from_this_machine() -> None:
-    assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9", "::1"]))
-    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "shop-7", "localhost.evil"]))
+    assert all(map(address.is_loopback, ["localhost", "127.0.0.1", "127.9.9.9", "::1"]))
+    assert not any(map(address.is_loopback, ["0.0.0.0", "::", "10.0.0.1", "shop-7", "localhost.evil"]))
     assert {"shop-7", "a.example", "b"} <= {*local_names("shop-7", "a.example, b,")}
 
 

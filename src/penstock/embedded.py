@@ -20,6 +20,7 @@ from typing import Any
 
 import uvloop
 
+from penstock import address
 from penstock.client.sync import Client
 from penstock.errors import BadConfig, Closed, NoBroker
 from penstock.server.config import load
@@ -69,8 +70,8 @@ class _Host:
         self._temporary = tempfile.TemporaryDirectory(prefix="penstock-") if directory is None else None
         settings["storage.data_dir"] = str(Path(directory) if directory is not None else self._data())
         if listen is not None:
-            host, _, port = listen.rpartition(":")
-            settings |= {"server.host": host, "server.port": int(port), "server.quiet_port": 0, "server.http_port": 0}
+            host, port = address.split(listen, 0)
+            settings |= {"server.host": host, "server.port": port, "server.quiet_port": 0, "server.http_port": 0}
         try:
             self._loaded = load(path=None, environ={}, flags=settings)
         except BadConfig:
@@ -101,7 +102,7 @@ class _Host:
     def address(self) -> str | None:
         if not self._listens or self._server is None:
             return None
-        return f"{self._loaded.config.server.host}:{self._server.ports['text']}"
+        return address.join(self._loaded.config.server.host, self._server.ports["text"])
 
     async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
         """A connection to the server, for a client in whatever loop this is."""

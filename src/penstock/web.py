@@ -15,7 +15,6 @@ import base64
 import binascii
 import contextlib
 import hmac
-import ipaddress
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from penstock import address
 from penstock.errors import Forbidden, PenstockError
 from penstock.health import Usage
 
@@ -54,9 +54,10 @@ class WebPort:
     def __init__(
         self, app: ASGIApp, host: str, port: int, *, idle_s: float, connections_max: int = CONNECTIONS_MAX
     ) -> None:
-        """`idle_s`: how long a client may take to send a request, and to read on."""
-        self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self.port: int = self._socket.getsockname()[1]
+        """Listen, and take nobody before `run`. `host`: several with commas between. `idle_s`: how long a client may
+        take to send a request, and to read on."""
+        self._sockets = address.bind(address.hosts(host), port)
+        self.port: int = self._sockets[0].getsockname()[1]
         self._connections_max = connections_max
         config = uvicorn.Config(
             app,
@@ -74,12 +75,17 @@ class WebPort:
     async def run(self) -> None:
         sweeper = asyncio.create_task(self._sweep())
         try:
-            await self._uvicorn.serve(sockets=[self._socket])
+            await self._uvicorn.serve(sockets=self._sockets)
         finally:
             sweeper.cancel()
 
     def stop(self) -> None:
         self._uvicorn.should_exit = True
+
+    def close(self) -> None:
+        """Listen no more."""
+        for each in self._sockets:
+            each.close()
 
     def usage(self) -> Usage:
         return Usage(len(self._uvicorn.server_state.connections), self._connections_max)
@@ -190,7 +196,7 @@ class Guard:
             or "*" in self._hosts
             or name == "localhost"
             or name.endswith(".localhost")
-            or _address(name) is not None
+            or address.is_ip(name)
         )
 
 
@@ -202,18 +208,7 @@ def unexpected() -> PenstockError:
 def local_names(host: str, more: str | None) -> list[str]:
     """The names of this machine for a `Guard`: where it listens, what it calls itself, and a list with commas."""
     own = socket.gethostname()
-    return [host, own, own.partition(".")[0], *listed(more)]
-
-
-def listed(text: str | None) -> list[str]:
-    """The parts of a list with commas."""
-    return [part for part in (each.strip() for each in (text or "").split(",")) if part]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to a port at this address."""
-    address = _address(_bare(host))
-    return host == "localhost" or (address is not None and address.is_loopback)
+    return [*address.hosts(host), own, own.partition(".")[0], *address.listed(more)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,10 +274,3 @@ def _bare(host: str) -> str:
         return host[1:].partition("]")[0]
     name = host if host.count(":") > 1 else host.partition(":")[0]
     return name.removesuffix(".")
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None

@@ -46,6 +46,7 @@ class Peer:
     name: str
     port: int
     http_port: int
+    process: subprocess.Popen[bytes]
 
     @property
     def url(self) -> str:
@@ -58,9 +59,9 @@ class Peer:
 
 
 @contextmanager
-def nats_server() -> Iterator[Peer]:
+def nats_server(*flags: str) -> Iterator[Peer]:
     """Run the real nats-server, without JetStream."""
-    command = [str(NATS_SERVER), "-a", "127.0.0.1", "-p", "-1", "-m", "-1"]
+    command = [str(NATS_SERVER), "-a", "127.0.0.1", "-p", "-1", "-m", "-1", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         try:
             assert process.stderr is not None
@@ -70,7 +71,7 @@ def nats_server() -> Iterator[Peer]:
                     ports[found[1]] = int(found[2])
                 if b"Server is ready" in line:
                     break
-            yield Peer("nats-server", ports[b"client connections"], ports[b"http monitor"])
+            yield Peer("nats-server", ports[b"client connections"], ports[b"http monitor"], process)
         finally:
             process.terminate()
 
@@ -78,7 +79,7 @@ def nats_server() -> Iterator[Peer]:
 @contextmanager
 def penstock(directory: Path) -> Iterator[Peer]:
     with Serve(directory) as server:
-        yield Peer("penstock", server.port, server.ports["http"])
+        yield Peer("penstock", server.port, server.ports["http"], server.process)
 
 
 class Message(NamedTuple):

@@ -109,7 +109,10 @@ def options(
 
 @app.command("serve", rich_help_panel=_SERVER)
 def run_serve(
-    host: Annotated[str | None, typer.Option(help="Address of all doors.  [default: 127.0.0.1]")] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of all ports, or a name; may be repeated.  [default: 127.0.0.1]"),
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Text door; 0: any free port.  [default: 4222]")] = None,
     quiet_port: Annotated[int | None, typer.Option(help="For clients that speak first.  [default: 9092]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Health and statistics.  [default: 8222]")] = None,
@@ -119,11 +122,11 @@ def run_serve(
         Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
     ] = None,
 ) -> None:
-    """Start the server. It stops cleanly on SIGTERM and Ctrl-C."""
+    """Start the server. It stops cleanly on SIGTERM and Ctrl-C, and gradually on SIGUSR2 (lame duck mode)."""
     from penstock.cli import serve
 
     flags = {
-        "server.host": host,
+        "server.host": host or None,
         "server.port": port,
         "server.quiet_port": quiet_port,
         "server.http_port": http_port,

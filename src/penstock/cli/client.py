@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.address import bare, join
 from penstock.cli.options import JsonLines
 from penstock.cli.text import Document, iso, put, safe, shown
 from penstock.errors import BadRequest, NoBroker, Unauthorized
@@ -55,8 +56,8 @@ class _Broker:
                 yield client
         except NoBroker:
             raise NoBroker(
-                f"no broker at {self.host}:{self.port}: start one with `penstock serve --quiet-port {self.port}`, or "
-                "name another with --host and --port"
+                f"no broker at {join(bare(self.host), self.port)}: start one with `penstock serve --quiet-port "
+                f"{self.port}`, or name another with --host and --port"
             ) from None
         except Unauthorized as error:
             raise Unauthorized(f"{error}: give --user and --password, or --token") from None

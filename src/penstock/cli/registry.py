@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.address import bare, join
 from penstock.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ def registry(
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         raise typer.Exit(1) from None
-    asyncio.run(_serve(watched, host, port))
+    try:
+        asyncio.run(_serve(watched, host, port))
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 async def _serve(watched: Watched, host: str, port: int) -> None:
@@ -55,7 +60,7 @@ def _tell_ready(watched: Watched, host: str, port: int) -> None:
     from penstock.cli import version
 
     print(
-        f"penstock {version()} registry ready: http on {host}:{port}, "
+        f"penstock {version()} registry ready: http on {join(bare(host), port)}, "
         f"{len(watched.served.tree.nodes)} nodes in {watched.path}, version {watched.served.version}",
         flush=True,
     )

@@ -130,9 +130,11 @@ async def _serve(replica: Replica) -> None:
 
 
 def _tell_ready(replica: Replica) -> None:
+    from penstock.address import join
+
     config = replica.config
     print(
-        f"penstock {replica.version} replica {config.type} ready: http on {config.host}:{replica.port}, "
+        f"penstock {replica.version} replica {config.type} ready: http on {join(config.host, replica.port)}, "
         f"{config.topic} of {config.broker} as {config.group}, data in {config.data_dir}",
         flush=True,
     )

@@ -83,18 +83,14 @@ def _reasons(error: Exception) -> Iterator[str | None]:
 
 
 async def _serve(server: Server) -> None:
-    stop = asyncio.Event()
+    stop, retire = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await server.run(stop, _tell_ready)
+    loop.add_signal_handler(signal.SIGUSR2, retire.set)
+    await server.run(stop, _tell_ready, retire)
 
 
 def _tell_ready(server: Server) -> None:
-    host = server.config.server.host
-    print(
-        f"penstock {server.version} ready: text on {host}:{server.ports['text']}, "
-        f"quiet on {host}:{server.ports['quiet']}, http on {host}:{server.ports['http']}, "
-        f"data in {server.config.storage.data_dir}",
-        flush=True,
-    )
+    ports = ", ".join(f"{name} on {' and '.join(addresses)}" for name, addresses in server.addresses.items())
+    print(f"penstock {server.version} ready: {ports}, data in {server.config.storage.data_dir}", flush=True)

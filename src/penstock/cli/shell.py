@@ -20,6 +20,7 @@ from typing import Annotated, Final
 
 import typer
 
+from penstock.address import bare, join
 from penstock.cli.client import Password, Token, User
 from penstock.cli.options import COMPLETION_S
 from penstock.cli.text import safe, shown
@@ -333,8 +334,7 @@ class _Broker:
     """A connection that is opened when it is needed: some commands end it."""
 
     def __init__(self, host: str, port: int, introduction: bytes | None) -> None:
-        self._host = host
-        self._port = port
+        self._place = (bare(host), port)
         # What is said first on every connection.
         self.introduction = introduction
         self._socket: socket.socket | None = None
@@ -346,10 +346,10 @@ class _Broker:
             return
         self.close()
         try:
-            self._socket = socket.create_connection((self._host, self._port), _DIAL_S)
+            self._socket = socket.create_connection(self._place, _DIAL_S)
         except OSError:
             raise NoBroker(
-                f"no broker at {self._host}:{self._port}: start one with `penstock serve`, or name another with --host "
+                f"no broker at {join(*self._place)}: start one with `penstock serve`, or name another with --host "
                 "and --port"
             ) from None
         self._socket.settimeout(_LOOK_UP_S)
@@ -376,9 +376,7 @@ class _Broker:
         """The next frame that is not a sign of life."""
         while not (frame := self.frame(patience_s)):
             if frame is None:
-                raise ConnectionLost(
-                    f"{self._host}:{self._port} ended the connection: it may or may not have been done"
-                )
+                raise ConnectionLost(f"{join(*self._place)} ended the connection: it may or may not have been done")
         return frame
 
     def frame(self, patience_s: float | None = None) -> bytes | None:
@@ -402,7 +400,7 @@ class _Broker:
         """Whether something came; what has not come in time is lost with the connection."""
         assert self._socket is not None, "it is open"
         if patience_s is not None and not select.select([self._socket], [], [], patience_s)[0]:
-            raise TimedOut(f"{self._host}:{self._port} does not answer")
+            raise TimedOut(f"{join(*self._place)} does not answer")
         while True:
             try:
                 data = self._socket.recv(1 << 20)

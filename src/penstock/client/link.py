@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, cast
 
+from penstock import address
 from penstock.client.bell import Bell, Within
 from penstock.client.protocol import Answer, Connection, Hello, Request
 from penstock.errors import BadFrame, Closed, ConnectionLost, NoBroker, PenstockError, TimedOut
@@ -52,16 +53,10 @@ class Address(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Address:
-        host, colon, port = text.rpartition(":")
-        if not colon:
-            host, port = text, str(PORT)
-        host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{text!r} is no address of a server: it must be host:port, such as 127.0.0.1:{PORT}")
-        return cls(host, int(port))
+        return cls(*address.split(text, PORT))
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address.join(self.host, self.port)
 
     async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
         loop = asyncio.get_running_loop()

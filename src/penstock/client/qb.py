@@ -25,6 +25,7 @@ from itertools import count
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
+from penstock.address import bare, join
 from penstock.clock import SystemClock
 from penstock.errors import BadRequest, ConnectionLost, NoBroker, PenstockError, TimedOut, Unauthorized
 from penstock.wire import prefixed
@@ -99,7 +100,7 @@ class BrokerClient:
         token: str | None = None,
     ) -> None:
         """Times are in seconds. Without a `client_id` it is given one of its own."""
-        self.host = host
+        self.host = bare(host)
         self.port = port
         self.client_id = f"client-{secrets.token_hex(8)}" if client_id is None else client_id
         self.last_error: str | None = None
@@ -128,7 +129,7 @@ class BrokerClient:
         with self._lock:
             if self.is_connected:
                 return
-            address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+            address = join(self.host, self.port)
             try:
                 dialled = socket.create_connection((self.host, self.port), self._timeout_s)
             except OSError as error:

@@ -8,9 +8,10 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final
 
+from penstock.address import bare, is_loopback, join
 from penstock.errors import BadConfig
 from penstock.subject import is_pattern
-from penstock.web import Credentials, is_loopback
+from penstock.web import Credentials
 
 
 class OnError(StrEnum):
@@ -48,7 +49,7 @@ def _pattern(text: str) -> str:
 
 
 def _host(text: str) -> str:
-    return _checked(text, bool(text) and not re.search(r"[\s/]", text))
+    return bare(_checked(text, bool(text) and not re.search(r"[\s/,]", text)))
 
 
 def _port(text: str) -> int:
@@ -136,8 +137,7 @@ class ReplicaConfig:
 
     @property
     def broker(self) -> str:
-        host = f"[{self.broker_host}]" if ":" in self.broker_host else self.broker_host
-        return f"{host}:{self.broker_port}"
+        return join(self.broker_host, self.broker_port)
 
 
 def load(

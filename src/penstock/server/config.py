@@ -21,21 +21,32 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from penstock.address import hosts, is_loopback
 from penstock.errors import BadConfig
-from penstock.web import is_loopback
 
 
-def _about(meaning: str, low: int | None = None, high: int | None = None, **more: str) -> dict[str, Any]:
+def _about(meaning: str, low: int | None = None, high: int | None = None, **more: str | bool) -> dict[str, Any]:
     """The metadata of a field: what its type does not say. Fields of `Setting`, by their names."""
     return {"meaning": meaning, "low": low, "high": high} | more
 
 
 # ---- what there is to set
 
+# A name or an IPv4 address, or an IPv6 address; a port has a setting of its own.
+_HOST: Final = r"([^\s,/@:\[\]]+|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}(%[^\s,\]]+)?\]?)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    host: str = field(default="127.0.0.1", metadata=_about("address of all doors"))
+    host: str = field(
+        default="127.0.0.1",
+        metadata=_about(
+            "address of all ports, or a name; several: a list, or with commas between",
+            pattern=rf"{_HOST}(\s*,\s*{_HOST})*",
+            note="addresses or names without a port, like 127.0.0.1,::1",
+            is_list=True,
+        ),
+    )
     port: int = field(default=4222, metadata=_about("text door; 0: any free port", 0, 65535))
     quiet_port: int = field(default=9092, metadata=_about("doors whose clients speak first; 0: any free", 0, 65535))
     http_port: int = field(default=8222, metadata=_about("HTTP door; 0: any free port", 0, 65535))
@@ -64,6 +75,12 @@ class ServerConfig:
     # A batch is at most 64 MiB, and a payload shares it with a header, a subject and headers.
     payload_bytes_max: int = field(default=1 << 20, metadata=_about("largest payload", 1, (64 << 20) - 4096))
     stop_s: int = field(default=10, metadata=_about("bound on a clean stop", 1, 3600))
+    lame_duck_s: int = field(
+        default=120, metadata=_about("after SIGUSR2: time in which all connections are closed, one by one", 1, 86_400)
+    )
+    lame_duck_grace_s: int = field(
+        default=10, metadata=_about("how much of that passes before the first connection is closed", 0, 3600)
+    )
     test_endpoints: bool = field(default=False, metadata=_about("whether the HTTP door has /test, which fills topics"))
     test_data_dir: str | None = field(
         default=None, metadata=_about("directory from which /test/load-from-sqlite may read; none: it may not")
@@ -310,6 +327,8 @@ class Setting:
     low: int | None = None
     high: int | None = None
     pattern: str = ""
+    # Whether a file may write it as a list of texts.
+    is_list: bool = False
     drop_suffix: str = ""
     note: str = ""
 
@@ -342,6 +361,8 @@ class Setting:
     def _parse(self, value: Any) -> Any:
         match self.kind:
             case "text":
+                if self.is_list and isinstance(value, list):
+                    value = ",".join(map(_text, value))
                 return _text(value).removesuffix(self.drop_suffix)
             case "choice":
                 # YAML takes `off` without quotes for false.
@@ -428,6 +449,8 @@ _ALIASES: Final[dict[str, _Target]] = {
         "flow_control.burst": "flow.burst",
         "flow_control.mode": "flow.mode",
         "flow_control.rate": "flow.rate",
+        "lame_duck_duration": "server.lame_duck_s",
+        "lame_duck_grace_period": "server.lame_duck_grace_s",
         "network.port": "server.quiet_port",
         "network.type": "server.network",
         "node.id": "server.node_id",
@@ -666,11 +689,19 @@ def _conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterato
         )
     host = values["server.host"]
     is_open = values["auth.user"] is None and values["auth.token"] is None and values["server.insecure"] is not True
-    if is_open and isinstance(host, str) and host and not is_loopback(host):
+    is_right = isinstance(host, str) and re.fullmatch(SETTINGS["server.host"].pattern, host)
+    public = [each for each in hosts(host) if not is_loopback(each)] if is_right else []
+    if is_open and public:
         yield (
-            f"server.host ({origins['server.host']}) is {host!r}, which other machines can reach, and no credentials "
-            "are required: set auth.user and auth.password, or auth.token; to serve anyone, set server.insecure "
-            "(--insecure)"
+            f"server.host ({origins['server.host']}) is {', '.join(public)!r}, which other machines can reach, and no "
+            "credentials are required: set auth.user and auth.password, or auth.token; to serve anyone, set "
+            "server.insecure (--insecure)"
+        )
+    lasts, grace = "server.lame_duck_s", "server.lame_duck_grace_s"
+    if isinstance(values[lasts], int) and isinstance(values[grace], int) and 0 < values[lasts] <= values[grace]:
+        yield (
+            f"{grace} ({origins[grace]}) is {values[grace]}, and {lasts} ({origins[lasts]}) is {values[lasts]}: the "
+            "grace period must be shorter"
         )
     for one, other in combinations(("server.port", "server.quiet_port", "server.http_port"), 2):
         if values[one] == values[other] != 0:

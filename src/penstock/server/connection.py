@@ -32,7 +32,7 @@ INTERNAL_ERROR: Final = PenstockError("internal error")
 ENTRIES: Final = (
     *("data_received", "buffer_updated", "pause_writing", "resume_writing"),
     *("send", "has_published", "fail"),
-    *("ping", "expire", "stop", "read_on"),
+    *("ping", "expire", "tell_lame_duck", "stop", "read_on"),
 )
 
 P = ParamSpec("P")
@@ -147,6 +147,9 @@ class Connection:
     def expire(self) -> None:
         """Close the connection: it was not admitted in time."""
         raise NotImplementedError
+
+    def tell_lame_duck(self) -> None:
+        """Tell the client that the server retires, if its protocol has a word for that."""
 
     def stop(self) -> None:
         """Take no more commands, send the answers that are due, and close."""

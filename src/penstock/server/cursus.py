@@ -22,6 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.address import join
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
 from penstock.broker.intake import Receipt, Stored
@@ -218,7 +219,7 @@ class Cursus:
     @property
     def _address(self) -> str:
         server = self._session.server
-        return f"{server.config.server.host}:{server.ports.get('quiet', 0)}"
+        return join(server.hosts[0], server.ports.get("quiet", 0))
 
     # In.
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-# Connections that the system keeps for us until we take them.
-BACKLOG: Final = 4096
+from penstock import address
 
 
 class Listener(Protocol):
-    # Where it listens; what was asked for may have been any free one.
+    # Where it listens, at every host; what was asked for may have been any free one.
     port: int
+
+    async def start(self) -> None:
+        """Take connections. Before that, clients wait."""
+        ...
 
     def close(self) -> None:
         """Take no more connections. Those that are there stay."""
@@ -20,19 +23,31 @@ class Listener(Protocol):
 
 
 class Listen(Protocol):
-    async def __call__(self, door: Callable[[], asyncio.Protocol], host: str, port: int) -> Listener:
-        """Give each connection a door of its own, which speaks to it through a transport of asyncio's."""
+    async def __call__(self, door: Callable[[], asyncio.Protocol], hosts: Sequence[str], port: int) -> Listener:
+        """Give each connection a door of its own, which speaks to it through a transport of asyncio's. OSError if one
+        of the hosts cannot be listened at; then none is."""
         ...
 
 
 class _TcpListener:
-    def __init__(self, server: asyncio.Server) -> None:
-        self._server = server
-        self.port: int = server.sockets[0].getsockname()[1]
+    def __init__(self, servers: list[asyncio.Server]) -> None:
+        self._servers = servers
+        self.port: int = servers[0].sockets[0].getsockname()[1]
+
+    async def start(self) -> None:
+        for server in self._servers:
+            await server.start_serving()
 
     def close(self) -> None:
-        self._server.close()
+        for server in self._servers:
+            server.close()
 
 
-async def listen(door: Callable[[], asyncio.Protocol], host: str, port: int) -> Listener:
-    return _TcpListener(await asyncio.get_running_loop().create_server(door, host, port, backlog=BACKLOG))
+async def listen(door: Callable[[], asyncio.Protocol], hosts: Sequence[str], port: int) -> Listener:
+    loop = asyncio.get_running_loop()
+    return _TcpListener(
+        [
+            await loop.create_server(door, sock=each, backlog=address.BACKLOG, start_serving=False)
+            for each in address.bind(hosts, port)
+        ]
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import platform
+import random
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
+from penstock.address import hosts, join, listed
 from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
 from penstock.broker.flow import Flow, Overflow
@@ -41,7 +44,7 @@ from penstock.server.stalls import Stalls
 from penstock.storage.files import Files
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
-from penstock.web import Credentials, WebPort, listed
+from penstock.web import Credentials, WebPort
 from penstock.wire.binary import SCRATCH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SWEEP_S: Final = 1.0
+# In lame duck mode: between two batches of connections that are closed, at the most and at the least.
+_CLOSE_S_MAX: Final = 1.0
+_CLOSE_S_MIN: Final = 0.001
 # Frames of clients that are opened in a thread at the same time.
 WORKERS_MAX: Final = 2
 # In the data directory: the last topology that the registry told.
@@ -92,6 +98,7 @@ class Server:
         self.config = config
         self.settings = settings or {}
         self.credentials = Credentials(**asdict(config.auth))
+        self.hosts = hosts(config.server.host)
         self._listens = listens
         self.counters = Counters()
         self.flow = Flow(
@@ -139,6 +146,8 @@ class Server:
         # Of the connections that are gone.
         self.totals = Traffic()
         self._is_stopping = False
+        # Whether it takes no more connections, and closes those that there are one by one.
+        self.is_lame_duck = False
         self._started = asyncio.Event()
         self._all_gone = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -148,40 +157,48 @@ class Server:
 
     # Its life.
 
-    async def run(self, stop: asyncio.Event, ready: Callable[[Server], None]) -> None:
-        """Serve until `stop`, then finish what was begun. The reverse order of the start, each step bounded."""
+    async def run(
+        self, stop: asyncio.Event, ready: Callable[[Server], None], retire: asyncio.Event | None = None
+    ) -> None:
+        """Serve until `stop`, then finish what was begun. The reverse order of the start, each step bounded. `retire`
+        begins the lame duck mode, which ends in a stop."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 broker = tasks.create_task(self.broker.run(self._started))
                 try:
-                    await self._serve(tasks, stop, ready)
+                    await self._serve(tasks, stop, ready, retire or asyncio.Event())
                 finally:
                     for listener in self._listeners:
                         listener.close()
+                    if self._http is not None:
+                        self._http.close()
                     self.broker.save()
                     broker.cancel()
         finally:
             self._store.close()
 
-    async def _serve(self, tasks: asyncio.TaskGroup, stop: asyncio.Event, ready: Callable[[Server], None]) -> None:
+    async def _serve(
+        self, tasks: asyncio.TaskGroup, stop: asyncio.Event, ready: Callable[[Server], None], retire: asyncio.Event
+    ) -> None:
         await self._started.wait()
         for name, topic in self.config.topics.items():
             await self._ensure_topic(name.encode(), topic)
-        web = None
+        if self._listens:
+            await self._bind()
         pipes = self.spawn(self.pipes.run())
         if self._topology is not None:
             await self.pipes.follow(self._topology)
-        if self._listens:
-            await self._listen()
-            self._http = http_port(self)
-            self.ports["http"] = self._http.port
+        web = None
+        if self._http is not None:
+            for listener in self._listeners:
+                await listener.start()
             web = tasks.create_task(self._http.run())
         sweeper = tasks.create_task(self._sweep())
         watcher = self.spawn(self._watch_registry())
         self.stalls.start()
         ready(self)
-        await stop.wait()
+        await self._until_stopped(stop, retire)
         self.stalls.stop()
         watcher.cancel()
         sweeper.cancel()
@@ -201,16 +218,64 @@ class Server:
             path = Path(self.config.storage.data_dir) / TOPOLOGY_NAME
             await watch(url, self.config.server.node_id, poll_ms, path, self.pipes.follow)
 
-    async def _listen(self) -> None:
+    async def _bind(self) -> None:
+        """Listen on all ports, and take no connections yet: if one port cannot be had, nobody has been served."""
         server = self.config.server
         for name, port, greets in (("text", server.port, True), ("quiet", server.quiet_port, False)):
-            listener = await self._network(partial(Door, self, greets=greets), server.host, port)
+            listener = await self._network(partial(Door, self, greets=greets), self.hosts, port)
             self._listeners.append(listener)
             self.ports[name] = listener.port
+        self._http = http_port(self)
+        self.ports["http"] = self._http.port
+
+    @property
+    def addresses(self) -> dict[str, list[str]]:
+        """Where each port can be reached."""
+        return {name: [join(host, port) for host in self.hosts] for name, port in self.ports.items()}
+
+    async def _until_stopped(self, stop: asyncio.Event, retire: asyncio.Event) -> None:
+        stopped, retired = asyncio.create_task(stop.wait()), asyncio.create_task(retire.wait())
+        try:
+            await asyncio.wait((stopped, retired), return_when=asyncio.FIRST_COMPLETED)
+            if not stop.is_set():
+                await self._retire(stopped)
+        finally:
+            stopped.cancel()
+            retired.cancel()
+
+    async def _retire(self, stopped: asyncio.Task[Any]) -> None:
+        """The lame duck mode: tell clients to go elsewhere, and close their connections one by one, as nats-server
+        does. It ends early when it is to stop, or when nobody is left."""
+        server = self.config.server
+        logger.info(
+            "lame duck mode: no new connections, %d are closed within %d s", len(self._sessions), server.lame_duck_s
+        )
+        self.is_lame_duck = True
+        for listener in self._listeners:
+            listener.close()
+        for session in list(self._sessions):
+            session.tell_lame_duck()
+        gone = asyncio.create_task(self._all_gone.wait())
+        ends = (stopped, gone)
+        try:
+            if self._sessions:
+                await asyncio.wait(ends, timeout=server.lame_duck_grace_s, return_when=asyncio.FIRST_COMPLETED)
+            sessions = list(self._sessions)
+            pause_s, batch = _pace(len(sessions), server.lame_duck_s - server.lame_duck_grace_s)
+            for begin in range(0, len(sessions), batch):
+                for session in sessions[begin : begin + batch]:
+                    session.stop()
+                # Some of it at random, so that servers that retire together do not send clients away in step.
+                await asyncio.wait(ends, timeout=pause_s * random.uniform(0.5, 1), return_when=asyncio.FIRST_COMPLETED)
+                if stopped.done() or gone.done():
+                    return
+        finally:
+            gone.cancel()
 
     async def _stop_sessions(self) -> None:
         """Take no more connections and commands, and let those that are there have their answers."""
         self._is_stopping = True
+        self._all_gone.clear()
         for listener in self._listeners:
             listener.close()
         for session in list(self._sessions):
@@ -281,7 +346,7 @@ class Server:
             del self._came[session.id]
             self.totals += session.traffic
         self.gate.leave(session)
-        if self._is_stopping and not self._sessions:
+        if (self._is_stopping or self.is_lame_duck) and not self._sessions:
             self._all_gone.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -316,7 +381,7 @@ class Server:
             # Clients read these two as text.
             "git_commit": "",
             "go": f"python{platform.python_version()}",
-            "host": self.config.server.host,
+            "host": self.hosts[0],
             "port": self.ports.get("text", 0),
             "headers": True,
             "max_payload": self.config.server.payload_bytes_max,
@@ -335,6 +400,7 @@ class Server:
             "leader": self.config.server.node_id,
             "is_leader": True,
             "raft_stats": {"state": "alone"},
+            **({"ldm": True} if self._is_stopping or self.is_lame_duck else {}),
         }
 
     @property
@@ -349,6 +415,8 @@ class Server:
         """Why it cannot do what it should, if it cannot."""
         if self._is_stopping:
             return "stopping"
+        if self.is_lame_duck:
+            return f"lame duck mode: no new connections, {len(self._sessions)} are still to be closed"
         if self.broker.refused:
             return f"partitions that cannot be opened: {', '.join(self.broker.refused)}"
         if self.broker.failed:
@@ -375,8 +443,9 @@ class Server:
             "server_id": self.id,
             "server_name": server.node_id,
             "version": self.version,
-            "host": server.host,
+            "host": self.hosts[0],
             "port": self.ports.get("text", 0),
+            "addresses": self.addresses,
             "quiet_port": self.ports.get("quiet", 0),
             "http_port": self.ports.get("http", 0),
             "max_connections": server.connections_max,
@@ -407,6 +476,12 @@ class Server:
             "faults": dict(self._store.health.faults),
             "loop_stalls": self.stalls.figures(),
         }
+
+
+def _pace(connections: int, seconds: float) -> tuple[float, int]:
+    """Return how long to wait between two batches of connections that are closed, and how many are in a batch."""
+    pause_s = seconds / max(1, connections)
+    return max(min(pause_s, _CLOSE_S_MAX), _CLOSE_S_MIN), max(1, math.ceil(_CLOSE_S_MIN / pause_s))
 
 
 def _topology(config: Config) -> Topology | None:

@@ -93,8 +93,9 @@ class Session(Connection, asyncio.Protocol):
         self._pedantic = False
         self._has_headers = True
         self._wants_no_responders = False
-        # Whether the first PONG is followed by INFO, for clients that say they understand it.
+        # Whether the first PONG is followed by INFO, for clients that say they understand it; whether it was.
         self._wants_info = False
+        self._takes_info = False
         self._answers: deque[_Answer] = deque()
         # Events that wait for one that is being awaited; None: none is.
         self._waiting: deque[Event] | None = None
@@ -211,6 +212,10 @@ class Session(Connection, asyncio.Protocol):
         self.server.counters.silent += 1
         self._refuse("Authentication Timeout" if self.server.needs_auth else "Connection Timeout")
 
+    def tell_lame_duck(self) -> None:
+        if self._takes_info and not self.peer.is_closing:
+            self._answer(text.info(self.server.info(self)))
+
     def stop(self) -> None:
         """The server stops: no more commands, but the answers that are owed."""
         if self.peer.is_closing:
@@ -218,7 +223,7 @@ class Session(Connection, asyncio.Protocol):
         self.peer.hold()
         if self._parser.is_nats:
             # No error: a NATS client takes one for the end, and would not come back.
-            self._answer(text.info({**self.server.info(self), "ldm": True}), closes=True)
+            self._answer(b"" if self.server.is_lame_duck else text.info(self.server.info(self)), closes=True)
         else:
             self._answer(text.error("Server Shutdown", is_nats=False), closes=True)
 
@@ -324,7 +329,7 @@ class Session(Connection, asyncio.Protocol):
         self._answers.append(_Answer(b"PONG\r\n", follows=True))
         self._send_answers()
         if self._wants_info:
-            self._wants_info = False
+            self._wants_info, self._takes_info = False, True
             self._answer(text.info({**self.server.info(self), "connect_info": True, "remote_account": ACCOUNT}))
 
     # Publish.

@@ -1,0 +1,176 @@
+"""Addresses as people write them, and sockets that listen at them: `127.0.0.1:4222`, `[::1]:4222`, `localhost`."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+PORT_MAX: Final = 65535
+# Connections that the system keeps for us until we take them.
+BACKLOG: Final = 4096
+# How often another free port is looked for, if one of several hosts has it in use.
+_TRIES: Final = 20
+# What a machine says of an address that it does not have.
+_MISSING: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+# All addresses of the machine. `::` stands for both, as in most servers.
+_ANY: Final = "0.0.0.0"
+_ANY_6: Final = "::"
+
+
+class _InUse(OSError):
+    pass
+
+
+def split(text: str, default_port: int) -> tuple[str, int]:
+    """Return host and port of `host`, `host:port`, `[::1]`, `[::1]:port` or `::1`; ValueError if it is none of them."""
+    text = text.strip()
+    if text.startswith("["):
+        host, bracket, port = text[1:].partition("]")
+        is_valid = bool(bracket) and is_ip(host) and (not port or port.startswith(":"))
+        port = port.removeprefix(":") if port != ":" else "-"
+    elif text.count(":") > 1:
+        host, port, is_valid = text, "", is_ip(text)
+    else:
+        host, colon, port = text.partition(":")
+        port = port if port or not colon else "-"
+        is_valid = bool(host) and not any(each.isspace() or each in "[]/@," for each in host)
+    if not is_valid or (port and not (port.isascii() and port.isdigit() and int(port) <= PORT_MAX)):
+        raise ValueError(
+            f"invalid address {text!r}: it must be host:port, such as 127.0.0.1:{default_port} or [::1]:{default_port}"
+        )
+    return host, int(port) if port else default_port
+
+
+def join(host: str, port: int) -> str:
+    """Return `host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bare(host: str) -> str:
+    """Return a host without the brackets that an IPv6 address may have."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def listed(text: str | None) -> list[str]:
+    """Return the parts of a list with commas."""
+    return [part for part in (each.strip() for each in (text or "").split(",")) if part]
+
+
+def hosts(text: str) -> list[str]:
+    """Return the hosts of a list with commas."""
+    return [bare(host) for host in listed(text)]
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to a port at this host."""
+    host = bare(host).removesuffix(".").lower()
+    return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def bind(names: Sequence[str], port: int) -> list[socket.socket]:
+    """Return sockets that listen at all addresses of these hosts, on one port. They accept nobody yet.
+
+    All of them or none: OSError says what to do. Port 0: a port that is free at all of them.
+    """
+    for _ in range(_TRIES if port == 0 else 1):
+        with ExitStack() as opened:
+            try:
+                sockets = [opened.enter_context(each) for each in _bind_all(names, port)]
+            except _InUse:
+                if port == 0:
+                    continue
+                raise
+            opened.pop_all()
+            return sockets
+    raise OSError(f"no port is free at all of {', '.join(names)}: choose one yourself")
+
+
+def _bind_all(names: Sequence[str], port: int) -> Iterator[socket.socket]:
+    bound: set[str] = set()
+    for name in _expand(names):
+        missing: OSError | None = None
+        is_bound = False
+        for family, address in _resolve(name):
+            if address[0] in bound or (family == socket.AF_INET and _ANY in bound):
+                is_bound = True
+                continue
+            try:
+                opened = _listen(family, (address[0], port, *address[2:]))
+            except OSError as error:
+                # A name may have addresses that this machine does not: ::1 where IPv6 is off.
+                if error.errno not in _MISSING or is_ip(name):
+                    raise _explained(error, name, address[0], port) from None
+                missing = _explained(error, name, address[0], port)
+                continue
+            port = opened.getsockname()[1]
+            bound.add(address[0])
+            is_bound = True
+            yield opened
+        if missing is not None and not is_bound:
+            raise missing
+
+
+def _expand(names: Iterable[str]) -> list[str]:
+    """Return the hosts without those that others include: an address and all addresses cannot both be listened at."""
+    every = list(dict.fromkeys(names))
+    if _ANY_6 in every:
+        return [_ANY_6, _ANY]
+    if _ANY in every:
+        return [_ANY, *(name for name in every if name != _ANY)]
+    return every
+
+
+def _resolve(name: str) -> list[tuple[socket.AddressFamily, Any]]:
+    try:
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OSError(f"unknown host {name!r} ({reason}): use an address, or a name that this machine knows") from None
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def _listen(family: socket.AddressFamily, address: Any) -> socket.socket:
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # IPv4 has a socket of its own, so its clients have addresses of their own kind.
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.setblocking(False)
+        opened.bind(address)
+        opened.listen(BACKLOG)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _explained(error: OSError, name: str, address: str, port: int) -> OSError:
+    where = join(address, port) if name == address else f"{join(address, port)} ({name})"
+    number = error.errno or 0
+    match number:
+        case errno.EADDRINUSE:
+            advice = "another process listens there: end it, or choose another port (0: any free one)"
+        case errno.EADDRNOTAVAIL:
+            advice = "this machine has no such address: use one of its own, 127.0.0.1, or 0.0.0.0 for all"
+        case errno.EAFNOSUPPORT:
+            advice = "this machine has no IPv6: use an IPv4 address"
+        case errno.EACCES:
+            advice = "this user may not listen there: choose a port from 1024 on"
+        case _:
+            advice = "choose another host or port"
+    kind = _InUse if number == errno.EADDRINUSE else OSError
+    return kind(f"cannot listen at {where}: {os.strerror(number)}: {advice}")
