@@ -37,6 +37,7 @@ from penstock.client.values import (
 )
 from penstock.embedded import Broker
 from penstock.server.config import SETTINGS, Setting
+from tests.nats.differences import CLIENT_DIFFERENCES, DIFFERENCES
 
 ROOT: Final = Path(__file__).parent.parent
 README: Final = ROOT / "README.md"
@@ -249,6 +250,17 @@ def _doc(thing: object) -> Iterator[str]:
         yield text
 
 
+# NATS.
+
+
+def _tell_nats() -> Iterator[str]:
+    scenarios: dict[str, list[str]] = {}
+    for name, difference in (*DIFFERENCES.items(), *CLIENT_DIFFERENCES.items()):
+        scenarios.setdefault(difference.reason, []).append(f"`{name}`")
+    rows = (f"| {reason} | {', '.join(names)} |" for reason, names in scenarios.items())
+    yield "\n".join(["| why | scenarios |", "|---|---|", *rows])
+
+
 class _Plain(str):
     """Text that stands in a signature as it is."""
 
@@ -289,6 +301,7 @@ _PARTS: Final[dict[str, Callable[[], Iterator[str]]]] = {
     "commands": _tell_commands,
     "settings": _tell_settings,
     "classes": _tell_classes,
+    "nats": _tell_nats,
 }
 
 

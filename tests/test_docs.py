@@ -15,6 +15,8 @@ from penstock.server.calls import call
 from penstock.server.config import SETTINGS, load
 from penstock.wire.binary import Type, Verb
 from tests.docs import DOCS, DOCUMENTS, PAGES, README, ROOT, blocks, parts, table, told
+from tests.nats.python_client import CHECKS
+from tests.nats.scenarios import SCENARIOS
 from tests.reader import Reader
 from tests.server import Raw, Serve
 
@@ -172,6 +174,28 @@ def test_the_architecture_knows_every_module() -> None:
         if path.stem.startswith("__") or room.parts[0] in ("cli", "testing"):
             continue
         assert path.name in text, f"{room} is not in ARCHITECTURE.md"
+
+
+def test_the_nats_page_names_tests_that_are_there() -> None:
+    checks = (ROOT / "tests/nats/checks.mjs").read_text()
+    rows = [
+        line for line in (DOCS / "nats.md").read_text().splitlines() if line.startswith("| ") and "| test |" not in line
+    ]
+    for row in rows:
+        named = re.findall("`([^`]+)`", row.rpartition("|")[0].rpartition("|")[2])
+        assert named or row.endswith(" scenarios |"), f"no test: {row}"
+        for name in named:
+            client, _, check = name.partition(" ")
+            path, _, function = name.partition("::")
+            if function:
+                assert f"def {function}(" in (ROOT / path).read_text(), name
+            elif client == "nats-py":
+                assert check in CHECKS, name
+            elif client == "nats.js":
+                assert f"\n  {check}: " in checks, name
+            else:
+                assert name in SCENARIOS, name
+    assert len(rows) > 30
 
 
 def test_the_spark_page_has_every_option_and_column() -> None:

@@ -434,6 +434,14 @@ a SUB ~.x 1
 a CONNECT {"verbose": false, "echo": false}
 a PUB ~.x =0
 """,
+    "credentials that nobody asked for": """
+a OPEN {"user": "ann", "pass": "secret", "auth_token": "secret"}
+a SUB ~.x 1
+b OPEN {"nkey": "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4", "sig": "c2lnbmVk"}
+b PUB ~.x =0
+c OPEN {"jwt": "eyJ0eXAiOiJKV1QifQ.e30.c2lnbmVk", "sig": "c2lnbmVk"}
+c PUB ~.x =1
+""",
     "pedantic": """
 a OPEN {"pedantic": true}
 a SUB ~.> 1

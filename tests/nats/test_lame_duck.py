@@ -114,6 +114,13 @@ def retire(server: Serve, *clients: Nats) -> None:
         assert '"ldm":true' in client.line()
 
 
+def test_a_stop_is_announced(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server, Nats(server) as client:
+        assert server.stop().code == 0
+        [line] = client.rest().splitlines()
+        assert json.loads(line.removeprefix("INFO "))["ldm"] is True
+
+
 def test_a_server_without_clients_ends_at_once(tmp_path: Path) -> None:
     with Serve(tmp_path, **SLOW) as server:
         assert server.stop(signal.SIGUSR2).code == 0
