@@ -33,6 +33,7 @@ DEFAULTS = {
     "server.connections_max": 20_000,
     "server.http_connections_max": 4096,
     "server.http_hosts": None,
+    "server.websocket_origins": None,
     "server.insecure": False,
     "server.subscriptions_max": 100_000,
     "server.groups_max": 10_000,

@@ -42,6 +42,9 @@ _FULL: Final = (
     b"maximum connections exceeded\n"
 )
 
+# An extension of ASGI, there in requests that ask for WebSocket: hand the connection over (`_Connection.upgrade`).
+UPGRADE: Final = "penstock.upgrade"
+
 # What an error looks like in the answers of an application.
 Describe = Callable[[PenstockError], dict[str, str]]
 # Called with a path and the unexpected exception of its handler.
@@ -126,6 +129,32 @@ class _Connection(H11Protocol):
         if not self.transport.is_closing():
             self._received += len(data)
             super().data_received(data)
+
+    async def upgrade(self, headers: list[tuple[bytes, bytes]], protocol: asyncio.Protocol) -> None:
+        """Answer the request with 101, and hand the connection over to another protocol."""
+        if self.flow.write_paused:
+            # The transport would not tell the new protocol.
+            await self.flow.drain()
+        # Nothing more is to come from the application.
+        self.cycle.response_started = self.cycle.response_complete = True
+        if self.transport.is_closing():
+            return
+        self.connections.discard(self)
+        lines = [b"HTTP/1.1 101 Switching Protocols", *(b": ".join(header) for header in headers), b"", b""]
+        self.transport.write(b"\r\n".join(lines))
+        data, _ = self.conn.trailing_data
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
+        self.transport.resume_reading()
+        if data:
+            protocol.data_received(data)
+
+    def _should_upgrade(self) -> bool:
+        """Leave it to the application, which answers such a request like any other one."""
+        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        if self._get_upgrade() == b"websocket" and not has_body:
+            self.scope["extensions"] = {UPGRADE: self.upgrade}  # type: ignore[dict-item]
+        return False
 
     def look(self, now: float) -> None:
         """Close the connection if its client has been idle for too long."""
@@ -264,7 +293,12 @@ def _is_own(headers: dict[bytes, str], host: str) -> bool:
     site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
     if site is not None:
         return site in ("same-origin", "none")
-    return origin is None or origin.partition("://")[2].lower() == host.lower()
+    return origin is None or is_same_origin(origin, host)
+
+
+def is_same_origin(origin: str, host: str) -> bool:
+    """Whether an Origin header names the host of the request."""
+    return origin.partition("://")[2].lower() == host.lower()
 
 
 def _bare(host: str) -> str:

@@ -77,6 +77,8 @@ class _Checked(NamedTuple):
 
 
 class BinarySession(Connection, asyncio.BufferedProtocol):
+    type = "binary"
+
     def __init__(self, server: Server) -> None:
         super().__init__(server)
         self.unanswered = 0

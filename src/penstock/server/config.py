@@ -66,6 +66,10 @@ class ServerConfig:
         default=None,
         metadata=_about("more names of this machine that clients of the HTTP port use, with commas between; *: any"),
     )
+    websocket_origins: str | None = field(
+        default=None,
+        metadata=_about("origins of other web pages that may connect by WebSocket, with commas between; *: any"),
+    )
     insecure: bool = field(
         default=False,
         metadata=_about("serve other machines without credentials: anyone who connects can do everything"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, cast
 
 from penstock.errors import BatchTooLarge, PenstockError
 from penstock.server.arrivals import SMALL_BYTES
@@ -35,12 +35,18 @@ ENTRIES: Final = (
     *("ping", "expire", "tell_lame_duck", "stop", "read_on"),
 )
 
+# What a connection is, as /connz has it.
+ConnectionType = Literal["nats", "websocket", "binary", "prefixed"]
+WEBSOCKET: Final = "websocket"
+
 P = ParamSpec("P")
 
 
 class Connection:
     """One connection, in whichever dialect. Entries that a subclass defines are wrapped; callbacks for the broker go
     through `guard`, tasks through `spawn`."""
+
+    type: ConnectionType = "nats"
 
     def __init__(self, server: Server) -> None:
         self.server = server

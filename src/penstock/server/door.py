@@ -9,7 +9,7 @@ from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
 from penstock.server.binary import BinarySession
-from penstock.server.connection import Connection
+from penstock.server.connection import WEBSOCKET, Connection, ConnectionType
 from penstock.server.prefixed import PrefixedSession
 from penstock.server.session import Session
 from penstock.wire import text
@@ -23,9 +23,10 @@ _BINARY: Final = frozenset(kind for kind in Type if kind < Type.RESULT)
 
 
 class Door(Connection, asyncio.Protocol):
-    def __init__(self, server: Server, *, greets: bool) -> None:
+    def __init__(self, server: Server, *, greets: bool, type: ConnectionType = "nats") -> None:
         super().__init__(server)
         self._greets = greets
+        self.type = type
         self._transport: asyncio.Transport | None = None
         self.subscriptions: dict[int, tuple[Member, Subscription | Group]] = {}
 
@@ -44,7 +45,10 @@ class Door(Connection, asyncio.Protocol):
         if self._transport is None or self.peer.is_closing:
             return
         session: BinarySession | PrefixedSession | Session
-        if data[0] in _BINARY:
+        if self.type == WEBSOCKET:
+            session = Session(self.server, greets=True)
+            session.type = self.type
+        elif data[0] in _BINARY:
             session = BinarySession(self.server)
         elif data[0] == 0 and not self._greets:
             session = PrefixedSession(self.server)

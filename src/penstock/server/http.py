@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.server import admin, monitor, openapi, pipe_http, routes, trial
+from penstock.server import admin, monitor, openapi, pipe_http, routes, trial, websocket
 from penstock.server.metrics import Metrics, pipe_metrics
 from penstock.server.routes import Endpoint
 from penstock.web import Guard, WebPort, local_names
@@ -27,7 +27,7 @@ def http_port(server: Server) -> WebPort:
 def application(server: Server) -> Guard:
     config, health = server.config.server, server.broker.store.health
     return Guard(
-        routes.application(server, endpoints(server), pipe_http.routes(server)),
+        routes.application(server, endpoints(server), [*pipe_http.routes(server), websocket.route(server)]),
         hosts=local_names(config.host, config.http_hosts),
         setting="server.http_hosts",
         describe=routes.described,

@@ -110,6 +110,8 @@ def _row(server: Server, session: Connection, subjects_max: int | None) -> Json 
         return None
     row = {
         **session.summary(),
+        "kind": "Client",
+        "type": session.type,
         "port": came.port,
         "start": iso(came.time_us),
         "uptime": elapsed(server.broker.clock.now_us() - came.time_us),

@@ -68,6 +68,8 @@ class Speaker(Protocol):
 
 
 class PrefixedSession(Connection, asyncio.Protocol):
+    type = "prefixed"
+
     def __init__(self, server: Server) -> None:
         super().__init__(server)
         self.owing = Owing(self, self._stopped)

@@ -32,7 +32,7 @@ from penstock.pipe.pipes import Settings as PipeSettings
 from penstock.pipe.topology import Role, Topology, origin_of
 from penstock.server.arrivals import Arrivals
 from penstock.server.config import Config, TopicConfig
-from penstock.server.connection import Connection
+from penstock.server.connection import WEBSOCKET, Connection
 from penstock.server.door import Door
 from penstock.server.gate import Gate
 from penstock.server.http import http_port
@@ -346,7 +346,7 @@ class Server:
             del self._came[session.id]
             self.totals += session.traffic
         self.gate.leave(session)
-        if (self._is_stopping or self.is_lame_duck) and not self._sessions:
+        if self.is_leaving and not self._sessions:
             self._all_gone.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -361,6 +361,11 @@ class Server:
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, callback)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no more connections, and closes those that there are."""
+        return self._is_stopping or self.is_lame_duck
 
     @property
     def needs_auth(self) -> bool:
@@ -382,7 +387,7 @@ class Server:
             "git_commit": "",
             "go": f"python{platform.python_version()}",
             "host": self.hosts[0],
-            "port": self.ports.get("text", 0),
+            "port": self.ports.get("http" if session.type == WEBSOCKET else "text", 0),
             "headers": True,
             "max_payload": self.config.server.payload_bytes_max,
             "client_id": session.id,
@@ -400,7 +405,7 @@ class Server:
             "leader": self.config.server.node_id,
             "is_leader": True,
             "raft_stats": {"state": "alone"},
-            **({"ldm": True} if self._is_stopping or self.is_lame_duck else {}),
+            **({"ldm": True} if self.is_leaving else {}),
         }
 
     @property
@@ -448,6 +453,12 @@ class Server:
             "addresses": self.addresses,
             "quiet_port": self.ports.get("quiet", 0),
             "http_port": self.ports.get("http", 0),
+            "websocket": {
+                "host": self.hosts[0],
+                "port": self.ports.get("http", 0),
+                "no_tls": True,
+                "compression": True,
+            },
             "max_connections": server.connections_max,
             "max_payload": server.payload_bytes_max,
             "auth_required": self.needs_auth,
