@@ -18,11 +18,10 @@ from typing import Any, Final, NamedTuple, Self
 
 import httpx
 
+from penstock.address import join
 from tests.server import PATIENCE_S, Ended, clean_environment, reserve_port
 
-_READY: Final = re.compile(
-    r"penstock \S+ registry ready: http on 127\.0\.0\.1:(\d+), (\d+) nodes in (.*), version (\d+)"
-)
+_READY: Final = re.compile(r"penstock \S+ registry ready: http on \S+:(\d+), (\d+) nodes in (.*), version (\d+)")
 
 
 def until(ask: Callable[[], Any]) -> Any:
@@ -41,15 +40,16 @@ def get(url: str, **params: str) -> httpx.Response:
 class Registry:
     """`penstock registry` on a free port. It ends with its block, by a clean stop that must succeed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, host: str = "127.0.0.1") -> None:
         self.path = path
+        self.host = host
         self.port = reserve_port(self)
         self._starts = 0
         self.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{join(self.host, self.port)}"
 
     @property
     def stderr(self) -> str:
@@ -59,9 +59,10 @@ class Registry:
         """On the same port each time."""
         self._starts += 1
         self._stderr_path = self.path.with_name(f"{self.path.name}.stderr.{self._starts}")
+        where = ("--host", self.host, "--port", str(self.port))
         with self._stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock", "registry", str(self.path), "--port", str(self.port)],
+                [sys.executable, "-m", "penstock", "registry", str(self.path), *where],
                 env=clean_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

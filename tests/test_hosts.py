@@ -16,6 +16,7 @@ import nats
 import pytest
 
 from penstock import Broker, BrokerClient, Client
+from tests.registries import Registry
 from tests.server import PATIENCE_S, Ended, Serve, clean_environment
 from tests.trees import eventually
 
@@ -101,6 +102,20 @@ def test_a_broker_follows_a_parent_at_an_ipv6_address(server: Serve, tmp_path: P
         eventually("the topic comes down", lambda: "piped" in {topic.name for topic in client.topics()})
         with client.subscribe("piped", start="earliest") as messages:
             assert messages.get(timeout=PATIENCE_S).value == b"hello"
+
+
+def test_a_registry_and_its_brokers_at_ipv6_addresses(server: Serve, tmp_path: Path) -> None:
+    tree = tmp_path / "tree.toml"
+    text = f'[[nodes]]\nid = "top"\nrole = "ROOT"\nurl = "http://[::1]:{server.ports["http"]}"\n'
+    tree.write_text(text + '[[nodes]]\nid = "below"\nrole = "LOCAL"\nparent = "top"\n')
+    with (
+        Registry(tree, "::1") as registry,
+        Serve(tmp_path, registry_url=registry.url, registry_poll_ms=100, server_node_id="below") as child,
+        Client(f"[::1]:{server.port}") as above,
+        Client(f"127.0.0.1:{child.port}") as below,
+    ):
+        above.publish("registered", b"hello")
+        eventually("the topic comes down", lambda: "registered" in {topic.name for topic in below.topics()})
 
 
 def test_all_addresses_of_the_machine(tmp_path: Path) -> None:

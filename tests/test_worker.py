@@ -286,7 +286,7 @@ def test_without_a_broker_it_says_how_to_start_one(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
     write_shop(tmp_path, "orders")
     assert refused(tmp_path, "shop:app", "--servers", "127.0.0.1:1,nowhere:x") == (
-        "error: 'nowhere:x' is no address of a server: it must be host:port, such as 127.0.0.1:4222\n"
+        "error: invalid address 'nowhere:x': it must be host:port, such as 127.0.0.1:4222 or [::1]:4222\n"
     )
 
 

@@ -56,7 +56,8 @@ def test_clients_see_what_they_see_of_nats_server(tmp_path: Path) -> None:
 def _observe(peer: Peer) -> dict[str, Any]:
     """Return what connections with and without asynchronous INFO receive from the signal on."""
     seen: dict[str, Any] = {}
-    with Raw(peer.port) as one, Raw(peer.port) as other:
+    with Raw(peer.port) as one, Raw(peer.port) as other, Raw(peer.port) as silent:
+        silent.line()
         for raw, protocol in ((one, 1), (other, 0)):
             raw.line()
             raw.send(f'CONNECT {{"verbose":false,"protocol":{protocol}}}\r\nPING\r\n')
@@ -73,6 +74,7 @@ def _observe(peer: Peer) -> dict[str, Any]:
         other.send(pub("retired", b"hello") + b"PING\r\n")
         seen["other"] = _until_closed(other)
         seen["one"] = _until_closed(one)
+        seen["silent"] = _until_closed(silent)
     return seen
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.address import bare, join
+from penstock.address import hosts, join
 from penstock.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _tell_ready(watched: Watched, host: str, port: int) -> None:
     from penstock.cli import version
 
     print(
-        f"penstock {version()} registry ready: http on {join(bare(host), port)}, "
+        f"penstock {version()} registry ready: http on {' and '.join(join(each, port) for each in hosts(host))}, "
         f"{len(watched.served.tree.nodes)} nodes in {watched.path}, version {watched.served.version}",
         flush=True,
     )

@@ -73,7 +73,11 @@ class Door(Connection, asyncio.Protocol):
         self._refuse("Authentication Timeout" if self.server.needs_auth else "Connection Timeout")
 
     def stop(self) -> None:
-        self._refuse("Server Shutdown")
+        if self._greets:
+            # As by nats-server: to a client that is about to connect, an error would be the end.
+            self.peer.close()
+        else:
+            self._refuse("Server Shutdown")
 
     def tell_fault(self) -> None:
         self.peer.write(text.error("Internal Error", is_nats=self._greets))

@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_type_hints
 
-from penstock import subject
+from penstock import address, subject
 from penstock.errors import BadConfig
 from penstock.spark.lines import Key, Lines, scan
 
@@ -485,10 +485,15 @@ def _name(value: Any) -> str:
 
 
 def _servers(value: Any) -> str:
-    servers = _text(value).split(",")
-    if not all(re.fullmatch(r"\S+:\d{1,5}", server.strip()) for server in servers):
+    servers = [server.strip() for server in _text(value).split(",")]
+    try:
+        # A file names the port.
+        is_right = all(address.split(server, -1)[1] >= 0 for server in servers)
+    except ValueError:
+        is_right = False
+    if not is_right:
         raise ValueError(f"is {value!r}: it must be like {SERVERS!r}, several with commas between them")
-    return ",".join(server.strip() for server in servers)
+    return ",".join(servers)
 
 
 def _topic(value: Any) -> str:
