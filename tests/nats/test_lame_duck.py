@@ -22,8 +22,10 @@ from nats.aio.msg import Msg
 from penstock import BrokerClient, Client
 from penstock.errors import PenstockError
 from penstock.server.server import _pace
+from penstock.wire.websocket import Opcode
 from tests.nats.run import NATS_SERVER, Peer, nats_server
 from tests.server import PATIENCE_S, Flux, Nats, Raw, Serve, pub
+from tests.websocket import Frame, WebSocketRaw, request
 
 # Shorter than nats-server allows for the whole; it closes one connection a second at the least.
 QUICK: Final[dict[str, Any]] = {"server_lame_duck_s": 3, "server_lame_duck_grace_s": 1}
@@ -228,6 +230,20 @@ def test_other_doors_are_closed_too_and_have_their_answers(tmp_path: Path) -> No
             assert time.monotonic() < deadline
         assert one.wait().code == 0
         assert [message["value"] for message in one.dump("flux")] == [str(number) for number in range(count)]
+
+
+def test_websockets_are_closed_too_and_no_new_ones_taken(tmp_path: Path) -> None:
+    with Serve(tmp_path, **QUICK) as server, WebSocketRaw(server) as client:
+        client.send(b'CONNECT {"verbose":false,"protocol":1}\r\n')
+        assert client.ask("PING") == "PONG"
+        assert client.line().startswith("INFO ")
+        retire(server, client)
+        with Raw(server.ports["http"]) as late:
+            late.send(request(server.ports["http"]))
+            assert late.line() == "HTTP/1.1 503 Service Unavailable"
+        assert client.rest() == ""
+        assert client.socket.controls == [Frame(Opcode.CLOSE, b"\x03\xe9")]
+        assert server.wait().code == 0
 
 
 def _publish_for_ever(broker: BrokerClient) -> None:
