@@ -12,6 +12,9 @@ DRIVERS ?= 5
 NATS    ?= 20000
 HOSTILE ?= 3600
 
+# Whatever the caller's shell says, compiled modules are kept: hundreds of processes import the same ones.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV  ?= .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -48,6 +51,7 @@ bench: $(READY) ## measure against the machine's own limits, nats-server and Red
 
 soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 NATS=20000 HOSTILE=3600
 	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS) --pipes $(PIPES) --drivers $(DRIVERS) --nats $(NATS) --hostile $(HOSTILE)
+	@$(BIN)/python -m pytest -n 0 -m soak
 
 # Written last and only when all went well, so an interrupted set-up starts again; and so does another PYTHON.
 ifneq ($(shell $(PYTHON) -V 2>&1 || :),$(shell $(BIN)/python -V 2>&1 || :))

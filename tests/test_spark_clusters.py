@@ -85,6 +85,7 @@ def test_a_standalone_master_with_two_workers(broker: SparkBroker, tmp_path: Pat
     assert numbers(broker, "from_standalone") == list(range(COUNT))
 
 
+@pytest.mark.soak  # the same executors, with a master and workers that share the JVM of the driver
 def test_a_cluster_in_one_machine(broker: SparkBroker, tmp_path: Path) -> None:
     told = run_job(broker, "local-cluster[2,1,600]", tmp_path, "from_local_cluster")
 
@@ -148,6 +149,8 @@ def daemon(directory: Path, name: str, command: Sequence[str]) -> Iterator[Path]
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOCAL_DIRS": str(directory / "local"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        # Up to five JVMs share two cores: each collects with one thread.
+        "JDK_JAVA_OPTIONS": f"{os.environ.get('JDK_JAVA_OPTIONS', '')} -XX:+UseSerialGC",
         # Of a master, a worker, a Connect server: the last has the least that a driver may have, and some.
         "SPARK_DAEMON_MEMORY": "600m",
     }
