@@ -289,9 +289,14 @@ class Simulation:
 
 
 def simulate(seed: int) -> Simulation:
-    logging.getLogger("penstock").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("penstock")
+    logger.setLevel(logging.CRITICAL)
     simulation = Simulation(seed)
-    # Its logs have few segments: two of them are enough to be merged.
-    with mock.patch.object(compaction, "MERGED_MIN", 2):
-        simulation.run()
+    try:
+        # Its logs have few segments: two of them are enough to be merged.
+        with mock.patch.object(compaction, "MERGED_MIN", 2):
+            simulation.run()
+    finally:
+        # Other tests of this process read what is logged.
+        logger.setLevel(logging.NOTSET)
     return simulation
