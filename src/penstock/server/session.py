@@ -169,6 +169,8 @@ class Session(Connection, asyncio.Protocol):
             self._has_all(member)
 
     def _write_messages(self, run: Run, sid: bytes) -> None:
+        if self._has_headers:
+            run = text.with_names(run)
         self.peer.count_sent(len(run), text.payload_bytes(run, has_headers=self._has_headers))
         self.peer.write(text.messages(run, sid, has_headers=self._has_headers))
 

@@ -491,7 +491,7 @@ def no_responders(reply: bytes, sid: bytes, subject: bytes) -> bytes:
 
 def messages(run: Run, sid: bytes, *, has_headers: bool = True) -> bytes:
     """MSG and HMSG for every message of a run, as NATS clients read them."""
-    run = _with_names(run) if has_headers else run
+    run = with_names(run) if has_headers else run
     values = run.values
     subject = run.subject
     if subject is not None and not (run.replies or run.headers):
@@ -534,14 +534,14 @@ def payload_bytes(run: Run, *, has_headers: bool = True) -> int:
     """Return the bytes of the payloads that `messages` writes, which begin with the headers."""
     size = sum(map(len, run.values))
     if has_headers:
-        for block in _with_names(run).headers.values():
+        for block in with_names(run).headers.values():
             size += len(block) + (2 if block.startswith(_VERSION) else len(HEADER_LINE) + 2)
     return size
 
 
 def numbered_messages(run: Run, sid: bytes, sequences: Iterable[int]) -> bytes:
     """MSG and HMSG with the sequence behind the length, as Flux's clients read them."""
-    run = _with_names(run)
+    run = with_names(run)
     if not run.headers:
         return b"".join(
             [
@@ -561,7 +561,7 @@ def numbered_messages(run: Run, sid: bytes, sequences: Iterable[int]) -> bytes:
     return b"".join(parts)
 
 
-def _with_names(run: Run) -> Run:
+def with_names(run: Run) -> Run:
     """What these lines have no place for goes into headers: keys, and times that publishers gave."""
     if not run.keys and run.timestamps is None:
         return run
@@ -573,6 +573,7 @@ def _with_names(run: Run) -> Run:
         seconds = b"%d.%06d" % divmod(time_us, 1_000_000)
         told.headers[index] = named(told.headers.get(index, b""), penstock_timestamp=seconds)
     told.headers = {index: block for index, block in told.headers.items() if block}
+    told.keys, told.timestamps = {}, None
     return told
 
 
