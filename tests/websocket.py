@@ -7,7 +7,7 @@ import zlib
 from typing import Any, Final, NamedTuple
 
 from penstock.wire.websocket import Opcode
-from tests.server import Nats, Raw, Serve
+from tests.server import Nats, Raw, Serve, in_pieces
 
 # The example of RFC 6455.
 KEY: Final = "dGhlIHNhbXBsZSBub25jZQ=="
@@ -49,6 +49,8 @@ def encode(
     first = bytes([final << 7 | reserved << 4 | opcode])
     if mask is None:
         return first + head + payload
+    if mask == bytes(4):
+        return first + head + mask + payload
     masks = (mask * (len(payload) // 4 + 1))[: len(payload)]
     plain, other = int.from_bytes(payload, "big"), int.from_bytes(masks, "big")
     return first + head + mask + (plain ^ other).to_bytes(len(payload), "big")
@@ -93,8 +95,10 @@ class WebSocket:
         assert self.deflates == deflates
 
     def sendall(self, data: bytes) -> None:
-        packs = self.deflates and len(data) > 20
-        self._socket.sendall(encode(Opcode.BINARY, deflate(data) if packs else data, reserved=4 if packs else 0))
+        # nats-server takes no compressed message that is larger than a payload.
+        for part in in_pieces(data, 256 << 10):
+            packs = self.deflates and len(part) > 20
+            self._socket.sendall(encode(Opcode.BINARY, deflate(part) if packs else part, reserved=4 if packs else 0))
 
     def sendall_raw(self, data: bytes) -> None:
         """Send frames, or what is none."""

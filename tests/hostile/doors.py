@@ -8,5 +8,6 @@ from tests.hostile.frames import BINARY, PROVIDER
 from tests.hostile.http import HTTP
 from tests.hostile.prefixed import CURSUS, QB
 from tests.hostile.text import FLUX, NATS
+from tests.hostile.websocket import WEBSOCKET
 
-DOORS: Final = (NATS, FLUX, BINARY, PROVIDER, QB, CURSUS, HTTP)
+DOORS: Final = (NATS, FLUX, BINARY, PROVIDER, QB, CURSUS, HTTP, WEBSOCKET)

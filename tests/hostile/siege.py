@@ -60,6 +60,8 @@ class Door(NamedTuple):
     login: bytes | None
     # Whether the server asks for credentials. A protocol without a login would see nothing but the gate.
     guarded: bool = True
+    # What every connection sends first.
+    opening: bytes = b""
 
     def named(self, name: str) -> tuple[Attack, ...]:
         return tuple(attack for attack in self.attacks if attack.steps.__name__ == name)
@@ -147,8 +149,8 @@ class Siege:
         self, attack: Attack, logs_in: bool, source: random.Random, writer: asyncio.StreamWriter
     ) -> None:
         steps = attack.steps(source, self._target)
-        if logs_in and self._door.login is not None:
-            steps = itertools.chain([self._door.login], steps)
+        login = self._door.login if logs_in else None
+        steps = itertools.chain([self._door.opening + (login or b"")], steps)
         for step in steps:
             if isinstance(step, bytes):
                 writer.write(step)

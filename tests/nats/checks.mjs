@@ -1,7 +1,9 @@
-// What nats.js sees: checks by name, as in python_client.py. Usage: node checks.mjs <host:port> <subject>; prints one JSON object.
-import { connect, headers, StringCodec } from "nats";
-
+// What nats.js sees: checks by name, as in python_client.py. Usage: node checks.mjs <url> <subject>; prints one JSON object.
 const [servers, root] = process.argv.slice(2);
+const isWebSocket = servers.startsWith("ws:");
+// Node has a WebSocket of its own from version 22 on.
+if (isWebSocket) globalThis.WebSocket ??= (await import("ws")).WebSocket;
+const { connect, headers, StringCodec } = await import(isWebSocket ? "nats.ws" : "nats");
 const codec = StringCodec();
 const PATIENCE_MS = 20000;
 const HANG_MS = 10000;

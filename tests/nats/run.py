@@ -27,6 +27,7 @@ from urllib.request import urlopen
 
 from tests.nats.scenario import Act, Step, parse, restore
 from tests.server import Serve
+from tests.websocket import WebSocket
 
 NATS_SERVER: Final = Path(sys.executable).with_name("nats-server")
 # How long to wait for a PONG. Only a server that differs takes so long.
@@ -47,10 +48,22 @@ class Peer:
     port: int
     http_port: int
     process: subprocess.Popen[bytes]
+    # Where it takes WebSocket, and whether that is what is tried.
+    websocket_port: int = 0
+    is_websocket: bool = False
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        return f"ws://127.0.0.1:{self.websocket_port}" if self.is_websocket else f"nats://127.0.0.1:{self.port}"
+
+    def connect(self, receive_bytes: int | None = None) -> socket.socket | WebSocket:
+        connected = socket.socket()
+        if receive_bytes is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connected.settimeout(_PATIENCE_S)
+        connected.connect(("127.0.0.1", self.websocket_port if self.is_websocket else self.port))
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return WebSocket(connected, deflates=True) if self.is_websocket else connected
 
     def get(self, path: str) -> dict[str, Any]:
         with urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=_PATIENCE_S) as answer:
@@ -67,11 +80,12 @@ def nats_server(*flags: str) -> Iterator[Peer]:
             assert process.stderr is not None
             ports: dict[bytes, int] = {}
             for line in process.stderr:
-                if found := re.search(rb"(http monitor|client connections) on \S+?:(\d+)", line):
+                if found := re.search(rb"(http monitor|client connections|websocket clients) on \S+?:(\d+)", line):
                     ports[found[1]] = int(found[2])
                 if b"Server is ready" in line:
                     break
-            yield Peer("nats-server", ports[b"client connections"], ports[b"http monitor"], process)
+            websocket_port = ports.get(b"websocket clients", 0)
+            yield Peer("nats-server", ports[b"client connections"], ports[b"http monitor"], process, websocket_port)
         finally:
             process.terminate()
 
@@ -79,7 +93,7 @@ def nats_server(*flags: str) -> Iterator[Peer]:
 @contextmanager
 def penstock(directory: Path) -> Iterator[Peer]:
     with Serve(directory) as server:
-        yield Peer("penstock", server.port, server.ports["http"], server.process)
+        yield Peer("penstock", server.port, server.ports["http"], server.process, server.ports["http"])
 
 
 class Message(NamedTuple):
@@ -107,7 +121,7 @@ Received = Message | str
 class Wire:
     """A connection of a scenario."""
 
-    def __init__(self, port: int, *, is_slow: bool) -> None:
+    def __init__(self, peer: Peer, *, is_slow: bool) -> None:
         self.is_closed = False
         self.is_paused = False
         # sid -> its queue name.
@@ -116,12 +130,7 @@ class Wire:
         # PONGs that have not come yet.
         self._awaited = 0
         self._received: list[Received] = []
-        self._socket = socket.socket()
-        if is_slow:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SMALL_BUFFER)
-        self._socket.settimeout(_PATIENCE_S)
-        self._socket.connect(("127.0.0.1", port))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = peer.connect(_SMALL_BUFFER if is_slow else None)
 
     def send(self, data: bytes, pings: int = 0) -> None:
         if self.is_closed:
@@ -229,7 +238,7 @@ def _take(peer: Peer, step: Step, wires: dict[str, Wire], idle: int) -> dict[str
     name = step.connection
     match step.act:
         case Act.OPEN | Act.SLOW:
-            wires[name] = Wire(peer.port, is_slow=step.act is Act.SLOW)
+            wires[name] = Wire(peer, is_slow=step.act is Act.SLOW)
             wires[name].send(step.data, step.pings)
         case Act.SEND:
             wires[name].queues.update(step.queues())

@@ -28,17 +28,17 @@ _subjects: Final = (f"clients.c{number}" for number in count())
 @pytest.mark.parametrize("name", CHECKS)
 def test_nats_py(peers: tuple[Peer, Peer], name: str) -> None:
     real, ours = (_of_nats_py(peer, name) for peer in peers)
-    _judge({f"nats-py {name}": real}, {f"nats-py {name}": ours})
+    judge({f"nats-py {name}": real}, {f"nats-py {name}": ours})
 
 
 def test_nats_js(peers: tuple[Peer, Peer], tmp_path: Path) -> None:
-    node = _install_nats_js(tmp_path)
-    real, ours = (_of_nats_js(node, tmp_path, peer) for peer in peers)
+    node = install_nats_js(tmp_path, NATS_JS)
+    real, ours = (of_nats_js(node, tmp_path, peer) for peer in peers)
     assert real.keys() == ours.keys()
-    _judge(real, ours)
+    judge(real, ours)
 
 
-def _judge(real: dict[str, Any], ours: dict[str, Any]) -> None:
+def judge(real: dict[str, Any], ours: dict[str, Any]) -> None:
     for name, wanted in real.items():
         assert not str(wanted).startswith(FAILED), f"{name} fails on nats-server: {wanted}"
         if difference := CLIENT_DIFFERENCES.get(name):
@@ -55,22 +55,22 @@ def _of_nats_py(peer: Peer, name: str) -> Any:
         return f"{FAILED}{type(error).__name__}"
 
 
-def _install_nats_js(directory: Path) -> str:
+def install_nats_js(directory: Path, *packages: str) -> str:
     """Install the client from npm, or skip the test."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
         pytest.skip("nats.js is not tested: there is no node")
     shutil.copy(Path(__file__).with_name("checks.mjs"), directory)
-    command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(directory), NATS_JS]
+    command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(directory), *packages]
     try:
         subprocess.run(command, capture_output=True, check=True, timeout=_INSTALL_SECONDS_MAX)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        pytest.skip(f"nats.js is not tested: npm cannot install {NATS_JS}")
+        pytest.skip(f"nats.js is not tested: npm cannot install {' '.join(packages)}")
     return node
 
 
-def _of_nats_js(node: str, directory: Path, peer: Peer) -> dict[str, Any]:
-    command = [node, "checks.mjs", f"127.0.0.1:{peer.port}", next(_subjects)]
+def of_nats_js(node: str, directory: Path, peer: Peer) -> dict[str, Any]:
+    command = [node, "checks.mjs", peer.url, next(_subjects)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

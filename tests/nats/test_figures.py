@@ -168,7 +168,7 @@ def test_headers_that_a_client_does_not_receive_are_not_counted(peers: tuple[Pee
     subject = next(_subjects)
     found = []
     for peer in peers:
-        receiver, sender = Wire(peer.port, is_slow=False), Wire(peer.port, is_slow=False)
+        receiver, sender = Wire(peer, is_slow=False), Wire(peer, is_slow=False)
         try:
             receiver.send(b'CONNECT {"verbose":false,"name":"%b"}\r\n' % subject.encode())
             receiver.send(b"SUB %b 1\r\nPING\r\n" % subject.encode(), 1)
