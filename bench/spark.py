@@ -192,6 +192,7 @@ def _write(frame: DataFrame, kind: str, **given: str) -> None:
 def measure_trigger(bench: Bench) -> Iterator[Line]:
     """Topic to topic, a small batch every second: how long Spark takes for one."""
     what, rounds, batches = "Spark, topic to topic, p50", bench.choose(3, 1), bench.choose(12, 1)
+    warm = bench.choose(_WARM_BATCHES, 0)
     ours, theirs = list[float](), list[float]()
     with (
         peers.penstock(bench.directory / "penstock", "fsync") as server,
@@ -203,9 +204,9 @@ def measure_trigger(bench: Bench) -> Iterator[Line]:
             path = bench.directory / f"checkpoint-{number}"
             source = spark.readStream.format("penstock").options(subscribe=TOPIC, **_servers(server)).load()
             copies = source.select("key", "value")
-            ours += _run(copies, "penstock", f"{path}-ours", batches, topic="copies", **_servers(server))
+            ours += _run(copies, "penstock", f"{path}-ours", warm, batches, topic="copies", **_servers(server))
             source = spark.readStream.format("rate").option("rowsPerSecond", _FEED_RATE).load()
-            theirs += _run(source, "nowhere", f"{path}-theirs", batches)
+            theirs += _run(source, "nowhere", f"{path}-theirs", warm, batches)
     yield Line(
         section="spark trigger",
         what=what,
@@ -218,16 +219,16 @@ def measure_trigger(bench: Bench) -> Iterator[Line]:
     )
 
 
-def _run(rows: DataFrame, kind: str, checkpoint: str, batches: int, **given: str) -> list[float]:
-    """Milliseconds of each batch that has rows."""
+def _run(rows: DataFrame, kind: str, checkpoint: str, warm: int, batches: int, **given: str) -> list[float]:
+    """Return the milliseconds of each batch that has rows, but for the `warm` first ones."""
     writer = rows.writeStream.format(kind).options(checkpointLocation=checkpoint, **given)
     query = writer.trigger(processingTime="1 second").start()
     try:
-        while len(found := _durations(query)) < _WARM_BATCHES + batches:
+        while len(found := _durations(query)) < warm + batches:
             _wait_for_batch(query)
     finally:
         query.stop()
-    return found[_WARM_BATCHES:]
+    return found[warm:]
 
 
 def _durations(query: StreamingQuery) -> list[float]:
