@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from penstock.batch import Batch
+from penstock.broker import intake, partition
 from penstock.broker.broker import Settings
 from penstock.broker.intake import Receipt
 from penstock.run import Run
@@ -327,3 +330,50 @@ async def test_a_key_that_takes_long_to_hash_is_refused_and_the_others_are_store
         assert "key of 65537 bytes: at most 65536" in str(receipt.error)
         receipt = await life.publish(b"orders", b"b", headers=b"Penstock-Key: " + bytes([107]) * 65_536 + b"\r\n")
         assert receipt.error is None
+
+
+@pytest.mark.parametrize("settings", [Settings(), PAYLOAD], ids=["id", "payload"])
+@in_loop
+async def test_a_large_batch_is_read_in_another_thread_after_a_restart(settings: Settings) -> None:
+    def numbered() -> Run:
+        run = run_of(b"orders", *(b"%d" % number for number in range(10)))
+        run.headers = {number: with_id(b"%d" % number) for number in range(10)}
+        return run
+
+    threads: dict[int, threading.Thread] = {}
+    read = intake._read_identities
+
+    def watched(batch: Batch, mode: Dedup, number: int | None) -> Any:
+        threads[batch.count] = threading.current_thread()
+        return read(batch, mode, number)
+
+    async with Life(FaultyFiles(), settings=settings) as life:
+        await life.publish_run(numbered())
+        await send(life, b"10", b"10")
+        disk = await stop(life)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intake, "_read_identities", watched)
+        patch.setattr(partition, "LARGE_MESSAGES", 5)
+        async with Life(disk, settings=settings) as life:
+            assert list((await life.publish_run(numbered())).duplicates) == list(range(10))
+            assert (await send(life, b"10", b"10")).duplicates
+            assert not (await send(life, b"11", b"11")).duplicates
+    assert threads[10] is not threading.current_thread()
+    assert threads[1] is threading.current_thread()
+
+
+@in_loop
+async def test_of_more_ids_than_are_known_the_newest_are_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    async with Life(FaultyFiles(), clock=clock) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        for number in range(40):
+            # In turn to each partition, and not in the order of their ids.
+            await send(life, b"%d" % (number * 7 % 40), subject=b"orders.%d" % (number % 2))
+            clock.advance(1000)
+        disk = await stop(life)
+    monkeypatch.setattr(intake, "ENTRIES_MAX", 10)
+    async with Life(disk, clock=clock) as life:
+        for number in range(30, 40):
+            assert (await send(life, b"%d" % (number * 7 % 40))).duplicates, number
+        assert not (await send(life, b"%d" % (3 * 7 % 40))).duplicates

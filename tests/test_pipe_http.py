@@ -13,7 +13,10 @@ import pytest
 
 from penstock import Client
 from penstock.batch import Batch, encode
+from penstock.broker.partition import LARGE_MESSAGES
 from penstock.pipe.batches import CONTENT_TYPE, BatchReader
+from penstock.server.pipe_http import RECORDS_BYTES
+from tests.frames import Frames, batch
 from tests.server import PATIENCE_S, Flux, Serve, pub
 from tests.trees import ask, batches, eventually, get, status_of
 
@@ -115,6 +118,31 @@ def test_records_are_as_clients_of_that_kind_know_them(server: Serve) -> None:
     assert (third["offset"], third["eventType"]) == (2, "DELETE")
     assert [record["offset"] for record in get(server, "/pipe/poll", topic="records", offset=1, limit=1)[1]] == [1]
     assert get(server, "/pipe/poll", topic="records", offset=3) == (204, None)
+
+
+def test_a_large_batch_is_polled_in_parts(tmp_path: Path) -> None:
+    """One that is opened in another thread, among others."""
+    values = [b"%d" % number for number in range(LARGE_MESSAGES + 1000)]
+    with Serve(tmp_path) as server:
+        publish(server, "large", b"first", b"second")
+        with Frames(server) as client:
+            client.append(client.call("topic", name="large")["id"], batch(*values))
+        publish(server, "large", b"last")
+        expected = ["first", "second", *(value.decode() for value in values), "last"]
+        found: list[str] = []
+        for limit in (1, 100, 10_000, 10_000):
+            before = len(found)
+            _, records = get(server, "/pipe/poll", topic="large", offset=before, limit=limit)
+            assert [record["offset"] for record in records] == list(range(before, before + len(records)))
+            assert 0 < len(records) <= limit
+            found += [record["data"] for record in records]
+        assert found == expected
+
+        with Frames(server) as client:
+            client.append(client.topic_id("heavy"), batch(*[b"%0100000d" % number for number in range(100)]))
+        _, records = get(server, "/pipe/poll", topic="heavy", offset=50, limit=1000)
+        size = sum(len(record["data"]) for record in records)
+        assert RECORDS_BYTES <= size < RECORDS_BYTES + (2 << 20), "an answer is bounded though the batch is not"
 
 
 def test_what_retention_has_dropped_is_told_with_where_to_go_on(server: Serve) -> None:

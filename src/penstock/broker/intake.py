@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
+from itertools import repeat
+from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
 
 from penstock import headers
 from penstock.batch import Batch
 from penstock.broker.dedup import ENTRIES_MAX, Dedup, DedupBudget
 from penstock.broker.delay import Delays
-from penstock.broker.partition import LivePartition, Partition
+from penstock.broker.partition import LivePartition, Partition, is_large
 from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
@@ -27,6 +31,8 @@ from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.store import Store
 
 _READ_BYTES: Final = 1 << 20
+# Identities that are looked at before others may use the loop: less than a millisecond.
+_SLICE: Final = 500
 # Of an id whose message is not in its topic yet.
 _UNPLACED: Final = -1
 
@@ -182,8 +188,8 @@ class Intake:
     def note(self, topic: ServedTopic, partition: Partition, batch: Batch) -> None:
         """What came another way is known from now on, if it is sent again."""
         if topic.dedup is not None and not topic.takes_opaque(batch):
-            for append_time, identity, place in self._identities(topic, partition, batch):
-                topic.dedup.add(identity, place, append_time)
+            for identity, place, _ in _read_identities(batch, topic.topic.policy.dedup, partition.number):
+                topic.dedup.add(identity, place, batch.append_time)
 
     def _append(
         self, target: Target, run: Run, indices: Sequence[int], receipt: Receipt, done: Done | None = None
@@ -386,7 +392,9 @@ class Intake:
         """What the logs say of the topic's messages within the window, those for later too."""
         policy = topic.topic.policy
         since_us = self._host.clock.now_us() - policy.dedup_window_us
-        found: list[tuple[int, bytes, int]] = []
+        # The identities of each batch, with its time. They are never sorted one by one, which would take 0.1 s.
+        found: list[tuple[int, list[_Identity]]] = []
+        count = 0
         partitions = list(topic.partitions)
         if self._host.delays is not None:
             partitions.append(self._host.delays.partition)
@@ -395,33 +403,86 @@ class Intake:
             offset = await asyncio.get_running_loop().run_in_executor(None, log.offset_at, since_us)
             while offset < log.committed and (batches := await self._host.store.read(log, offset, _READ_BYTES)):
                 for batch in batches:
-                    found += self._identities(topic, partition, batch)
-                    if len(found) > 2 * ENTRIES_MAX:
-                        found = sorted(found)[-ENTRIES_MAX:]
-                    await asyncio.sleep(0)
+                    identities = await self._identities(topic, partition, batch)
+                    found.append((batch.append_time, identities))
+                    count += len(identities)
+                    if count > 2 * ENTRIES_MAX:
+                        count = _forget_oldest(found, count)
                 offset = batches[-1].end
         dedup = Dedup(policy.dedup_window_us, budget=self._dedup_budget)
-        for append_time, identity, offset in sorted(found):
-            dedup.add(identity, offset, append_time)
+        for append_time, identities in sorted(found, key=_append_time):
+            async for some in _sliced(identities):
+                for identity, place, _ in some:
+                    dedup.add(identity, place, append_time)
         return dedup
 
-    def _identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> Iterator[tuple[int, bytes, int]]:
-        columns = batch.columns()
-        subjects = columns.subjects()
+    async def _identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> list[_Identity]:
+        """Return the identities of a stored batch without holding up the loop."""
         is_late = partition not in topic.partitions
-        of_topic = [True] * batch.count
-        if is_late and subjects is not None:
-            of_topic = [subject is not None and self._host.topics.owner(subject) is topic for subject in subjects]
-        places = [_UNPLACED if is_late else _packed(partition.number, offset) for offset in columns.offsets()]
-        if topic.topic.policy.dedup is DedupMode.PAYLOAD:
-            for wanted, place, value in zip(of_topic, places, columns.values(), strict=True):
-                if wanted:
-                    yield batch.append_time, _payload_identity(value), place
-        elif (blocks := columns.headers()) is not None:
-            for wanted, place, block in zip(of_topic, places, blocks, strict=True):
-                identity = headers.identity(block) if wanted and block else None
-                if identity is not None:
-                    yield batch.append_time, identity, place
+        read = partial(_read_identities, batch, topic.topic.policy.dedup, None if is_late else partition.number)
+        if is_large(batch):
+            found = await asyncio.get_running_loop().run_in_executor(None, read)
+        else:
+            found = read()
+            await asyncio.sleep(0)
+        if not is_late:
+            return found
+        kept: list[_Identity] = []
+        async for some in _sliced(found):
+            kept += [
+                each for each in some if each.subject is not None and self._host.topics.owner(each.subject) is topic
+            ]
+        return kept
+
+
+class _Identity(NamedTuple):
+    """What tells a message from others, and where it is."""
+
+    identity: bytes
+    place: int
+    # Of a message for later.
+    subject: bytes | None
+
+
+_append_time = itemgetter(0)
+
+
+def _read_identities(batch: Batch, mode: DedupMode, partition: int | None) -> list[_Identity]:
+    """Return the identities of a batch, of its newest messages if they are many. `partition`: None if they are for
+    later."""
+    columns = batch.columns()
+    identities: Iterable[bytes | None]
+    if mode is DedupMode.PAYLOAD:
+        identities = map(_payload_identity, columns.values())
+    elif (blocks := columns.headers()) is not None:
+        identities = (headers.identity(block) if block else None for block in blocks)
+    else:
+        return []
+    subjects = columns.subjects() if partition is None else None
+    found: deque[_Identity] = deque(maxlen=ENTRIES_MAX)
+    for identity, offset, subject in zip(identities, columns.offsets(), subjects or repeat(None), strict=False):
+        if identity is not None:
+            place = _UNPLACED if partition is None else _packed(partition, offset)
+            found.append(_Identity(identity, place, subject))
+    return list(found)
+
+
+def _forget_oldest(found: list[tuple[int, list[_Identity]]], count: int) -> int:
+    """Drop the oldest batches while enough are left without them; how many identities are left."""
+    found.sort(key=_append_time)
+    dropped = 0
+    while count - len(found[dropped][1]) >= ENTRIES_MAX:
+        count -= len(found[dropped][1])
+        dropped += 1
+    del found[:dropped]
+    return count
+
+
+async def _sliced(items: list[_Identity]) -> AsyncIterator[list[_Identity]]:
+    """Yield some at a time, and let others use the loop in between."""
+    for begin in range(0, len(items), _SLICE):
+        yield items[begin : begin + _SLICE]
+        await asyncio.sleep(0)
 
 
 def _packed(partition: int, offset: int) -> int:

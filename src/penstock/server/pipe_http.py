@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from penstock.batch import Batch
 from penstock.broker.broker import Broker
-from penstock.broker.partition import Partition
+from penstock.broker.partition import Partition, is_large
 from penstock.broker.sources import source_number
 from penstock.broker.topic import ServedTopic
 from penstock.errors import (
@@ -40,7 +40,7 @@ from penstock.pipe.batches import CONTENT_TYPE, BatchReader, check_stored, joine
 from penstock.pipe.document import stored_record
 from penstock.pipe.pipes import Pipes
 from penstock.pipe.topology import NODE_ID_CHARACTERS_MAX
-from penstock.run import open_batch
+from penstock.run import Run, open_batch
 from penstock.server.routes import authorize, refusal
 from penstock.server.rows import Answers, encode
 from penstock.storage.log import State
@@ -57,8 +57,9 @@ WAIT_MS_MAX: Final = 30_000
 # Records in one answer, and bytes of their messages.
 RECORDS_MAX: Final = 10_000
 RECORDS_BYTES: Final = 4 << 20
-# Records that are made before others may use the loop.
+# Records that are made before others may use the loop, and bytes of their messages.
 SLICE: Final = 100
+SLICE_BYTES: Final = 256 << 10
 NUMBER_MAX: Final = (1 << 62) - 1
 ORIGIN_CHARACTERS_MAX: Final = 512
 
@@ -146,25 +147,40 @@ class _PipeDoor:
         if not 0 < limit <= RECORDS_MAX:
             raise BadRequest(f"limit is {limit}, it must be 1 to {RECORDS_MAX}")
         records: list[dict[str, Any]] = []
-        size = 0
-        while len(records) < limit and size < RECORDS_BYTES:
-            try:
-                batches = await self._read(topic, partition, offset)
-            except PenstockError:
-                if records:
-                    break  # whoever asks for what comes next is told
-                raise
-            if not batches:
-                break
-            for batch in batches:
-                run = open_batch(batch, topic.name, offset)
+        size = sliced = 0
+        try:
+            async for run in self._runs(topic, partition, offset):
                 for index in range(min(len(run), limit - len(records))):
                     records.append(stored_record(run, index, topic.name))
                     size += len(run.values[index])
-                    if len(records) % SLICE == 0:
+                    if len(records) % SLICE == 0 or size - sliced > SLICE_BYTES:
+                        sliced = size
                         await asyncio.sleep(0)
-                offset = max(offset, batch.end)
+                if len(records) >= limit or size >= RECORDS_BYTES:
+                    break
+        except PenstockError:
+            if not records:
+                raise
+            # Whoever asks for what comes next is told.
         return await self._json(records) if records else Response(status_code=204)
+
+    async def _runs(self, topic: ServedTopic, partition: Partition, offset: int) -> AsyncIterator[Run]:
+        """Yield what is stored from an offset on, batch by batch. A large one is opened in another thread and comes in
+        parts; a request that waits for its turn at that holds no batch."""
+        while batches := await self._read(topic, partition, offset):
+            for batch in batches:
+                end = batch.end
+                if is_large(batch):
+                    break
+                yield open_batch(batch, topic.name, offset)
+                offset = end
+            del batch, batches
+            while offset < end:
+                found = await partition.read(offset)
+                if found is None:
+                    return
+                run, offset = found
+                yield run
 
     async def _batches(
         self, topic: ServedTopic, partition: Partition, batches: list[Batch], until: float
