@@ -252,7 +252,8 @@ class Store:
     # Rounds.
 
     def appended(self, log: Log, size: int) -> None:
-        if self.unflushed_bytes + size > self.settings.unflushed_bytes_max and self.unflushed_bytes:
+        # After `room` any batch is taken: one as large as the limit would never fit beside anything else.
+        if self.unflushed_bytes + size > self.settings.unflushed_bytes_max and self.is_crowded:
             raise Overloaded(f"{self.unflushed_bytes} bytes wait for the disk: try again later")
         if log is not self._state_log:
             self.space.admit()
