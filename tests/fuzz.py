@@ -48,7 +48,11 @@ from penstock.wire.binary import (
 )
 from penstock.wire.events import Event, Refused
 from penstock.wire.text import Parser
+from penstock.wire.websocket import Control
+from penstock.wire.websocket import Parser as WebSocketParser
 from tests.hostile.siege import Attack, Door, Step, Target
+from tests.websocket import deflate
+from tests.websocket import encode as websocket_frame
 
 _Read = TypeVar("_Read")
 
@@ -275,6 +279,44 @@ def _refused_or_read(read: Callable[[bytes], _Read], data: bytes) -> _Read | Non
         return None
 
 
+# WebSocket.
+
+
+_WEBSOCKET: Final = [
+    websocket_frame(2, b"PING\r\n"),
+    websocket_frame(1, b"PUB a 3\r\nab", final=False),
+    websocket_frame(0, b"c\r\n"),
+    websocket_frame(2, b"PUB a 300\r\n" + bytes(300)),
+    websocket_frame(2, deflate(b"PING\r\n" * 100), reserved=4),
+    websocket_frame(2, deflate(b"PUB a 3\r\nabc\r\n"), reserved=4, final=False),
+    websocket_frame(9, b"?"),
+    websocket_frame(10),
+    websocket_frame(8, b"\x03\xe8"),
+]
+
+
+def _judge_websocket(data: bytes, source: random.Random) -> None:
+    assert _read_websocket(_cut(data, source)) == _read_websocket([data]), "cut otherwise, it is read otherwise"
+
+
+def _read_websocket(parts: Iterable[bytes]) -> tuple[bytes, list[Control]] | None:
+    """Return the stream and the control frames; None: it was refused."""
+    parser = WebSocketParser(deflates=True)
+    stream: list[bytes] = []
+    controls: list[Control] = []
+    try:
+        for part in parts:
+            parser.feed(part)
+            while (found := parser.read(_FRAME_BYTES_MAX)) is not None:
+                if isinstance(found, Control):
+                    controls.append(found)
+                else:
+                    stream.append(found)
+    except BadFrame:
+        return None
+    return b"".join(stream), controls
+
+
 _Judge = Callable[[bytes, random.Random], None]
 _DOORS: Final[list[tuple[str, Sequence[bytes], _Judge]]] = [
     ("text", _PIECES, _judge_text),
@@ -282,6 +324,7 @@ _DOORS: Final[list[tuple[str, Sequence[bytes], _Judge]]] = [
     ("prefixed, QB", _messages(prefixed.Style()), _judge_prefixed),
     ("prefixed, QB otherwise", _messages(prefixed.Style(counts_itself=False, lengths_first=True)), _judge_prefixed),
     ("prefixed, Cursus", _COMMANDS, _judge_prefixed),
+    ("WebSocket", _WEBSOCKET, _judge_websocket),
 ]
 
 

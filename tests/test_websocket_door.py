@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -214,6 +215,32 @@ def test_a_close_comes_behind_what_was_sent_before_and_is_answered(client: WebSo
     assert client.line() == "PONG"
     assert client.rest() == ""
     assert client.socket.controls == [Frame(Opcode.CLOSE, b"\x03\xe8bye")]
+
+
+def test_what_comes_before_a_close_is_published(server: Serve, client: WebSocketRaw) -> None:
+    """Also what takes several turns, and to a topic that does not exist yet."""
+    topic = f"closing{id(client)}"
+    data = b"".join(pub(f"{topic}.x", b"%d" % number) + b"PONG\r\n" for number in range(5000))
+    client.socket.sendall_raw(encode(Opcode.BINARY, data) + encode(Opcode.CLOSE, b"\x03\xe8"))
+    assert client.rest() == ""
+    assert client.socket.controls == [Frame(Opcode.CLOSE, b"\x03\xe8")]
+    with Flux(server) as flux:
+        flux.send(f"PULL {topic}.x 5000\r\n")
+        messages, _ = flux.until_ok()
+    assert [message.payload for message in messages] == [b"%d" % number for number in range(5000)]
+
+
+def test_a_server_that_retires_takes_no_more(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server, WebSocketRaw(server) as client:
+        client.send(b'CONNECT {"verbose":false,"protocol":1}\r\n')
+        assert client.ask("PING") == "PONG"
+        assert '"ldm"' not in client.line()
+        server.process.send_signal(signal.SIGUSR2)
+        assert '"ldm"' in client.line()
+        assert shake(server)[0] == 503
+        assert server.stop().code == 0
+        assert client.rest() == ""
+        assert client.socket.controls == [Frame(Opcode.CLOSE, b"\x03\xe9")]
 
 
 def test_a_protocol_error_is_told(server: Serve, client: WebSocketRaw) -> None:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 # What NATS clients ask for.
 PATH: Final = "/"
 # What is handed to the session before others have a turn.
-FRAMES_MAX: Final = 256
-TURN_BYTES: Final = 64 << 10
+FRAMES_MAX: Final = 512
+TURN_BYTES: Final = 256 << 10
 
 
 # The handshake.
@@ -106,6 +106,8 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
         self._session: Door | Session = Door(server, greets=True, type=WEBSOCKET)
         self._transport: asyncio.Transport
         self._is_closing = False
+        # The client's; nothing behind it counts.
+        self._close: Control | None = None
         # Bytes that the session was given.
         self._handed_on = 0
         # Whether the session reads nothing for now.
@@ -123,7 +125,7 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
         self._session.connection_made(self)
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_closing:
+        if not self._is_closing and self._close is None:
             self._parser.feed(data)
             self._take_turn()
 
@@ -151,36 +153,39 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
         self._session.call(self._read)
 
     def _read(self) -> None:
-        """Hand on what has come, as far as it fits into a turn."""
-        parts, close, is_empty = self._read_frames()
-        data = b"".join(parts)
-        if data and not self._is_closing:
-            self._handed_on += len(data)
-            self._session.data_received(data)
-        if close is not None:
-            self._end(websocket.answer_close(close.payload))
+        """Hand on what has come, as far as it fits into a turn. CLOSE waits until the session has taken all of it."""
+        is_empty = True
+        if self._close is None:
+            parts, is_empty = self._read_frames()
+            data = b"".join(parts)
+            if data and not self._is_closing:
+                self._handed_on += len(data)
+                self._session.data_received(data)
         if self._is_closing or self._is_held or self._turn is not None:
             return
-        if is_empty:
+        if self._close is not None:
+            self._end(websocket.answer_close(self._close.payload))
+        elif is_empty:
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
             self._turn = asyncio.get_running_loop().call_soon(self._take_turn)
 
-    def _read_frames(self) -> tuple[list[bytes], Control | None, bool]:
-        """Return parts of messages, the CLOSE behind them if there is one, and whether more has to come."""
+    def _read_frames(self) -> tuple[list[bytes], bool]:
+        """Return parts of messages, up to a CLOSE, and whether more has to come."""
         parts: list[bytes] = []
         room, overhead = self._room(), self._parser.overhead
         try:
             for _ in range(FRAMES_MAX):
                 found = self._parser.read(room)
                 if found is None:
-                    return parts, None, True
+                    return parts, True
                 if isinstance(found, bytes):
                     parts.append(found)
                     room -= len(found)
                 elif found.opcode is Opcode.CLOSE:
-                    return parts, found, True
+                    self._close = found
+                    return parts, True
                 elif found.opcode is Opcode.PING:
                     self._pong(found)
                 if not room:
@@ -190,7 +195,7 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
             self._end(websocket.close(Status.PROTOCOL_ERROR, str(error)))
         finally:
             self._count_overhead(self._parser.overhead - overhead)
-        return parts, None, False
+        return parts, False
 
     def _room(self) -> int:
         """Return how many bytes may be handed on in a turn: before the session is admitted, one more than it may send
