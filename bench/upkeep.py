@@ -170,6 +170,9 @@ class _NoRounds:
     def settled(self, size: int) -> None:
         raise NotImplementedError
 
+    def announce(self) -> None:
+        raise NotImplementedError
+
     def fault(self, seam: str, log: Log, error: Exception) -> None:
         raise error
 

@@ -29,6 +29,9 @@ class FlushedByHand:
     def settled(self, size: int) -> None:
         pass
 
+    def announce(self) -> None:
+        pass
+
     def fault(self, seam: str, log: Log, error: Exception) -> None:
         raise error
 

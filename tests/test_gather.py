@@ -28,6 +28,7 @@ def watch(log: Log) -> list[tuple[int, list[bytes]]]:
         for item in fresh:
             values = item.values if isinstance(item, Run) else item.columns().values()
             seen.append((item.base_offset, values))
+        log.tell(log.committed)
 
     log.on_commit = on_commit
     return seen

@@ -361,7 +361,7 @@ SEAMS: Final = (
     Seam(
         "commit", Log, "_commit", lambda log: log.subject == VICTIM and log.end, publish_flux_refused, fails_topic=True
     ),
-    Seam("deliver, partition", Partition, "_on_commit", lambda place, _: place.name == VICTIM, read_later),
+    Seam("deliver, partition", Partition, "serve", lambda place, _: place.name == VICTIM, read_later),
     Seam("deliver, text", text, "messages", lambda _, sid, **__: sid == VICTIM, read_text),
     Seam("deliver, binary", binary, "messages_frame", lambda *_: True, read_binary),
     Seam("deliver, QB", QbSpeaker, "send", lambda *_: True, read_qb),

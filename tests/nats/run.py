@@ -263,6 +263,11 @@ def _take(peer: Peer, step: Step, wires: dict[str, Wire], idle: int) -> dict[str
     return {other: received[other] for other in wires if other in received}
 
 
+def _is_status(message: Message) -> bool:
+    """Whether it is the server's word that there are no responders: of several subscriptions it goes to any one."""
+    return message.headers.startswith(b"NATS/1.0 503")
+
+
 def _normalise(received: dict[str, list[Received]], wires: dict[str, Wire]) -> Iterator[str]:
     queued: list[str] = []
     for name, items in received.items():
@@ -274,7 +279,7 @@ def _normalise(received: dict[str, list[Received]], wires: dict[str, Wire]) -> I
             elif item.sid in queues:
                 queued.append(f"{_text(queues[item.sid])}: {item}")
             else:
-                shown.append((str(item), f" @{_text(item.sid)}"))
+                shown.append((str(item), "" if _is_status(item) else f" @{_text(item.sid)}"))
         # One message, on several subscriptions.
         lines = (
             f"{name}: {line}{sid}" for _, same in groupby(shown, lambda pair: pair[0]) for line, sid in sorted(same)
@@ -290,13 +295,13 @@ def _shorten(transcript: list[str]) -> list[str]:
 
 
 def relax(transcript: list[str]) -> list[str]:
-    """Return, for each step, first a connection's answers and then the messages of each of its subscriptions.
+    """Return, for each step, first a connection's answers, then the server's own messages, then the others.
 
     That messages come before the PONG that covers them is still seen: otherwise they are in the next step.
     """
     found: list[str] = []
     for _, lines in groupby(transcript, lambda line: line.partition(":")[0]):
-        found += sorted(lines, key=lambda line: line.rpartition(" @")[2] if ": MSG " in line else "")
+        found += sorted(lines, key=lambda line: (": MSG " in line) + (" @" in line))
     return found
 
 

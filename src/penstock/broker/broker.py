@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, groupby
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from penstock.batch import Batch
@@ -24,6 +26,7 @@ from penstock.broker.inflight import Record
 from penstock.broker.intake import Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member, Sink
+from penstock.broker.order import Order, Publisher
 from penstock.broker.partition import LivePartition, Opened, Partition
 from penstock.broker.refresh import Refresh, Refreshes
 from penstock.broker.start import Begin, Start, offset_of
@@ -92,12 +95,17 @@ class Broker:
         self._unserved: dict[Partition, None] = {}
         self._opened = Opened()
         self._subscriptions: dict[Subscription, None] = {}
+        # Those that get what was published up to now, and nothing more.
+        self._leaving: dict[Subscription, None] = {}
+        self._left: Interest[Subscription] = Interest()
         self._members: set[Member] = set()
         # Those with a queue: by its name, then by their patterns.
         self._queues: dict[bytes, dict[bytes, Subscription]] = {}
         self._queue_numbers = count()
         self.live = LivePartition(LIVE[0], self._deliver)
-        self._intake = Intake(self, self.live)
+        self._order = Order(self._find_sinks, self.health)
+        store.on_commit = self._order.serve
+        self._intake = Intake(self, self.live, self._order)
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
         self.delays: Delays | None = None
@@ -344,7 +352,16 @@ class Broker:
             deliver = _deliver_to_nobody if name.startswith(RESERVED) else self._deliver
             partitions.append(
                 Partition(
-                    topic.id, number, name, log, self.store, deliver, self._pass_over, self._unserved, self._opened
+                    topic.id,
+                    number,
+                    name,
+                    log,
+                    self.store,
+                    deliver,
+                    self._pass_over,
+                    self._unserved,
+                    self._opened,
+                    self._order,
                 )
             )
             for group in self._all_groups:
@@ -359,9 +376,9 @@ class Broker:
 
     # In.
 
-    def is_ready(self, run: Run) -> bool:
+    def is_ready(self, run: Run, publisher: Publisher | None = None) -> bool:
         """Whether `publish` can take the run as things are; if not, `prepare` makes it so."""
-        return self._intake.is_ready(run)
+        return self._intake.is_ready(run, publisher)
 
     async def prepare(self, run: Run) -> Refusals:
         """Make the topics that the run needs, read what must be known of them, and wait for the disk to catch up.
@@ -370,16 +387,25 @@ class Broker:
         """
         return await self._intake.prepare(run)
 
-    async def make_ready(self, run: Run) -> Refusals:
+    async def make_ready(self, run: Run, publisher: Publisher | None = None) -> Refusals:
         """`prepare` until it is ready."""
         refusals: Refusals = {}
-        while not refusals and not self.is_ready(run):
+        while not refusals and not self.is_ready(run, publisher):
             refusals = await self.prepare(run)
         return refusals
 
-    def publish(self, run: Run, done: Callable[[Receipt], None], refusals: Refusals | None = None) -> Receipt:
-        """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`."""
-        return self._intake.publish(run, done, refusals)
+    def publish(
+        self,
+        run: Run,
+        done: Callable[[Receipt], None],
+        refusals: Refusals | None = None,
+        publisher: Publisher | None = None,
+    ) -> Receipt:
+        """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`.
+
+        What one publisher publishes is delivered in this order.
+        """
+        return self._intake.publish(run, done, refusals, publisher)
 
     async def owner(self, subject: bytes) -> ServedTopic:
         """The topic that stores a subject, made if there is none. Raises if nothing can be published there."""
@@ -537,16 +563,26 @@ class Broker:
 
         `done` is called once it has the former, or is unsubscribed. Other members of a queue group take over at once.
         """
+        self._order.release(subscription.pattern)
         if len(subscription.members) > 1:
             self._end(subscription, member, after, done)
+            return
+        end = partial(self._end, subscription, member, after, done)
+        if after is None and subscription.queue is None:
+            self._withdraw(subscription)
+            self._leaving[subscription] = None
+            self._left.add(subscription.pattern, subscription)
+            subscription.stop_at(member, self._ends(subscription), end, is_final=True)
             return
         ends = self._put_behind(subscription)
         if after is None:
             self._withdraw(subscription)
-        end = partial(self._end, subscription, member, after, done)
         subscription.stop_at(member, ends, end, is_final=after is None)
 
     def _end(self, subscription: Subscription, member: Member, after: int | None, done: Callable[[], None]) -> None:
+        if subscription in self._leaving:
+            del self._leaving[subscription]
+            self._left.remove(subscription.pattern, subscription)
         if member in subscription.members:
             if after is None or after <= member.delivered:
                 self.unsubscribe(subscription, member)
@@ -557,12 +593,24 @@ class Broker:
 
     def _put_behind(self, subscription: Subscription) -> dict[Partition, int]:
         """Put it behind where messages for it may be on their way; up to where in each partition."""
-        for partition in self._unserved:
+        for partition in self._on_the_way(subscription):
             begin = max(partition.served, partition.since.get(subscription, 0))
-            is_public = not partition.name.startswith(RESERVED)
-            if is_public and begin < partition.end and meets(subscription.pattern, partition.name):
-                subscription.behind.setdefault(partition, begin)
+            subscription.behind.setdefault(partition, begin)
         return {partition: partition.end for partition in subscription.behind}
+
+    def _ends(self, subscription: Subscription) -> dict[Partition, int]:
+        """Up to where messages for it may be on their way, in each partition where they may."""
+        return {partition: partition.end for partition in chain(subscription.behind, self._on_the_way(subscription))}
+
+    def _on_the_way(self, subscription: Subscription) -> list[Partition]:
+        """Return the partitions where messages for it may be on their way."""
+        return [
+            partition
+            for partition in self._unserved
+            if not partition.name.startswith(RESERVED)
+            and max(partition.served, partition.since.get(subscription, 0)) < partition.end
+            and meets(subscription.pattern, partition.name)
+        ]
 
     def _withdraw(self, subscription: Subscription) -> None:
         """Give it nothing that is published from now on."""
@@ -852,27 +900,26 @@ class Broker:
         """All that is committed comes here once. A batch is opened only if somebody may want it."""
         if isinstance(fresh, Run):
             run = fresh
-        elif fresh.has("subject") or self.interest.match(target.name):
+        elif fresh.has("subject") or self._match(target.name):
             run = open_batch(fresh, target.name)
         else:
             return
+        wanted: dict[Subscription, Sequence[int]] = {}
+        match = self._match if self._leaving else self.interest.match
         subject = run.subject
-        was_sent = False
         if subject is not None:
-            for subscription in self.interest.match(subject):
-                was_sent |= self._hand_over(subscription, target, run)
-            if was_sent:
-                self.figures.delivered(run)
-            return
-        wanted: dict[Subscription, list[int]] = {}
-        match = self.interest.match
-        for index, each in enumerate(run.subjects):
-            for subscription in match(each):
-                if subscription in wanted:
-                    wanted[subscription].append(index)
-                else:
-                    wanted[subscription] = [index]
-        for subscription, indices in wanted.items():
+            wanted = dict.fromkeys(match(subject), range(len(run)))
+        else:
+            found: dict[Subscription, list[int]] = {}
+            for index, each in enumerate(run.subjects):
+                for subscription in match(each):
+                    if subscription in found:
+                        found[subscription].append(index)
+                    else:
+                        found[subscription] = [index]
+            wanted.update(found)
+        was_sent = False
+        for subscription, indices in _in_turn(wanted) if len(wanted) > 1 and len(run) > 1 else wanted.items():
             part = run if len(indices) == len(run) else run.select(indices)
             was_sent |= self._hand_over(subscription, target, part)
         if was_sent:
@@ -886,9 +933,18 @@ class Broker:
             subscription.fail(fault)
             return False
 
+    def _match(self, subject: bytes) -> tuple[Subscription, ...]:
+        """Return who gets messages with this subject, among them those that get only what is on its way."""
+        return self.interest.match(subject) + self._left.match(subject)
+
+    def _find_sinks(self, subjects: Iterable[bytes]) -> set[Sink]:
+        """Return the connections that get what is published under these subjects, unless they are behind."""
+        readers = {reader for subject in subjects for reader in self._match(subject)}
+        return {member.sink for reader in readers for member in reader.members}
+
     def _pass_over(self, partition: Partition) -> None:
         """What is committed next is too much to be handed out: whoever wants it reads it from the disk."""
-        for subscription in self._subscriptions:
+        for subscription in chain(self._subscriptions, self._leaving):
             if meets(subscription.pattern, partition.name) and partition not in subscription.behind:
                 subscription.behind[partition] = max(partition.served, partition.since.get(subscription, 0))
                 subscription.wake()
@@ -898,6 +954,22 @@ class Broker:
         for partition in self._unserved:
             if meets(subscription.pattern, partition.name):
                 partition.since[subscription] = partition.end
+        for live in self._order.waiting_live():
+            live.since[subscription] = live.end
+
+
+def _in_turn(wanted: dict[Subscription, Sequence[int]]) -> Iterator[tuple[Subscription, Sequence[int]]]:
+    """Which messages of a run each subscription gets. A connection with several gets one message after the other."""
+    counts = Counter(member.sink for subscription in wanted for member in subscription.members)
+    steps: list[tuple[int, Subscription]] = []
+    for subscription, indices in wanted.items():
+        if any(counts[member.sink] > 1 for member in subscription.members):
+            steps += [(index, subscription) for index in indices]
+        else:
+            yield subscription, indices
+    steps.sort(key=itemgetter(0))
+    for subscription, chosen in groupby(steps, itemgetter(1)):
+        yield subscription, [index for index, _ in chosen]
 
 
 def _describe(group: Group) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from penstock import headers
 from penstock.batch import Batch
 from penstock.broker.dedup import ENTRIES_MAX, Dedup, DedupBudget
 from penstock.broker.delay import Delays
-from penstock.broker.partition import LivePartition, Partition, is_large
+from penstock.broker.order import Order, Publisher
+from penstock.broker.partition import LivePartition, LiveQueue, Partition, is_large
 from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
@@ -122,19 +123,21 @@ class Host(Protocol):
 
 
 class Intake:
-    def __init__(self, host: Host, live: LivePartition) -> None:
+    def __init__(self, host: Host, live: LivePartition, order: Order) -> None:
         self._host = host
         self._live = live
+        self._order = order
         self._dedup_budget = DedupBudget()
 
     def usage(self) -> dict[str, Usage]:
         return {"dedup_bytes": self._dedup_budget.usage}
 
-    def is_ready(self, run: Run) -> bool:
+    def is_ready(self, run: Run, publisher: Publisher | None = None) -> bool:
         """Whether `publish` can take the run as things are; if not, `prepare` makes it so."""
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE)):
-            return True
+            # What has to wait for the disk counts with what waits for it.
+            return publisher is None or not publisher.is_waiting or not self._host.store.is_crowded
         if self._host.store.is_crowded:
             return False
         subjects = set(run.subjects) if subject is None else (subject,)
@@ -147,7 +150,7 @@ class Intake:
         """
         refusals: Refusals = {}
         for subject in set(run.subjects):
-            if not subject.startswith(LIVE):
+            if not (run.is_live or subject.startswith(LIVE)):
                 try:
                     await self._prepare_topic(subject)
                 except PenstockError as error:
@@ -163,14 +166,33 @@ class Intake:
             if topic.dedup is None:
                 topic.dedup = dedup
 
-    def publish(self, run: Run, done: Callable[[Receipt], None], refusals: Refusals | None = None) -> Receipt:
-        """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`."""
+    def publish(
+        self,
+        run: Run,
+        done: Callable[[Receipt], None],
+        refusals: Refusals | None = None,
+        publisher: Publisher | None = None,
+    ) -> Receipt:
+        """Take a run that is the broker's from now on. It must be ready for it (`is_ready`), but for `refusals`.
+
+        What one publisher publishes is delivered in this order.
+        """
         receipt = Receipt(len(run), done)
+        self._publish(run, receipt, refusals, publisher)
+        if publisher is not None:
+            self._order.note(publisher, receipt.places)
+            if publisher.live is not None and publisher.live.served < publisher.live.end:
+                self._order.add(publisher.live)
+                self._order.serve()
+        receipt.close()
+        return receipt
+
+    def _publish(self, run: Run, receipt: Receipt, refusals: Refusals | None, publisher: Publisher | None) -> None:
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE) and not (run.keys or refusals)):
-            self._append(self._live, run, range(len(run)), receipt)
-            receipt.close()
-            return receipt
+            live = self._queue(publisher) if publisher is not None and publisher.is_waiting else self._live
+            self._append(live, run, range(len(run)), receipt)
+            return
         for index, each in enumerate(run.subjects if refusals else ()):
             if refusals and each in refusals:
                 receipt.refuse([index], refusals[each])
@@ -181,9 +203,12 @@ class Intake:
             self._append(topic.choose(subject, None), run, range(len(run)), receipt)
             topic.turn()
         else:
-            self._publish_each(run, receipt)
-        receipt.close()
-        return receipt
+            self._publish_each(run, receipt, publisher)
+
+    def _queue(self, publisher: Publisher) -> LiveQueue:
+        if publisher.live is None:
+            publisher.live = LiveQueue(self._live, self._host.store)
+        return publisher.live
 
     def note(self, topic: ServedTopic, partition: Partition, batch: Batch) -> None:
         """What came another way is known from now on, if it is sent again."""
@@ -210,7 +235,7 @@ class Intake:
         receipt.places.append((target, offset, indices))
         return offset
 
-    def _publish_each(self, run: Run, receipt: Receipt) -> None:
+    def _publish_each(self, run: Run, receipt: Receipt, publisher: Publisher | None) -> None:
         """Message by message to where it belongs; those for the same partition stay together and in order."""
         now_us = self._host.clock.now_us()
         asked: dict[int, headers.Asked] = {}
@@ -260,6 +285,8 @@ class Intake:
             topic.turn()
         identities = self._sift(run, topics, asked, receipt, now_us)
         for target, indices in parts.items():
+            if target is self._live and publisher is not None and (len(parts) > 1 or publisher.is_waiting):
+                target = self._queue(publisher)
             self._append_part(target, run, indices, topics, identities, receipt)
         if later:
             self._append_later(run, later, topics, identities, asked, receipt)

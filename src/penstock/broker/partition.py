@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from penstock.batch import Batch
 from penstock.errors import OffsetOutOfRange
 from penstock.health import Usage
-from penstock.run import Run, open_batch
+from penstock.run import Run, batch_bytes, open_batch
 from penstock.storage.log import Done, Log, State
 from penstock.storage.policy import Policy
+
+
+class Order(Protocol):
+    """Who decides when a partition is served."""
+
+    def add(self, target: Partition, /) -> None:
+        """There is something to serve."""
+        ...
+
+    def take_back(self, target: Partition, /) -> None:
+        """What was appended beyond its end is not coming any more."""
+        ...
+
+
+class Budget(Protocol):
+    """Who counts the bytes that wait for the disk."""
+
+    def charge(self, size: int) -> None:
+        """Raise Overloaded if so many more are too many."""
+        ...
+
+    def settled(self, size: int) -> None: ...
 
 
 class Reader(Protocol):
@@ -131,10 +154,13 @@ class Partition:
 
     __slots__ = (
         "_deliver",
+        "_fresh",
         "_opened",
+        "_order",
         "_pass_over",
         "_reader",
         "_unserved",
+        "cuts",
         "groups",
         "keeps",
         "log",
@@ -158,10 +184,11 @@ class Partition:
         pass_over: Callable[[Partition], None],
         unserved: dict[Partition, None],
         opened: Opened,
+        order: Order,
     ) -> None:
-        """`name` is the topic's; `deliver` gets all that is appended once, in order; until then this is one of
-        `unserved`. `pass_over` is called where that is not at hand, or large: from `served` on readers must read for
-        themselves.
+        """`name` is the topic's; `order` decides when what is committed is served. `deliver` gets all that is appended
+        once, in order; until then this is one of `unserved`. `pass_over` is called where that is not at hand, or large:
+        from `served` on readers must read for themselves.
         """
         self.topic_id = topic_id
         self.keeps = True
@@ -178,6 +205,11 @@ class Partition:
         self._deliver = deliver
         self._pass_over = pass_over
         self._unserved = unserved
+        self._order = order
+        # How often messages were taken back.
+        self.cuts = 0
+        # What is committed and not served yet, as it was appended.
+        self._fresh: deque[Batch | Run] = deque()
         # Where readers begin that came while messages were on their way: those were not for them.
         self.since: dict[object, int] = {}
         log.subject = name
@@ -283,33 +315,65 @@ class Partition:
     def close(self) -> None:
         """The topic is deleted: whoever is behind has nothing more to read."""
         self.log.on_commit = self.log.on_reject = None
+        self.log.tell(self.log.committed)
+        self._fresh.clear()
         self.served = 0
         self._unserved.pop(self, None)
         self._opened.forget(self._place)
         for wake in list(self.groups):
             wake()
 
-    def _on_commit(self, fresh: list[Batch | Run]) -> None:
-        for item in fresh:
+    @property
+    def available(self) -> int:
+        """Up to where it may be served."""
+        return 0 if self.is_closed else self.log.committed
+
+    def waiting_subjects(self) -> Iterator[bytes]:
+        """The subjects of what is to be served, as far as they are known; some of them several times."""
+        for item in self._fresh:
+            yield from set(item.subjects) if isinstance(item, Run) else (self.name,)
+
+    def serve(self, until: int) -> None:
+        """Hand out what is committed below `until`."""
+        while self.served < until and self._fresh and self._fresh[0].base_offset < until:
+            item = self._fresh[0]
+            if item.end <= until or not isinstance(item, Run) or is_large(item):
+                self._fresh.popleft()
+                end = item.end
+            else:
+                end = until
             if item.base_offset > self.served:
                 self._pass_over(self)
+                self.served = item.base_offset
             if is_large(item):
                 self._pass_over(self)
+            elif isinstance(item, Run):
+                self._deliver(self, item.window(self.served, end - self.served))
             else:
                 self._deliver(self, item)
-            self.served = item.end
-        if self.log.committed > self.served:
+            self.served = end
+        if until > self.served:
             self._pass_over(self)
-        self.served = self.log.committed
+            self.served = until
         if self.served == self.log.end:
             self._unserved.pop(self, None)
             self.since.clear()
         for wake in list(self.groups):
             wake()
 
+    def tell(self, until: int) -> None:
+        """Tell those who published below `until` that it is committed."""
+        self.log.tell(until)
+
+    def _on_commit(self, fresh: list[Batch | Run]) -> None:
+        self._fresh.extend(fresh)
+        self._order.add(self)
+
     def _on_reject(self, offset: int) -> None:
         for reader, begin in self.since.items():
             self.since[reader] = min(begin, offset)
+        self.cuts += 1
+        self._order.take_back(self)
         for wake in list(self.groups):
             wake()
 
@@ -317,34 +381,92 @@ class Partition:
 class LivePartition:
     """What is published here goes to those who wait for it now, and nowhere else: inboxes."""
 
-    __slots__ = ("_deliver", "keeps", "name", "received", "sent", "served", "since", "topic_id")
+    __slots__ = ("_deliver", "end", "keeps", "name", "received", "sent", "served", "since", "topic_id")
 
     number = 0
     start = 0
+    is_closed = False
 
     def __init__(self, name: bytes, deliver: Callable[[LivePartition, Run], None]) -> None:
         self.topic_id = -1
         self.keeps = False
         self.since: dict[object, int] = {}
         self.name = name
-        self.served = 0
+        self.served = self.end = 0
         self.received = self.sent = 0
         self._deliver = deliver
 
-    @property
-    def end(self) -> int:
-        return self.served
-
     def append(self, run: Run, done: Done | None) -> int:
-        offset = run.base_offset = self.served
-        run.offsets = None
-        self.received += len(run)
+        offset = self._number(run)
         self._deliver(self, run)
-        self.served = offset + len(run)
+        self.served = self.end
         if done is not None:
             done(offset, None)
+        return offset
+
+    def _number(self, run: Run) -> int:
+        offset = run.base_offset = self.end
+        run.offsets = None
+        self.received += len(run)
+        self.end += len(run)
         return offset
 
     async def read(self, offset: int) -> tuple[Run, int] | None:
         """Nothing is kept."""
         return None
+
+
+class LiveQueue(LivePartition):
+    """What one connection publishes and is not stored, while it waits for what the connection published before."""
+
+    __slots__ = ("_budget", "_total", "_waiting")
+
+    cuts = 0
+
+    def __init__(self, total: LivePartition, budget: Budget) -> None:
+        """`total` counts its messages too."""
+        super().__init__(total.name, total._deliver)
+        self._total = total
+        self._budget = budget
+        self._waiting: deque[tuple[Run, Done | None]] = deque()
+
+    @property
+    def available(self) -> int:
+        """Up to where it may be served."""
+        return self.end
+
+    def waiting_subjects(self) -> Iterator[bytes]:
+        for run, _ in self._waiting:
+            yield from set(run.subjects)
+
+    def append(self, run: Run, done: Done | None) -> int:
+        size = batch_bytes(run)
+        self._budget.charge(size)
+        run.size = size
+        offset = self._number(run)
+        self._total.received += len(run)
+        self._waiting.append((run, done))
+        return offset
+
+    def serve(self, until: int) -> None:
+        """Hand out what waits below `until`."""
+        sent = self.sent
+        try:
+            while self._waiting and self.served < until:
+                run, done = self._waiting[0]
+                end = min(run.end, until)
+                part = run.window(self.served, end - self.served)
+                self.served = end
+                if end == run.end:
+                    self._waiting.popleft()
+                    self._budget.settled(run.size)
+                self._deliver(self, part)
+                if end == run.end and done is not None:
+                    done(run.base_offset, None)
+        finally:
+            self._total.sent += self.sent - sent
+            if not self._waiting:
+                self.since.clear()
+
+    def tell(self, until: int) -> None:
+        """Whoever published was told."""

@@ -7,8 +7,8 @@ several match, so each message is delivered once for each queue name.
 While the members keep up, a subscription has no position: it is handed what is committed. When they do not, it notes
 where it stopped and reads on from there, from memory or disk, as fast as they take it; nobody else waits for it.
 
-A member that leaves first gets what was published before. For that the subscription is put behind where messages are on
-their way, and reads up to the ends that the logs had when the member left: see `stop_at`.
+A member that leaves first gets what was published before, up to the ends that the logs had when it left: see `stop_at`.
+One of a queue is put behind where messages are on their way, so that it can tell which of them are its own.
 """
 
 from __future__ import annotations
@@ -158,10 +158,14 @@ class Subscription:
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
         """`run` was committed, and all of it matches; whether any of it went to a connection."""
+        if self._is_ending and self._stops is not None:
+            run = run.below(self._stops.get(partition, 0) if isinstance(partition, Partition) else 0)
+            if not run.values:
+                return False
         if self.behind:
             if partition in self.behind:
                 return False
-            if self._stops is not None and isinstance(partition, Partition):
+            if self._stops is not None and not self._is_ending and isinstance(partition, Partition):
                 self.behind[partition] = max(run.offset(0), partition.since.get(self, 0))
                 return False
         if partition.since:

@@ -22,6 +22,7 @@ from penstock.broker.group import Group
 from penstock.broker.history import History
 from penstock.broker.intake import Receipt, Refusals
 from penstock.broker.member import Member, Place
+from penstock.broker.order import Publisher
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
 from penstock.broker.topic import RESERVED
@@ -102,6 +103,7 @@ class Session(Connection, asyncio.Protocol):
         # What this connection published last, if it does not want it back: place -> first and last offset of each run.
         self._published: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self._is_publishing = False
+        self._publisher = Publisher()
         # Where PULL has come to, for each subject.
         self._pulls: dict[bytes, History] = {}
 
@@ -188,7 +190,8 @@ class Session(Connection, asyncio.Protocol):
 
     def has_published(self, place: Place, offset: int) -> bool:
         if not place.keeps:
-            return self._is_publishing  # what is not kept is delivered while it is published
+            # What is not kept is delivered while it is published, unless it had to wait.
+            return place is self._publisher.live or (place is self.broker.live and self._is_publishing)
         own = self._published.get((place.topic_id, place.number), [])
         at = bisect_right(own, (offset, OFFSET_MAX)) - 1
         return at >= 0 and offset <= own[at][1]
@@ -277,7 +280,7 @@ class Session(Connection, asyncio.Protocol):
                     self._tell_no_responders(event)
                 if is_long(event):
                     return self._publish_slices(event)
-                if self.broker.is_ready(event):
+                if self.broker.is_ready(event, self._publisher):
                     self._publish(event)
                 else:
                     return self._prepare(event)
@@ -321,7 +324,10 @@ class Session(Connection, asyncio.Protocol):
         self._pedantic = options.get("pedantic") is not False
         self.echo = options.get("echo") is not False
         self._has_headers = options.get("headers") is True
-        self._wants_no_responders = options.get("no_responders") is True and self._has_headers
+        self._wants_no_responders = options.get("no_responders") is True
+        if self._wants_no_responders and not self._has_headers:
+            self._refuse("no responders requires headers support")
+            return
         protocol = options.get("protocol")
         self._wants_info = isinstance(protocol, int) and protocol >= 1
         self.name = options.get("name")
@@ -338,14 +344,16 @@ class Session(Connection, asyncio.Protocol):
 
     async def _publish_slices(self, run: Run) -> None:
         for piece in slices(run):
-            refusals = None if self.broker.is_ready(piece) else await self.broker.make_ready(piece)
+            refusals = None
+            if not self.broker.is_ready(piece, self._publisher):
+                refusals = await self.broker.make_ready(piece, self._publisher)
             if self.peer.is_closing:
                 return
             self._publish(piece, refusals)
             await asyncio.sleep(0)
 
     async def _prepare(self, run: Run) -> None:
-        self._publish(run, await self.broker.make_ready(run))
+        self._publish(run, await self.broker.make_ready(run, self._publisher))
 
     def _note_unstored(self, run: Run) -> None:
         """A message with a subject or reply that cannot be stored. As by nats-server, a pedantic client is told if the
@@ -366,7 +374,7 @@ class Session(Connection, asyncio.Protocol):
             self._send_answers()
 
         self._is_publishing = True
-        receipt = self.broker.publish(run, self.guard(done), refusals)
+        receipt = self.broker.publish(run, self.guard(done), refusals, self._publisher)
         self._is_publishing = False
         if not self.echo:
             for target, offset, indices in receipt.places:
@@ -398,7 +406,7 @@ class Session(Connection, asyncio.Protocol):
     def _tell_no_responders(self, run: Run) -> None:
         besides = None if self.echo else self
         for index, reply in run.replies.items():
-            if not self.broker.is_served(run.subjects[index], besides):
+            if is_route(reply) and not self.broker.is_served(run.subjects[index], besides):
                 self._tell_no_responder(run.subjects[index], reply)
 
     def _tell_no_responder(self, subject: bytes, reply: bytes) -> bool:

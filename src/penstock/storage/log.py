@@ -91,6 +91,10 @@ class Owner(Protocol):
         """Batches of that many bytes do not wait any more."""
         ...
 
+    def announce(self) -> None:
+        """Something was given to `on_commit`, or taken back."""
+        ...
+
     def fault(self, seam: str, log: Log, error: Exception) -> None:
         """Take note of an unexpected exception, which the log survived."""
         ...
@@ -146,7 +150,7 @@ class Log:
         self._pending: list[Batch | Run] = []
         self._pending_bytes = 0
         # For who serves the log: the subject of messages that say none, and to whom what was committed is given; of
-        # what was held not all may be.
+        # what was held not all may be. Those who appended it are told by `tell`, or at once if nobody serves the log.
         self.subject = b""
         self.on_commit: Callable[[list[Batch | Run]], None] | None = None
         # Told when what was appended from an offset on is taken back: these offsets will be given out again.
@@ -190,6 +194,11 @@ class Log:
     def busy(self) -> bool:
         """Whether a worker has something of this log."""
         return self._writing is not None or self._syncing is not None
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._pending)
 
     @property
     def is_syncing(self) -> bool:
@@ -702,16 +711,20 @@ class Log:
         if committed <= self.committed:
             return
         self.committed = committed
-        # Readers first: on a connection that does both, the messages come before the answer that covers them.
+        # Readers first: on a connection that does both, the messages come before the answer that covers them. So who
+        # serves them calls `tell`.
         if self.on_commit is not None:
             fresh = []
             while self._fresh and self._fresh[0].end <= committed:
                 fresh.append(self._fresh.popleft())
-            try:
-                self.on_commit(fresh)
-            except Exception as fault:  # noqa: BLE001 - what is committed is, whatever becomes of its readers
-                self._owner.fault("deliver", self, fault)
-        self._tell(self._waiting, committed)
+            self.on_commit(fresh)
+            self._owner.announce()
+        else:
+            self.tell(committed)
+
+    def tell(self, offset: int) -> None:
+        """Tell those who appended below `offset`, up to where it is committed, that it is."""
+        self._tell(self._waiting, offset)
 
     def _tell(self, waiting: deque[tuple[int, int, Done]], mark: int) -> None:
         """Tell those who wait for a mark that has come so far."""
@@ -742,6 +755,7 @@ class Log:
                 rejected.append(waiting.pop())
         if self.on_reject is not None:
             self.on_reject(offset)
+            self._owner.announce()
         for _, appended_at, done in reversed(rejected):
             self._call(done, appended_at, error)
 

@@ -149,6 +149,9 @@ class Store:
         # Logs with batches that are written and not yet synced.
         self._unsynced: dict[Log, None] = {}
         self._lanes: _Lanes | None = None
+        # Called when logs have given what was committed to their `on_commit`; not while a round is being finished.
+        self.on_commit: Callable[[], None] | None = None
+        self._is_finishing = False
         # Changes of the topics that `run` has not begun, and whether there is one under way.
         self._turns: deque[_Turn] = deque()
         self._changing = False
@@ -252,15 +255,19 @@ class Store:
     # Rounds.
 
     def appended(self, log: Log, size: int) -> None:
-        # After `room` any batch is taken: one as large as the limit would never fit beside anything else.
-        if self.unflushed_bytes + size > self.settings.unflushed_bytes_max and self.is_crowded:
-            raise Overloaded(f"{self.unflushed_bytes} bytes wait for the disk: try again later")
         if log is not self._state_log:
             self.space.admit()
-        self.unflushed_bytes += size
+        self.charge(size)
         self._dirty[log] = None
         if self._lanes is not None:
             self._lanes.wake(log)
+
+    def charge(self, size: int) -> None:
+        """Count bytes that wait for the disk until they are `settled`. Raises Overloaded if they are too many."""
+        # After `room` any batch is taken: one as large as the limit would never fit beside anything else.
+        if self.unflushed_bytes + size > self.settings.unflushed_bytes_max and self.is_crowded:
+            raise Overloaded(f"{self.unflushed_bytes} bytes wait for the disk: try again later")
+        self.unflushed_bytes += size
 
     def settled(self, size: int) -> None:
         self.unflushed_bytes -= size
@@ -366,6 +373,9 @@ class Store:
         for log in list(self._dirty):
             if durability not in (None, log.policy.durability):
                 continue
+            if not log.has_pending:
+                del self._dirty[log]  # what waited was taken back
+                continue
             is_open = durability is Durability.FLUSH and log in self._unsynced
             if room <= 0 and not is_open:
                 continue
@@ -388,6 +398,19 @@ class Store:
         return syncs
 
     def _finish(self, round_: Round) -> None:
+        self._is_finishing = True
+        try:
+            self._finish_logs(round_)
+        finally:
+            self._is_finishing = False
+            self.announce()
+
+    def announce(self) -> None:
+        """Have what is committed served: after a round, that of all its logs together."""
+        if self.on_commit is not None and not self._is_finishing:
+            self.on_commit()
+
+    def _finish_logs(self, round_: Round) -> None:
         for write in round_.writes:
             with self._limited_to(write.log):
                 write.log.finish_write(write)

@@ -85,6 +85,7 @@ class Parser:
         self._needs_connect = needs_connect
         # Whether CONNECT was seen, which makes it the NATS dialect.
         self.is_nats = False
+        self._has_headers = True
         # What is not parsed yet. It begins with the end of the line or payload before, which is looked up together
         # with the line behind it, so that a payload that is longer than it said is noticed at no cost.
         self._rest = b"\r\n"
@@ -227,6 +228,7 @@ class Parser:
         else:
             if isinstance(event, Connect):
                 self.is_nats = True
+                self._has_headers = event.options.get("headers") is True
             events.append(event)
         return line_end
 
@@ -234,6 +236,8 @@ class Parser:
         self, data: bytes, at: int, line_end: int, verb: bytes, words: list[bytes], events: list[Event]
     ) -> int:
         numbers = 1 if verb == b"PUB" else 2
+        if numbers == 2 and not self._has_headers:
+            raise _Wrong("message headers not supported", closes=True)
         if len(words) not in (numbers + 1, numbers + 2):
             raise _Wrong("Parser Error", closes=True)
         sizes = [_length(word) for word in words[-numbers:]]
@@ -310,8 +314,12 @@ def _header_lines(block: bytes) -> bytes:
     return lines + b"\r\n" if lines else b""
 
 
+def _is_length(word: bytes) -> bool:
+    return word.isdigit() and len(word) <= _DIGITS_MAX
+
+
 def _length(word: bytes) -> int:
-    if not word.isdigit() or len(word) > _DIGITS_MAX:
+    if not _is_length(word):
         raise _Wrong("Parser Error", closes=True)
     return int(word)
 
@@ -358,8 +366,8 @@ def _subscribe(words: list[bytes], is_nats: bool) -> Subscribe:
 def _unsubscribe(words: list[bytes], _: bool) -> Unsubscribe:
     if len(words) not in (1, 2):
         raise _Wrong("Parser Error", closes=True)
-    # nats-server takes 0 for "at once" too.
-    return Unsubscribe(words[0], (_length(words[1]) or None) if len(words) == 2 else None)
+    # As in nats-server, 0 and what is no number mean "at once" too.
+    return Unsubscribe(words[0], int(words[1]) or None if len(words) == 2 and _is_length(words[1]) else None)
 
 
 def _ack(words: list[bytes], _: bool) -> Ack:
@@ -438,6 +446,7 @@ _COMMANDS: Final[dict[bytes, Callable[[list[bytes], bool], Event]]] = {
     b"UNSUB": _unsubscribe,
     b"PING": lambda _words, _nats: Asked.PING,
     b"PONG": lambda _words, _nats: Asked.PONG,
+    b"+OK": lambda _words, _nats: Asked.PONG,  # it means as little
     b"INFO": lambda _words, _nats: Asked.INFO,
     b"ACK": _ack,
     b"PULL": _pull,

@@ -1,0 +1,194 @@
+"""What one connection publishes is delivered in that order, whatever it is, and wherever it is stored."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from random import Random
+from typing import Final
+
+import pytest
+
+from penstock.broker.intake import Receipt
+from penstock.broker.order import Publisher
+from penstock.errors import Overloaded
+from penstock.run import Run
+from penstock.storage.policy import Durability, Policy
+from penstock.testing import FaultyFiles
+from tests.brokers import Life, Recorder, in_loop
+
+FLUSH: Final = Policy(durability=Durability.FLUSH)
+TOPICS: Final = {b"a": Policy(), b"b": Policy(), b"quick": FLUSH}
+INBOX: Final = b"_INBOX.x"
+SUBJECTS: Final = (b"a", b"a.x", b"b", b"b.x", b"quick", b"quick.x", INBOX)
+
+
+async def make_topics(life: Life) -> None:
+    for name, policy in TOPICS.items():
+        await life.do(life.broker.create_topic(name, policy=policy))
+
+
+def publish(life: Life, publisher: Publisher, *messages: tuple[bytes, bytes]) -> asyncio.Future[Receipt]:
+    receipt: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+    run = Run([subject for subject, _ in messages], [value for _, value in messages])
+    life.broker.publish(run, receipt.set_result, None, publisher)
+    return receipt
+
+
+def listen(life: Life, *patterns: bytes) -> Recorder:
+    sink = Recorder()
+    for pattern in patterns:
+        life.subscribe(pattern, sink, sid=pattern)
+    return sink
+
+
+@in_loop
+async def test_what_needs_no_sync_waits_for_what_does() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        everything, one = listen(life, b">"), listen(life, b"quick")
+        publisher = Publisher()
+        publish(life, publisher, (b"a", b"1"))
+        publish(life, publisher, (b"quick", b"2"))
+        publish(life, publisher, (INBOX, b"3"))
+        publish(life, publisher, (b"b", b"4"), (b"quick", b"5"), (INBOX, b"6"), (b"b", b"7"))
+        assert everything.values == []
+        await life.settle()
+        assert everything.values == [b"1", b"2", b"3", b"4", b"5", b"6", b"7"]
+        assert one.values == [b"2", b"5"]
+
+
+@in_loop
+async def test_a_request_that_nothing_precedes_waits_for_nothing() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        sink = listen(life, b">")
+        publisher, other = Publisher(), Publisher()
+        publish(life, other, (b"a", b"event"))
+        assert publish(life, publisher, (INBOX, b"question"), (b"_INBOX.y", b"question")).done()
+        assert sink.values == [b"question", b"question"]
+        await life.settle()
+        # And when what preceded it is delivered.
+        publish(life, other, (INBOX, b"reply"))
+        assert sink.values == [b"question", b"question", b"event", b"reply"]
+
+
+@in_loop
+async def test_nobody_waits_for_what_cannot_be_stored() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await make_topics(life)
+        sink = listen(life, b">")
+        publisher = Publisher()
+        disk.fail("write", errno.EIO, path_suffix=f"/{life.partition(b'a').topic_id}/0/{0:020}.log")
+        receipt = publish(life, publisher, (b"a", b"1"), (b"b", b"2"), (b"quick", b"3"), (INBOX, b"4"))
+        await life.settle()
+        assert list(receipt.result().failed) == [0]
+        assert sink.values == [b"2", b"3", b"4"]
+
+
+@in_loop
+async def test_nobody_waits_for_a_topic_that_is_deleted() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        sink = listen(life, b">")
+        publisher = Publisher()
+        receipt = publish(life, publisher, (b"a", b"1"), (b"quick", b"2"), (INBOX, b"3"))
+        await life.do(life.broker.delete_topic(b"a"))
+        await life.settle()
+        assert receipt.done()
+        assert sink.values[-2:] == [b"2", b"3"]
+
+
+@in_loop
+async def test_who_leaves_gets_what_waits_and_who_comes_does_not() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        leaving, staying = Recorder(), listen(life, INBOX)
+        subscription, member = life.subscribe(INBOX, leaving)
+        publisher = Publisher()
+        publish(life, publisher, (b"a", b"1"), (INBOX, b"2"))
+        newcomer = listen(life, INBOX)
+        ended: list[bool] = []
+        life.broker.finish(subscription, member, lambda: ended.append(True))
+        assert (leaving.values, ended) == ([b"2"], [True])
+        await life.settle()
+        assert (staying.values, newcomer.values) == ([b"2"], [])
+        publish(life, publisher, (INBOX, b"3"))
+        assert (leaving.values, staying.values, newcomer.values) == ([b"2"], [b"2", b"3"], [b"3"])
+
+
+@in_loop
+async def test_what_waits_and_is_not_stored_counts_with_what_waits_for_the_disk() -> None:
+    async with Life(FaultyFiles(), unflushed_bytes_max=10_000) as life:
+        await make_topics(life)
+        sink = listen(life, b">")
+        publisher = Publisher()
+        publish(life, publisher, (b"a", b"1"))
+        publish(life, publisher, (INBOX, bytes(6000)))
+        more = Run([INBOX], [bytes(6000)])
+        assert life.broker.is_ready(more)
+        assert not life.broker.is_ready(more, publisher)
+        refused = publish(life, publisher, (INBOX, bytes(6000)))
+        assert isinstance(refused.result().failed[0], Overloaded)
+        await life.do(life.broker.make_ready(more, publisher))
+        assert publish(life, publisher, (INBOX, b"2")).done()
+        assert sink.values == [b"1", bytes(6000), b"2"]
+        assert life.store.unflushed_bytes == 0
+
+
+@in_loop
+async def test_a_large_run_does_not_keep_the_others_waiting() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        sink = listen(life, b">")
+        publisher = Publisher()
+        publish(life, publisher, *[(b"a", b"x")] * 20_000)
+        publish(life, publisher, (b"quick", b"2"), (INBOX, b"3"))
+        await life.settle()
+        assert sorted(sink.values) == [b"2", b"3", *[b"x"] * 20_000]
+
+
+@pytest.mark.parametrize("is_faulty", [False, True], ids=["sound", "faulty"])
+@pytest.mark.parametrize("seed", range(20))
+@in_loop
+async def test_each_connection_receives_the_messages_of_another_in_order(seed: int, is_faulty: bool) -> None:
+    """All that is stored arrives, in order unless the disk fails."""
+    random = Random(seed)
+    disk = FaultyFiles(seed=seed)
+    async with Life(disk) as life:
+        await make_topics(life)
+        sinks = [
+            (patterns, listen(life, *patterns))
+            for patterns in ([b">"], [b"a.>", b"b.>"], [b"*", INBOX], [b"quick", INBOX, b"*.x"], [b"a", b"b.x"])
+        ]
+        publishers = [Publisher() for _ in range(3)]
+        offered: list[tuple[asyncio.Future[Receipt], list[tuple[bytes, bytes]]]] = []
+        numbers = [0] * len(publishers)
+        for _ in range(random.randrange(5, 60)):
+            at = random.randrange(len(publishers))
+            messages = []
+            for _ in range(random.choice((1, 1, 1, 2, 5))):
+                messages.append((random.choice(SUBJECTS), b"%d:%d" % (at, numbers[at])))
+                numbers[at] += 1
+            offered.append((publish(life, publishers[at], *messages), messages))
+            if random.random() < 0.2:
+                await asyncio.sleep(0)
+            if random.random() < 0.1:
+                await life.settle()
+            if is_faulty and random.random() < 0.05:
+                disk.fail("write", errno.EIO)
+        await life.settle()
+        disk.heal()
+        stored = [
+            message
+            for receipt, messages in offered
+            for index, message in enumerate(messages)
+            if index not in receipt.result().failed
+        ]
+        for patterns, sink in sinks:
+            for at in range(0 if is_faulty else len(publishers)):
+                got = [value for value in sink.values if value.startswith(b"%d:" % at)]
+                assert got == sorted(got, key=lambda value: int(value.partition(b":")[2])), patterns
+            if patterns == [b">"]:
+                assert sorted(sink.values) == sorted(value for _, value in stored)
