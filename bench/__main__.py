@@ -30,6 +30,7 @@ SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "acked": doors.measure_acked,
     "one in flight": doors.measure_one_in_flight,
     "latency": doors.measure_latency,
+    "request": doors.measure_request,
     "idle": doors.measure_idle,
     "many": doors.measure_many,
     "producer": clients.measure_producer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -288,6 +289,49 @@ def _paced(peer: Peer, rate: int) -> Iterator[Callable[[int], list[float]]]:
     with Connection(peer.port) as publisher, Connection(peer.port) as subscriber:
         subscriber.subscribe("latency")
         yield lambda count: run_paced(publisher, subscriber, "latency", count, rate=rate)
+
+
+def measure_request(bench: Bench) -> Iterator[Line]:
+    """One request at a time, and its reply: by a subject that is not stored, and by one that is, with `fsync`."""
+    if not _has(bench, "nats-server"):
+        return
+    directory = bench.directory
+    count = bench.choose(200, 2)
+    with peers.penstock(directory / "penstock", "fsync") as ours, peers.nats(directory / "nats") as theirs:
+        for subject, kind, target in (("_bench.service", "not stored", 2.0), ("bench.service", "stored, fsync", None)):
+            what = f"request and reply, {kind}"
+            with _asking(ours, subject, count) as penstock, _asking(theirs, subject, count) as nats:
+                our_seconds, their_seconds = bench.processor(what, penstock, nats, bench.choose(30, 1))
+            yield Line(
+                section="request",
+                what=what,
+                against="nats-server core, not stored",
+                unit="µs",
+                penstock=our_seconds / count * 1e6,
+                limit=their_seconds / count * 1e6,
+                ratio_of="time",
+                target=target,
+            )
+
+
+@contextmanager
+def _asking(peer: Peer, subject: str, count: int) -> Iterator[Callable[[], float]]:
+    """A connection that asks and one that responds, by turns: nothing here waits for another thread."""
+    with Connection(peer.port) as asking, Connection(peer.port) as responding:
+        asking.subscribe("_INBOX.bench")
+        responding.subscribe(subject)
+        question, answer = make_pub(subject, b"question", "_INBOX.bench"), make_pub("_INBOX.bench", b"answer")
+
+        def run() -> float:
+            begun = time.perf_counter()
+            for _ in range(count):
+                asking.socket.sendall(question)
+                responding.receive_until(b"question\r\n")
+                responding.socket.sendall(answer)
+                asking.receive_until(b"answer\r\n")
+            return time.perf_counter() - begun
+
+        yield run
 
 
 def measure_idle(bench: Bench) -> Iterator[Line]:

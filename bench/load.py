@@ -78,13 +78,17 @@ class Connection:
         """Ask an API of JSON."""
         self.subscribe("_INBOX.request", 9)
         self.socket.sendall(make_pub(subject, payload, "_INBOX.request"))
-        received = b""
-        while not received.endswith(b"}\r\n"):
-            received += _receive(self.socket)
+        received = self.receive_until(b"}\r\n")
         self.socket.sendall(b"UNSUB 9\r\n")
         self.ping()
         answer: dict[str, Any] = json.loads(received[received.index(b"{") :])
         return answer
+
+    def receive_until(self, end: bytes) -> bytes:
+        received = b""
+        while not received.endswith(end):
+            received += _receive(self.socket)
+        return received
 
     def __enter__(self) -> Connection:
         return self
