@@ -7,6 +7,7 @@ import json
 import random
 import resource
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -152,9 +153,11 @@ def test_many_large_delayed_messages_are_delivered_together(server: Serve) -> No
         with _nats(server) as reader, _nats(server) as publisher:
             reader.send("SUB hostile 1\r\nSUB elsewhere 2\r\n")
             assert reader.ask("PING") == "PONG"
+            # All are due at the same moment, and stored by then: moved as they come, they would fit.
+            due = time.time() + 2
             for _ in range(MANY):
-                publisher.send(hpub("hostile", bytes(MB), delay="500ms"))
-            publisher.send(hpub("elsewhere", b"late", delay="500ms"))
+                publisher.send(hpub("hostile", bytes(MB), deliver_at=due))
+            publisher.send(hpub("elsewhere", b"late", deliver_at=due))
             assert publisher.ask("PING") == "PONG"
             sizes = sorted(len(reader.message().payload) for _ in range(MANY + 1))
             assert sizes == [4] + [MB] * MANY
@@ -185,7 +188,7 @@ def test_many_large_dead_letters_are_stored_and_redriven_together(server: Serve)
 
 
 def test_acknowledgements_far_behind_take_little_memory(server: Serve) -> None:
-    """Every other message of many is acknowledged, one by one: the broker remembers which."""
+    """Every other message is acknowledged, each when the last one is confirmed: the broker stores which, every time."""
     count = 20_000
     with Oracle(server) as oracle:
         with _nats(server) as publisher:
@@ -194,9 +197,8 @@ def test_acknowledgements_far_behind_take_little_memory(server: Serve) -> None:
         with _client(server) as reader:
             reader.open(1, TOPIC, group="g", start="earliest", credit=count)
             got = reader.delivered(count)
-            for message in got[: count // 5 : 2]:
-                reader.ask_settle(Verb.ACK, message, ())
-            assert reader.settle(Verb.ACK, got[count // 5]) == []
+            for message in got[: count // 10 : 2]:
+                assert reader.settle(Verb.ACK, message) == []
         figures = oracle.judge()
     assert figures.rss_peak - figures.rss_before < 100 * MB
     state = sum(path.stat().st_size for path in (server.data / "topics" / "0").rglob("*.log"))
@@ -244,9 +246,10 @@ def test_a_topic_that_cannot_be_made_leaves_no_files_open(server: Serve) -> None
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (before + 20, hard))
             number = client.request(Type.CALL, {"call": "create_topic", "name": "wide", "partitions": 256})
             client.answer(number)  # made, or refused
+            # There are descriptors left for another one.
+            assert client.topic_id("narrow")
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
             assert open_files(pid) <= before + 20
-            assert client.topic_id("narrow")
             if client.call("topics")["total"] < 3:
                 assert client.topic_id("wide", partitions=256)
         oracle.judge()
