@@ -1,10 +1,12 @@
-// What nats.js sees: checks by name, as in python_client.py. Usage: node checks.mjs <url> <subject>; prints one JSON object.
-const [servers, root] = process.argv.slice(2);
-const isWebSocket = servers.startsWith("ws:");
+// What nats.js sees: checks by name, as in python_client.py. Usage: node checks.mjs <package> <url> <subject>; prints one
+// JSON object.
+const [name, servers, root] = process.argv.slice(2);
 // Node has a WebSocket of its own from version 22 on.
-if (isWebSocket) globalThis.WebSocket ??= (await import("ws")).WebSocket;
-const { connect, headers, StringCodec } = await import(isWebSocket ? "nats.ws" : "nats");
-const codec = StringCodec();
+if (servers.startsWith("ws:")) globalThis.WebSocket ??= (await import("ws")).WebSocket;
+const library = await import(name);
+const connect = library.wsconnect ?? library.connect;
+const headers = library.headers;
+const codec = { encode: (text) => new TextEncoder().encode(text), decode: (data) => new TextDecoder().decode(data) };
 const PATIENCE_MS = 20000;
 const HANG_MS = 10000;
 
@@ -152,6 +154,9 @@ const checks = {
       }),
     ),
 };
+
+// Version 3 has services in a package of their own.
+if (name === "@nats-io/nats-core") delete checks.service;
 
 const found = {};
 for (const [name, check] of Object.entries(checks)) {

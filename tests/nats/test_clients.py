@@ -33,7 +33,7 @@ def test_nats_py(peers: tuple[Peer, Peer], name: str) -> None:
 
 def test_nats_js(peers: tuple[Peer, Peer], tmp_path: Path) -> None:
     node = install_nats_js(tmp_path, NATS_JS)
-    real, ours = (of_nats_js(node, tmp_path, peer) for peer in peers)
+    real, ours = (of_nats_js(node, tmp_path, NATS_JS, peer) for peer in peers)
     assert real.keys() == ours.keys()
     judge(real, ours)
 
@@ -69,8 +69,8 @@ def install_nats_js(directory: Path, *packages: str) -> str:
     return node
 
 
-def of_nats_js(node: str, directory: Path, peer: Peer) -> dict[str, Any]:
-    command = [node, "checks.mjs", peer.url, next(_subjects)]
+def of_nats_js(node: str, directory: Path, package: str, peer: Peer) -> dict[str, Any]:
+    command = [node, "checks.mjs", package.rpartition("@")[0], peer.url, next(_subjects)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

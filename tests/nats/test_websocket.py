@@ -22,6 +22,7 @@ from tests.websocket import Frame, WebSocket, deflate, encode
 
 BINARY, PING, CLOSE = Opcode.BINARY, Opcode.PING, Opcode.CLOSE
 DEFLATED: Final = 4
+NATS_CORE: Final = "@nats-io/nats-core@3.4.0"
 HELLO: Final = b'CONNECT {"verbose":false}\r\nPING\r\n'
 _subjects: Final = (f"websocket.c{number}" for number in count())
 
@@ -68,9 +69,10 @@ def test_nats_py(websocket_peers: tuple[Peer, Peer], name: str) -> None:
     assert ours == real
 
 
-def test_nats_ws(websocket_peers: tuple[Peer, Peer], tmp_path: Path) -> None:
-    node = install_nats_js(tmp_path, "nats.ws@1.30.3", "ws@8.18.0")
-    real, ours = (of_nats_js(node, tmp_path, peer) for peer in websocket_peers)
+@pytest.mark.parametrize("package", ["nats.ws@1.30.3", NATS_CORE])
+def test_nats_js(websocket_peers: tuple[Peer, Peer], tmp_path: Path, package: str) -> None:
+    node = install_nats_js(tmp_path, package, "ws@8.18.0")
+    real, ours = (of_nats_js(node, tmp_path, package, peer) for peer in websocket_peers)
     assert real.keys() == ours.keys()
     judge(real, ours)
 
