@@ -256,6 +256,28 @@ a SUB ~.x w# 1
 b 20x PUB ~.x =m%d
 b 5x PUB ~.x.y =n%d
 """,
+    "a queue subscription is replaced at once": """
+b SUB ~.y w# 1
+b 3x PUB ~.y =m%d
+  UNSUB 1
+  SUB ~.y w# 2
+  PUB ~.y =n
+  UNSUB 2
+  SUB ~.> w# 3
+  PUB ~.y =o
+""",
+    "one after the other of a queue name leaves": """
+b SUB ~.y w# 1
+  SUB ~.> w# 2
+b 3x PUB ~.y =m%d
+  UNSUB 1
+  2x PUB ~.y =n%d
+  UNSUB 2
+  SUB ~.* w# 3
+  PUB ~.y =o
+  PING
+  PUB ~.y =p
+""",
     "one queue name on other subjects": """
 a SUB ~.x w# 1
 b SUB ~.y w# 1

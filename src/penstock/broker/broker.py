@@ -627,11 +627,15 @@ class Broker:
         del others[subscription.pattern]
         if not others:
             del self._queues[queue.name]
-        heirs = {}
+        heirs = []
         for other in others.values():
             assert other.queue is not None, "it is in a queue"
-            for partition in subscription.behind:
-                heirs[partition, other.queue.number] = max(partition.served, partition.since.get(other, 0))
+            is_older = other.queue.number < queue.number
+            begins = {
+                partition: 0 if is_older else max(partition.served, partition.since.get(other, 0))
+                for partition in subscription.behind
+            }
+            heirs.append((other.pattern, begins))
             if other.behind:
                 other.queue.take(subscription.pattern, {partition: partition.served for partition in other.behind})
         queue.leave(heirs)

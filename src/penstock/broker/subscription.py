@@ -69,12 +69,13 @@ class Queue:
         self.name = name
         self.number = number
         self._match = match
-        # Of one that is not in the index any more: from where on each of the others has taken over, by their numbers.
-        self._heirs: dict[tuple[Partition, int], int] | None = None
+        # Of one that is not in the index any more: the patterns of the others at that time, and from where on each of
+        # them gets what it matches, in each partition. One that comes later gets nothing that was published before.
+        self._heirs: list[tuple[bytes, dict[Partition, int]]] | None = None
         # What older ones had before they ended: their patterns, and up to where in each partition.
         self._taken: list[tuple[bytes, dict[Partition, int]]] = []
 
-    def leave(self, heirs: dict[tuple[Partition, int], int]) -> None:
+    def leave(self, heirs: list[tuple[bytes, dict[Partition, int]]]) -> None:
         self._heirs = heirs
 
     def take(self, pattern: bytes, ends: dict[Partition, int]) -> None:
@@ -94,14 +95,14 @@ class Queue:
         return run.select(indices) if indices else Run([], [])
 
     def _owns(self, partition: Partition, subject: bytes, offset: int) -> bool:
-        for reader in self._match(subject):
-            other = reader.queue
-            if other is None or other is self or other.name != self.name:
-                continue
-            heirs = self._heirs
-            if heirs is None or other.number < self.number or offset >= heirs.get((partition, other.number), 0):
-                return False
-        return not any(offset < ends.get(partition, 0) and matches(pattern, subject) for pattern, ends in self._taken)
+        if any(offset < ends.get(partition, 0) and matches(pattern, subject) for pattern, ends in self._taken):
+            return False
+        if self._heirs is not None:
+            return not any(
+                offset >= begins.get(partition, 0) and matches(pattern, subject) for pattern, begins in self._heirs
+            )
+        others = (reader.queue for reader in self._match(subject) if reader.queue is not self)
+        return not any(other is not None and other.name == self.name for other in others)
 
 
 def choose_readers(found: tuple[Subscription, ...]) -> tuple[Subscription, ...]:
