@@ -42,6 +42,21 @@ if (
     os.environ["TMPDIR"] = str(_MEMORY)
     tempfile.tempdir = None  # it is looked up again
 
+# The files with the longest tests, of up to a minute each. They begin first: at the end no worker waits for one.
+_LONG: Final = {
+    "test_bench",
+    "test_cli_pipeline",
+    "test_demo",
+    "test_docs",
+    "test_spark_clusters",
+    "test_spark_session",
+    "test_spark_sink",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in _LONG)
+
 
 class SparkBroker(penstock.Broker):
     """A broker in this process, with a port for Spark's workers."""
