@@ -37,6 +37,7 @@ if (
     "TMPDIR" not in os.environ
     and _MEMORY.is_dir()
     and os.access(_MEMORY, os.W_OK | os.X_OK)
+    and not os.statvfs(_MEMORY).f_flag & os.ST_NOEXEC  # some tests run scripts of theirs
     and shutil.disk_usage(_MEMORY).free >= _MEMORY_BYTES_MIN
 ):
     os.environ["TMPDIR"] = str(_MEMORY)
