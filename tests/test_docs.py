@@ -177,7 +177,8 @@ def test_the_architecture_knows_every_module() -> None:
 
 
 def test_the_nats_page_names_tests_that_are_there() -> None:
-    checks = (ROOT / "tests/nats/checks.mjs").read_text()
+    # How each client's file of checks names one.
+    clients = {"nats.js": ("mjs", "\n  {}: "), "libnats": ("c", "CHECK({})"), "nats.go": ("go", '"{}": func')}
     rows = [
         line for line in (DOCS / "nats.md").read_text().splitlines() if line.startswith("| ") and "| test |" not in line
     ]
@@ -191,8 +192,9 @@ def test_the_nats_page_names_tests_that_are_there() -> None:
                 assert f"def {function}(" in (ROOT / path).read_text(), name
             elif client == "nats-py":
                 assert check in CHECKS, name
-            elif client == "nats.js":
-                assert f"\n  {check}: " in checks, name
+            elif client in clients:
+                suffix, form = clients[client]
+                assert form.format(check) in (ROOT / f"tests/nats/checks.{suffix}").read_text(), name
             else:
                 assert name in SCENARIOS, name
     assert len(rows) > 30

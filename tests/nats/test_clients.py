@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from itertools import count
@@ -16,10 +17,16 @@ from tests.nats.differences import CLIENT_DIFFERENCES
 from tests.nats.python_client import CHECKS, run_check
 from tests.nats.run import Peer
 
-# What a check returns that fails: see checks.mjs too.
+# What a check returns that fails: see checks.mjs, checks.c and checks.go too.
 FAILED: Final = "failed: "
 NATS_JS: Final = "nats@2.29.3"
 _INSTALL_SECONDS_MAX: Final = 60
+# Building checks.go takes 3 s where Go's own packages come compiled, as on Debian 12, and else once half a minute.
+_BUILD_SECONDS_MAX: Final = 60
+_HERE: Final = Path(__file__).parent
+# Where Debian puts the sources of Go packages.
+_GO_PATH: Final = Path("/usr/share/gocode")
+_NATS_GO: Final = "golang-github-nats-io-go-nats-dev"
 _subjects: Final = (f"clients.c{number}" for number in count())
 
 
@@ -34,11 +41,23 @@ def test_nats_py(peers: tuple[Peer, Peer], name: str) -> None:
 def test_nats_js(peers: tuple[Peer, Peer], tmp_path: Path) -> None:
     node = install_nats_js(tmp_path, NATS_JS)
     real, ours = (of_nats_js(node, tmp_path, NATS_JS, peer) for peer in peers)
-    assert real.keys() == ours.keys()
+    judge(real, ours)
+
+
+def test_libnats(peers: tuple[Peer, Peer], tmp_path: Path) -> None:
+    program = _build_libnats_checks(tmp_path)
+    real, ours = (_of_program("libnats", [str(program)], tmp_path, peer) for peer in peers)
+    judge(real, ours)
+
+
+def test_nats_go(peers: tuple[Peer, Peer], tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    program = _build_nats_go_checks(tmp_path, pytestconfig)
+    real, ours = (_of_program("nats.go", [str(program)], tmp_path, peer) for peer in peers)
     judge(real, ours)
 
 
 def judge(real: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert real.keys() == ours.keys()
     for name, wanted in real.items():
         assert not str(wanted).startswith(FAILED), f"{name} fails on nats-server: {wanted}"
         if difference := CLIENT_DIFFERENCES.get(name):
@@ -70,8 +89,52 @@ def install_nats_js(directory: Path, *packages: str) -> str:
 
 
 def of_nats_js(node: str, directory: Path, package: str, peer: Peer) -> dict[str, Any]:
-    command = [node, "checks.mjs", package.rpartition("@")[0], peer.url, next(_subjects)]
+    return _of_program("nats.js", [node, "checks.mjs", package.rpartition("@")[0]], directory, peer)
+
+
+def _of_program(client: str, program: list[str], directory: Path, peer: Peer) -> dict[str, Any]:
+    command = [*program, peer.url, next(_subjects)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    return {f"nats.js {name}": value for name, value in found.items()}
+    return {f"{client} {name}": value for name, value in found.items()}
+
+
+def _build_libnats_checks(directory: Path) -> Path:
+    """Compile checks.c, or skip the test."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("libnats is not tested: install a C compiler and libnats-dev")
+    probe = [compiler, "-E", "-include", "nats/nats.h", "-x", "c", os.devnull]
+    if subprocess.run(probe, capture_output=True, check=False, timeout=_BUILD_SECONDS_MAX).returncode != 0:
+        pytest.skip("libnats is not tested: install libnats-dev")
+    program = directory / "checks"
+    flags = ["-std=c11", "-Wall", "-Wextra", "-pthread"]
+    _build("libnats", [compiler, *flags, "-o", str(program), str(_HERE / "checks.c"), "-lnats"])
+    return program
+
+
+def _build_nats_go_checks(directory: Path, config: pytest.Config) -> Path:
+    """Compile checks.go, or skip the test."""
+    go = shutil.which("go")
+    if go is None:
+        pytest.skip(f"nats.go is not tested: install golang-go and {_NATS_GO}")
+    if not (_GO_PATH / "src/github.com/nats-io/nats.go/micro").exists():
+        pytest.skip(f"nats.go is not tested: install {_NATS_GO} 1.22 or newer")
+    assert config.cache is not None
+    # As Debian builds: from the installed sources, without modules, so that nothing is downloaded.
+    settings = {"GO111MODULE": "off", "GOPATH": str(_GO_PATH), "GOCACHE": str(config.cache.mkdir("go"))}
+    program = directory / "checks"
+    _build("nats.go", [go, "build", "-o", str(program), str(_HERE / "checks.go")], **settings)
+    return program
+
+
+def _build(client: str, command: list[str], **settings: str) -> None:
+    environment = {**os.environ, **settings}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=_BUILD_SECONDS_MAX
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{client} is not tested: building its checks takes more than {_BUILD_SECONDS_MAX} s")
+    assert done.returncode == 0, done.stderr
