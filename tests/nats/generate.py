@@ -35,10 +35,20 @@ _PAYLOADS: Final = ["", "", "", "", "", "", "", "", "", "x*5000", "x*70000"]
 _ENDS: Final = ["NONSENSE", "PUB ~.x =x*1048577", "HPUB ~.x {A: 1} =x*1048576", "RAW SUB ~." + "x" * 5000 + r" 1\r\n"]
 # Scenarios that show in which order a connection receives messages and answers.
 _ORDERS: Final = ["order between subscriptions", "a pong follows the messages it covers", "verbose to oneself"]
+_ENDING: Final = "a reply does not overtake events though its subscription ends"
 
 
 def _is_same(name: str) -> bool:
     return name not in DIFFERENCES
+
+
+def _is_live(command: str) -> bool:
+    """Return whether it publishes what is not stored."""
+    _, publishes, words = command.partition("PUB ")
+    subject, *more = words.split() or [""]
+    return bool(publishes) and (
+        subject.startswith("_INBOX") or subject in _WRONG_SUBJECTS or more[:1] in [[reply] for reply in _WRONG_REPLIES]
+    )
 
 
 class _Connection:
@@ -66,7 +76,12 @@ def scenarios(draw: st.DrawFn) -> str:
             connection.is_paused = False
         elif kind == "write":
             commands = [draw(_command(connection, payloads)) for _ in range(draw(st.integers(1, 6)))]
-            lines += (f"{' ' if at else connection.name} {command}" for at, command in enumerate(commands))
+            begins = True
+            for at, command in enumerate(commands):
+                if command.startswith("UNSUB") and not _is_same(_ENDING) and any(map(_is_live, commands[:at])):
+                    begins = True  # a write of its own, when all before it is delivered
+                lines.append(f"{connection.name if begins else ' '} {command}")
+                begins = False
         elif kind == "pause" and len(connections) > 1 and not any(connection.subscriptions.values()):
             # Of a queue group either member may be chosen: it shows if one of them does not read.
             lines.append(f"{connection.name} PAUSE")
@@ -174,7 +189,8 @@ def _subscribe(draw: st.DrawFn, connection: _Connection) -> str:
     if _is_same("order over topics on one subscription"):
         patterns += _OVER_TOPICS
     pattern = draw(st.sampled_from(patterns))
-    is_queue = draw(st.integers(0, 2)) == 0
+    # Of a queue group either member may be chosen: it shows if one of them gets no headers.
+    is_queue = draw(st.integers(0, 2)) == 0 and connection.options.get("headers", True)
     connection.subscriptions[sid] = is_queue
     if not is_queue:
         return f"SUB {pattern} {sid}"

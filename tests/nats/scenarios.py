@@ -129,6 +129,13 @@ b PUB _INBOX.# =reply
   PUB ~.events =event
   PUB _INBOX.# =reply
 """,
+    "a reply does not overtake events though its subscription ends": """
+a SUB ~.> 1
+  SUB _INBOX.# 2
+a PUB ~.x =event
+  PUB _INBOX.# =reply
+  UNSUB 2
+""",
     "order between subscriptions": """
 a SUB ~.x 1
   SUB ~.* 2
