@@ -484,6 +484,21 @@ static natsStatus invalid_subjects(const char *subject, FILE *out) {
     return NATS_OK;
 }
 
+// Penstock refuses the first message, as it cannot store it; the client goes on.
+static natsStatus publish_with_an_invalid_delay(const char *subject, FILE *out) {
+    natsConnection *client;
+    natsSubscription *subscription;
+    natsMsg *message;
+    TRY(connect_plainly(&client));
+    TRY(natsMsg_Create(&message, subject, NULL, "", 0));
+    TRY(natsMsgHeader_Set(message, "Delay", "soon"));
+    TRY(natsConnection_PublishMsg(client, message));
+    TRY(natsConnection_Flush(client));
+    TRY(natsConnection_SubscribeSync(&subscription, client, subject));
+    TRY(publish(client, subject, 3));
+    return write_next(out, subscription, 3);
+}
+
 static natsStatus pedantic(const char *subject, FILE *out) {
     natsOptions *options;
     natsConnection *client;
@@ -596,6 +611,7 @@ static const struct {
     CHECK(queue_group_on_overlapping_patterns),
     CHECK(largest_payload),
     CHECK(invalid_subjects),
+    CHECK(publish_with_an_invalid_delay),
     CHECK(pedantic),
     CHECK(verbose),
     CHECK(reconnect),

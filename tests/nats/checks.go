@@ -349,6 +349,17 @@ var checks = map[string]check{
 		waiting, _, _ := subscription.Pending()
 		return []any{text(empty), text(wildcard), text(flushed), waiting, client.IsConnected()}
 	},
+	// Penstock refuses the first message, as it cannot store it; the client goes on.
+	"publish_with_an_invalid_delay": func(c *connections, subject string) any {
+		client := c.connect()
+		message := nats.NewMsg(subject)
+		message.Header.Set("Delay", "soon")
+		ok(client.PublishMsg(message))
+		ok(client.Flush())
+		subscription := must(client.SubscribeSync(subject))
+		publish(client, subject, 3)
+		return next(subscription, 3)
+	},
 	"pedantic": func(c *connections, subject string) any {
 		client := c.connect(func(options *nats.Options) error {
 			options.Pedantic = true

@@ -21,7 +21,7 @@ from tests.nats.run import Peer
 FAILED: Final = "failed: "
 NATS_JS: Final = "nats@2.29.3"
 _INSTALL_SECONDS_MAX: Final = 60
-# Building checks.go takes 3 s where Go's own packages come compiled, as on Debian 12, and else once half a minute.
+# Building checks.go takes 3 s where Go's own packages come compiled, as on Debian 12; elsewhere 20 s the first time.
 _BUILD_SECONDS_MAX: Final = 60
 _HERE: Final = Path(__file__).parent
 # Where Debian puts the sources of Go packages.
