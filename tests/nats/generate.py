@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.nats.differences import DIFFERENCES
-from tests.nats.run import Peer, nats_server, penstock, run_both
+from tests.nats.run import NO_PONG, Peer, nats_server, penstock, run_both
 
 # After so many, `soak` starts both servers anew.
 CHUNK: Final = 500
@@ -33,6 +33,7 @@ _WRONG_REPLIES: Final = ["~.*", "~..y", "~."]
 _HEADERS: Final = ["", "A: 1", "A: 1; A: 2; a: 3", "A:1", "A:", "Long: " + "x" * 300]
 _PAYLOADS: Final = ["", "", "", "", "", "", "", "", "", "x*5000", "x*70000"]
 _ENDS: Final = ["NONSENSE", "PUB ~.x =x*1048577", "HPUB ~.x {A: 1} =x*1048576", "RAW SUB ~." + "x" * 5000 + r" 1\r\n"]
+_TRIES: Final = 3
 # Scenarios that show in which order a connection receives messages and answers.
 _ORDERS: Final = ["order between subscriptions", "a pong follows the messages it covers", "verbose to oneself"]
 _ENDING: Final = "a reply does not overtake events though its subscription ends"
@@ -99,7 +100,11 @@ def scenarios(draw: st.DrawFn) -> str:
 
 def compare(peers: tuple[Peer, Peer], text: str) -> None:
     """Fail if a scenario's transcripts differ."""
-    real, ours = run_both(peers, text, is_relaxed=not all(map(_is_same, _ORDERS)))
+    for _ in range(_TRIES):
+        real, ours = run_both(peers, text, is_relaxed=not all(map(_is_same, _ORDERS)))
+        if NO_PONG not in "".join(real):
+            break
+        # Once in thousands of scenarios nats-server keeps a connection open that it told of a protocol error.
     if ours != real:
         raise AssertionError("\n".join([text, *difflib.ndiff(real, ours)]))
 

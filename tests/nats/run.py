@@ -32,6 +32,8 @@ from tests.websocket import WebSocket
 NATS_SERVER: Final = Path(sys.executable).with_name("nats-server")
 # How long to wait for a PONG. Only a server that differs takes so long.
 _PATIENCE_S: Final = 10.0
+# In a transcript: a PING was not answered in time.
+NO_PONG: Final = "(no PONG)"
 # Long enough for any line: INFO is the longest.
 _LINE_BYTES_MAX: Final = 1 << 20
 _PAYLOAD_SHOWN: Final = 60
@@ -147,7 +149,7 @@ class Wire:
             while self._awaited > 0 and not self.is_closed:
                 self._receive()
         except TimeoutError:
-            self._received.append("(no PONG)")
+            self._received.append(NO_PONG)
             self.close()
         received, self._received = self._received, []
         if received and received[-1] == "PONG":
