@@ -251,6 +251,16 @@ b SUB ~.x w# 1
   SUB ~.x v# 2
 c 20x PUB ~.x =m%d
 """,
+    "one queue name on overlapping patterns, and no echo": """
+a OPEN {"echo": false}
+a SUB ~.* v# 1
+b SUB ~.x v# 2
+c SUB ~.> v# 3
+a PUB ~.x =0
+  PUB ~.y =1
+b PUB ~.x =2
+  PUB ~.y =3
+""",
     "one queue name on overlapping patterns": """
 a SUB ~.* w# 1
 b SUB ~.> w# 1

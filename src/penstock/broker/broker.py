@@ -516,11 +516,13 @@ class Broker:
         self._add_member(member)
         subscription = None if queue is None else self._queues.get(queue, {}).get(pattern)
         if subscription is None:
-            place = None if queue is None else Queue(queue, next(self._queue_numbers), self.interest.match)
-            subscription = Subscription(pattern, self, place)
+            if queue is None:
+                subscription = Subscription(pattern, self)
+            else:
+                others = self._queues.setdefault(queue, {})
+                place = Queue(queue, next(self._queue_numbers), self.interest.match, others)
+                subscription = others[pattern] = Subscription(pattern, self, place)
             self._skip_unserved(subscription)
-            if queue is not None:
-                self._queues.setdefault(queue, {})[pattern] = subscription
             self.interest.add(pattern, subscription)
             self._subscriptions[subscription] = None
         subscription.members.append(member)

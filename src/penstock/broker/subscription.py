@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,13 +62,21 @@ class Queue:
     a subscription that is behind: what it reads may have gone to an older one, which may have ended since.
     """
 
-    __slots__ = ("_heirs", "_match", "_taken", "name", "number")
+    __slots__ = ("_all", "_heirs", "_match", "_taken", "name", "number")
 
-    def __init__(self, name: bytes, number: int, match: Callable[[bytes], tuple[Subscription, ...]]) -> None:
-        """`number` ascends with age; `match` asks the interest index."""
+    def __init__(
+        self,
+        name: bytes,
+        number: int,
+        match: Callable[[bytes], tuple[Subscription, ...]],
+        all_: Mapping[bytes, Subscription],
+    ) -> None:
+        """`number` ascends with age; `match` asks the interest index. `all_`: those with this name, by their patterns,
+        the oldest first."""
         self.name = name
         self.number = number
         self._match = match
+        self._all = all_
         # Of one that is not in the index any more: the patterns of the others at that time, and from where on each of
         # them gets what it matches, in each partition. One that comes later gets nothing that was published before.
         self._heirs: list[tuple[bytes, dict[Partition, int]]] | None = None
@@ -80,6 +88,15 @@ class Queue:
 
     def take(self, pattern: bytes, ends: dict[Partition, int]) -> None:
         self._taken.append((pattern, ends))
+
+    def pass_on(self, partition: Partition | LivePartition, run: Run) -> None:
+        """Give messages that no member wants, because it has published them, to the next that match."""
+        younger = [reader for reader in self._all.values() if reader.queue and reader.queue.number > self.number]
+        for index, subject in enumerate(run.subjects):
+            for reader in younger:
+                if matches(reader.pattern, subject):
+                    reader.deliver(partition, run.select([index]))
+                    break
 
     def forget(self) -> None:
         """Forget what others had: nothing of that is left to read."""
@@ -279,6 +296,10 @@ class Subscription:
             part = share.of(run)
             partition.sent += len(part)
             share.member.gets(partition, part)
+        if self.queue is not None and not all(member.sink.echo for member in self.members):
+            taken = {index for share in shares for index in (share.indices or range(len(run)))}
+            if unwanted := [index for index in range(shared) if index not in taken]:
+                self.queue.pass_on(partition, run.select(unwanted))
         return shared
 
     async def _read_on(self) -> None:
