@@ -19,6 +19,7 @@ from penstock.wire.prefixed import Record
 from tests.frames import Bare, Frames
 from tests.lengths import CREATE_TOPIC, PUBLISH, Cursus, Qb, consume
 from tests.server import Flux, Nats, Serve, hpub
+from tests.web import get
 
 LIMIT: Final = 100_000
 LONG: Final = 3 * SLICE_MESSAGES + 7
@@ -230,3 +231,15 @@ def test_empty_frames_are_signs_of_life_however_many(server: Serve) -> None:
         client.send(struct.pack(">I", 0) * 50_000 + prefixed.frame(b"HELP"))
         while not (answer := client.frame().decode()).startswith("Available"):
             assert answer == "ERROR: empty command"
+
+
+# Much to end.
+
+
+def test_a_connection_with_many_subscriptions_ends_them_all(server: Serve, topic: str) -> None:
+    with Nats(server) as client:
+        client.send("".join(f"SUB {topic}.{number} {number}\r\n" for number in range(2000)) + "PING\r\nPING\r\n")
+        assert [client.line(), client.line()] == ["PONG", "PONG"]
+        assert get(server, "/varz").json["limits"]["subscriptions"]["used"] == 2000
+    while get(server, "/varz").json["limits"]["subscriptions"]["used"]:
+        pass

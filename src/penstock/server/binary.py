@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -127,13 +127,14 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
 
-    def end(self) -> None:
+    def end(self) -> Iterator[None]:
         self._reader.clear()
         # What changes something is done to its end.
         for fetch in self._fetches:
             fetch.cancel()
         for number in list(self.subscriptions):
             self.call(self.unsubscribe, number)
+            yield
 
     def tell_fault(self) -> None:
         self._disconnect(INTERNAL_ERROR)

@@ -8,8 +8,9 @@ connection is closed with "internal error", and the caller goes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial, wraps
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, cast
 
 from penstock.errors import BatchTooLarge, PenstockError
@@ -34,6 +35,9 @@ ENTRIES: Final = (
     *("send", "has_published", "fail"),
     *("ping", "expire", "tell_lame_duck", "stop", "read_on"),
 )
+
+# What is ended of a connection that is gone before others have a turn.
+END_STEPS: Final = 256
 
 # What a connection is, as /connz has it.
 ConnectionType = Literal["nats", "websocket", "binary", "prefixed"]
@@ -118,11 +122,24 @@ class Connection:
     def connection_lost(self, _error: Exception | None) -> None:
         self.peer.lose()
         self.server.arrivals.release(self)
-        self.call(self.end)
+        steps = self.end()
+        if self.call(self._take_steps, steps):
+            self.spawn(self._take_other_steps(steps))
         self.server.remove(self)
 
-    def end(self) -> None:
-        """End what the connection had begun. It is gone."""
+    def end(self) -> Iterator[None]:
+        """End what the connection had begun, which is gone. Yield between steps: there may be many."""
+        yield from ()
+
+    @staticmethod
+    def _take_steps(steps: Iterator[None]) -> bool:
+        """Take some steps; return whether there may be more."""
+        return sum(1 for _ in islice(steps, END_STEPS)) == END_STEPS
+
+    async def _take_other_steps(self, steps: Iterator[None]) -> None:
+        for count, _ in enumerate(steps):
+            if count % END_STEPS == 0:
+                await asyncio.sleep(0)
 
     def abort(self) -> None:
         self.peer.abort()

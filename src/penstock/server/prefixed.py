@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock.broker.group import Group
@@ -120,12 +120,13 @@ class PrefixedSession(Connection, asyncio.Protocol):
             for _, group in memberships:
                 group.wake()
 
-    def end(self) -> None:
+    def end(self) -> Iterator[None]:
         self._reader.clear()
         if self._speaker is not None:
             self._speaker.end()
         for name in list(self.memberships):
             self.call(self.leave, name)
+            yield
 
     def tell_fault(self) -> None:
         if self._speaker is not None:

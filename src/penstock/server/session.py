@@ -11,7 +11,7 @@ import asyncio
 import json
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 ACCOUNT: Final = "$G"
 # Lines that are parsed and done before others have a turn.
 LINES_MAX: Final = 256
+# With more than these, others have a turn after each PING.
+SUBSCRIPTIONS_FEW: Final = 1000
 # Runs of its own that a connection without echo is protected from: what it has on the way at once.
 OWN_RUNS_MAX: Final = 1000
 # Answers that wait for messages, or for the disk: with more, the connection is not read from.
@@ -141,13 +143,15 @@ class Session(Connection, asyncio.Protocol):
         for reader in [*(reader for _, reader in self.subscriptions.values()), *self._leaving.values()]:
             reader.wake()
 
-    def end(self) -> None:
+    def end(self) -> Iterator[None]:
         self._parser.clear()
         self._answers.clear()
         for sid in list(self.subscriptions):
             self.call(self._unsubscribe, sid)
+            yield
         for held in list(self._leaving.items()):
             self.call(self._leave, *held)
+            yield
 
     def tell_fault(self) -> None:
         self.peer.write(text.error("Internal Error", is_nats=self._parser.is_nats or self.is_greeted))
@@ -286,6 +290,8 @@ class Session(Connection, asyncio.Protocol):
                     return self._prepare(event)
             case Asked.PING:
                 self._pong()
+                if len(self.subscriptions) > SUBSCRIPTIONS_FEW:
+                    return asyncio.sleep(0)  # it was looked whether each of them is behind
             case Asked.PONG:
                 pass
             case Subscribe():
