@@ -7,6 +7,7 @@ who it is if it may, and takes the steps; it reads what comes back, unless the a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import shutil
@@ -166,7 +167,9 @@ async def _close(writer: asyncio.StreamWriter) -> None:
             writer.close()
             await writer.wait_closed()
     except TimeoutError:
-        writer.transport.abort()
+        # It may be closed by now, without anybody told: then asyncio (3.11) stumbles.
+        with contextlib.suppress(AttributeError):
+            writer.transport.abort()
     except OSError:
         pass
 
