@@ -73,10 +73,6 @@ DIFFERENCES: Final = {
             "- 1 a: MSG ~.x =1 @1",
         ),
     ),
-    "a reply does not overtake events though its subscription ends": Difference(
-        "what is not stored is delivered before its subscription ends, and waits no longer for messages being stored",
-        ("+ 2 a: MSG _INBOX.# =reply @2", "- 2 a: MSG _INBOX.# =reply @2"),
-    ),
     "no responders takes its turn": Difference(
         "that nobody responds is said at once, and does not wait for messages that are being stored",
         (

@@ -36,20 +36,10 @@ _ENDS: Final = ["NONSENSE", "PUB ~.x =x*1048577", "HPUB ~.x {A: 1} =x*1048576", 
 _TRIES: Final = 3
 # Scenarios that show in which order a connection receives messages and answers.
 _ORDERS: Final = ["order between subscriptions", "a pong follows the messages it covers", "verbose to oneself"]
-_ENDING: Final = "a reply does not overtake events though its subscription ends"
 
 
 def _is_same(name: str) -> bool:
     return name not in DIFFERENCES
-
-
-def _is_live(command: str) -> bool:
-    """Return whether it publishes what is not stored."""
-    _, publishes, words = command.partition("PUB ")
-    subject, *more = words.split() or [""]
-    return bool(publishes) and (
-        subject.startswith("_INBOX") or subject in _WRONG_SUBJECTS or more[:1] in [[reply] for reply in _WRONG_REPLIES]
-    )
 
 
 class _Connection:
@@ -77,12 +67,7 @@ def scenarios(draw: st.DrawFn) -> str:
             connection.is_paused = False
         elif kind == "write":
             commands = [draw(_command(connection, payloads)) for _ in range(draw(st.integers(1, 6)))]
-            begins = True
-            for at, command in enumerate(commands):
-                if command.startswith("UNSUB") and not _is_same(_ENDING) and any(map(_is_live, commands[:at])):
-                    begins = True  # a write of its own, when all before it is delivered
-                lines.append(f"{connection.name if begins else ' '} {command}")
-                begins = False
+            lines += (f"{' ' if at else connection.name} {command}" for at, command in enumerate(commands))
         elif kind == "pause" and len(connections) > 1 and not any(connection.subscriptions.values()):
             # Of a queue group either member may be chosen: it shows if one of them does not read.
             lines.append(f"{connection.name} PAUSE")

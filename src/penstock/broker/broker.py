@@ -27,7 +27,7 @@ from penstock.broker.intake import Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member, Sink
 from penstock.broker.order import Order, Publisher
-from penstock.broker.partition import LivePartition, Opened, Partition
+from penstock.broker.partition import LivePartition, Opened, Partition, Waiting
 from penstock.broker.refresh import Refresh, Refreshes
 from penstock.broker.start import Begin, Start, offset_of
 from penstock.broker.subscription import Queue, Subscription, choose_readers
@@ -565,7 +565,6 @@ class Broker:
 
         `done` is called once it has the former, or is unsubscribed. Other members of a queue group take over at once.
         """
-        self._order.release(subscription.pattern)
         if len(subscription.members) > 1:
             self._end(subscription, member, after, done)
             return
@@ -576,6 +575,8 @@ class Broker:
             self._left.add(subscription.pattern, subscription)
             subscription.stop_at(member, self._ends(subscription), end, is_final=True)
             return
+        # One that goes on, or shares with others, gets what is not stored at once: it is nowhere to be read later.
+        self._order.release(subscription.pattern)
         ends = self._put_behind(subscription)
         if after is None:
             self._withdraw(subscription)
@@ -593,16 +594,17 @@ class Broker:
                 subscription.go_on()
         done()
 
-    def _put_behind(self, subscription: Subscription) -> dict[Partition, int]:
+    def _put_behind(self, subscription: Subscription) -> dict[Waiting, int]:
         """Put it behind where messages for it may be on their way; up to where in each partition."""
         for partition in self._on_the_way(subscription):
             begin = max(partition.served, partition.since.get(subscription, 0))
             subscription.behind.setdefault(partition, begin)
         return {partition: partition.end for partition in subscription.behind}
 
-    def _ends(self, subscription: Subscription) -> dict[Partition, int]:
-        """Up to where messages for it may be on their way, in each partition where they may."""
-        return {partition: partition.end for partition in chain(subscription.behind, self._on_the_way(subscription))}
+    def _ends(self, subscription: Subscription) -> dict[Waiting, int]:
+        """Up to where messages for it may be on their way, in each place where they may."""
+        places: list[Waiting] = [*subscription.behind, *self._on_the_way(subscription)]
+        return {place: place.end for place in [*places, *self._order.waiting_live(subscription.pattern)]}
 
     def _on_the_way(self, subscription: Subscription) -> list[Partition]:
         """Return the partitions where messages for it may be on their way."""
@@ -960,7 +962,7 @@ class Broker:
         for partition in self._unserved:
             if meets(subscription.pattern, partition.name):
                 partition.since[subscription] = partition.end
-        for live in self._order.waiting_live():
+        for live in self._order.waiting_live(subscription.pattern):
             live.since[subscription] = live.end
 
 

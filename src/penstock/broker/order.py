@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.broker.member import Sink
-from penstock.broker.partition import LiveQueue, Partition
+from penstock.broker.partition import LiveQueue, Waiting
 from penstock.broker.topic import Target
 from penstock.health import Health
 from penstock.subject import matches
-
-Waiting = Partition | LiveQueue
 
 
 class Publisher:
@@ -115,15 +113,18 @@ class Order:
                 link.since = min(link.since, target.end)
         self._is_changed = True
 
-    def waiting_live(self) -> list[LiveQueue]:
-        """Return where messages wait that are not stored."""
-        return [target for target in self._waiting if isinstance(target, LiveQueue)]
+    def waiting_live(self, pattern: bytes) -> list[LiveQueue]:
+        """Return where messages wait that match and are not stored."""
+        return [
+            target
+            for target in self._waiting
+            if isinstance(target, LiveQueue) and any(matches(pattern, each) for each in target.waiting_subjects())
+        ]
 
     def release(self, pattern: bytes) -> None:
-        """Serve at once what matches and is not stored: whoever subscribes to it is about to leave."""
-        for live in self.waiting_live():
-            if any(matches(pattern, subject) for subject in live.waiting_subjects()):
-                self._serve(live, live.available)
+        """Serve at once what matches and is not stored."""
+        for live in self.waiting_live(pattern):
+            self._serve(live, live.available)
 
     def serve(self) -> None:
         """Serve what may be served."""

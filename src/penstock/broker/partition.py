@@ -419,7 +419,7 @@ class LivePartition:
 class LiveQueue(LivePartition):
     """What one connection publishes and is not stored, while it waits for what the connection published before."""
 
-    __slots__ = ("_budget", "_total", "_waiting")
+    __slots__ = ("_budget", "_total", "_waiting", "groups")
 
     cuts = 0
 
@@ -429,6 +429,8 @@ class LiveQueue(LivePartition):
         self._total = total
         self._budget = budget
         self._waiting: deque[tuple[Run, Done | None]] = deque()
+        # Called when some of it was served.
+        self.groups: dict[Callable[[], None], None] = {}
 
     @property
     def available(self) -> int:
@@ -467,6 +469,12 @@ class LiveQueue(LivePartition):
             self._total.sent += self.sent - sent
             if not self._waiting:
                 self.since.clear()
+        for wake in list(self.groups):
+            wake()
 
     def tell(self, until: int) -> None:
         """Whoever published was told."""
+
+
+# Where messages may wait to be served.
+Waiting = Partition | LiveQueue

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from penstock.broker.figures import Figures
 from penstock.broker.flow import Backlog, Overflow
 from penstock.broker.member import Member, share_out
-from penstock.broker.partition import LivePartition, Partition
+from penstock.broker.partition import LivePartition, Partition, Waiting
 from penstock.clock import Clock
 from penstock.errors import PenstockError
 from penstock.health import Health
@@ -51,7 +51,7 @@ class _Wait:
     """A member's wait until it has the messages below these offsets; `done` is called once."""
 
     member: Member
-    marks: dict[Partition, int]
+    marks: dict[Waiting, int]
     done: Callable[[], None]
 
 
@@ -167,17 +167,17 @@ class Subscription:
         self._woken = False
         self._turn = 0
         # Where it stops in each partition, and reads nothing of the others; None: nowhere.
-        self._stops: dict[Partition, int] | None = None
+        self._stops: dict[Waiting, int] | None = None
         # Whether that is its end.
         self._is_ending = False
         self._waits: list[_Wait] = []
         # Partitions that tell it what becomes of messages for which somebody waits.
-        self._watched: set[Partition] = set()
+        self._watched: set[Waiting] = set()
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
         """`run` was committed, and all of it matches; whether any of it went to a connection."""
         if self._is_ending and self._stops is not None:
-            run = run.below(self._stops.get(partition, 0) if isinstance(partition, Partition) else 0)
+            run = run.below(self._stops.get(partition, 0) if isinstance(partition, Waiting) else 0)
             if not run.values:
                 return False
         if self.behind:
@@ -216,7 +216,7 @@ class Subscription:
             self._reading = True
             await self._read_on()
 
-    def stop_at(self, member: Member, ends: dict[Partition, int], done: Callable[[], None], *, is_final: bool) -> None:
+    def stop_at(self, member: Member, ends: dict[Waiting, int], done: Callable[[], None], *, is_final: bool) -> None:
         """Deliver what is below these offsets, where it is behind, and then nothing more until `go_on`.
 
         `done` is called then, or when the member has left; not if there is another `stop_at` meanwhile.
@@ -235,7 +235,7 @@ class Subscription:
         self._stops = None
         self.wake()
 
-    def when_delivered(self, member: Member, marks: dict[Partition, int], done: Callable[[], None]) -> None:
+    def when_delivered(self, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
         """Call `done` once the messages below these offsets are delivered or gone, or the member has left."""
         self._waits.append(_Wait(member, dict(marks), done))
         for partition, mark in marks.items():
@@ -244,7 +244,7 @@ class Subscription:
                 partition.groups[self._on_change] = None
         self._settle()
 
-    def undelivered(self) -> dict[Partition, int]:
+    def undelivered(self) -> Mapping[Waiting, int]:
         """Return up to where it has to deliver in each partition before it has caught up."""
         if self._stops is not None and self._is_ending:
             return self._stops
@@ -263,7 +263,8 @@ class Subscription:
         for partition in self._watched:
             # The offsets of what was taken back are given out again, for messages that are nobody's here.
             end = partition.end
-            for marks in (self.behind, self._stops or {}, *(wait.marks for wait in self._waits)):
+            tables: list[dict[Any, int]] = [self.behind, self._stops or {}, *(wait.marks for wait in self._waits)]
+            for marks in tables:
                 if marks.get(partition, 0) > end:
                     marks[partition] = end
         self._settle()
@@ -271,9 +272,10 @@ class Subscription:
 
     def _settle(self) -> None:
         """Look whether somebody has waited long enough."""
+        behind: dict[Any, int] = self.behind
         for wait in self._waits:
             for partition, mark in list(wait.marks.items()):
-                if partition.is_closed or self.behind.get(partition, partition.served) >= mark:
+                if partition.is_closed or behind.get(partition, partition.served) >= mark:
                     del wait.marks[partition]
         self._finish([wait for wait in self._waits if not wait.marks])
 
