@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,8 @@ T = TypeVar("T")
 _GROUP_NAME_BYTES_MAX: Final = 4096
 
 _SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000
+# Messages that are dealt out in turn before it is looked who still takes some.
+_IN_TURN: Final = 16
 # Of the broker's own topics. Upkeep removes whole segments that nobody needs any more, but never the last one.
 _OWN_POLICY: Final = Policy(dedup=DedupMode.OFF, segment_bytes=8 << 20)
 
@@ -927,7 +930,7 @@ class Broker:
                         found[subscription] = [index]
             wanted.update(found)
         was_sent = False
-        for subscription, indices in _in_turn(wanted) if len(wanted) > 1 and len(run) > 1 else wanted.items():
+        for subscription, indices in _in_turn(target, wanted) if len(wanted) > 1 and len(run) > 1 else wanted.items():
             part = run if len(indices) == len(run) else run.select(indices)
             was_sent |= self._hand_over(subscription, target, part)
         if was_sent:
@@ -966,18 +969,33 @@ class Broker:
             live.since[subscription] = live.end
 
 
-def _in_turn(wanted: dict[Subscription, Sequence[int]]) -> Iterator[tuple[Subscription, Sequence[int]]]:
-    """Which messages of a run each subscription gets. A connection with several gets one message after the other."""
+def _in_turn(target: Target, wanted: dict[Subscription, Sequence[int]]) -> Iterator[tuple[Subscription, Sequence[int]]]:
+    """Which messages of a run each subscription gets. A connection with several gets one message after the other,
+    until it takes no more: a flood for hundreds of subscriptions costs no more steps than messages are sent.
+    """
     counts = Counter(member.sink for subscription in wanted for member in subscription.members)
-    steps: list[tuple[int, Subscription]] = []
+    several: dict[Subscription, Sequence[int]] = {}
     for subscription, indices in wanted.items():
         if any(counts[member.sink] > 1 for member in subscription.members):
-            steps += [(index, subscription) for index in indices]
+            several[subscription] = indices
         else:
             yield subscription, indices
-    steps.sort(key=itemgetter(0))
-    for subscription, chosen in groupby(steps, itemgetter(1)):
-        yield subscription, [index for index, _ in chosen]
+    end = 0
+    while several:
+        end += _IN_TURN
+        steps: list[tuple[int, Subscription]] = []
+        for subscription, indices in list(several.items()):
+            if target in subscription.behind or not any(member.sink.is_open for member in subscription.members):
+                yield subscription, several.pop(subscription)
+                continue
+            upto = bisect_left(indices, end)
+            steps += [(index, subscription) for index in indices[:upto]]
+            several[subscription] = indices[upto:]
+            if upto == len(indices):
+                del several[subscription]
+        steps.sort(key=itemgetter(0))
+        for subscription, chosen in groupby(steps, itemgetter(1)):
+            yield subscription, [index for index, _ in chosen]
 
 
 def _describe(group: Group) -> dict[str, Any]:
