@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from penstock.broker.intake import Receipt
-from penstock.broker.order import Publisher
+from penstock.broker.order import Order, Publisher
 from penstock.errors import Overloaded
 from penstock.run import Run
 from penstock.storage.policy import Durability, Policy
@@ -71,6 +71,29 @@ async def test_a_request_that_nothing_precedes_waits_for_nothing() -> None:
         # And when what preceded it is delivered.
         publish(life, other, (INBOX, b"reply"))
         assert sink.values == [b"question", b"question", b"event", b"reply"]
+
+
+@in_loop
+async def test_what_waits_is_looked_at_once_for_each_round_of_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+    serve = Order._serve_in_order
+
+    def count(order: Order) -> None:
+        nonlocal looked
+        looked += 1
+        serve(order)
+
+    monkeypatch.setattr(Order, "_serve_in_order", count)
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        sink = listen(life, b">")
+        publisher = Publisher()
+        for number in range(500):
+            publish(life, publisher, (b"a", b"%d" % (2 * number)))
+            publish(life, publisher, (INBOX, b"%d" % (2 * number + 1)))
+        await life.settle()
+        assert sink.values == [b"%d" % number for number in range(1000)]
+        assert looked < 20
 
 
 @in_loop

@@ -178,12 +178,14 @@ class Intake:
         What one publisher publishes is delivered in this order.
         """
         receipt = Receipt(len(run), done)
+        must_wait = publisher is not None and publisher.is_waiting
         self._publish(run, receipt, refusals, publisher)
         if publisher is not None:
             self._order.note(publisher, receipt.places)
             if publisher.live is not None and publisher.live.served < publisher.live.end:
                 self._order.add(publisher.live)
-                self._order.serve()
+                if not must_wait:
+                    self._order.serve()
         receipt.close()
         return receipt
 
