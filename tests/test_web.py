@@ -113,7 +113,17 @@ def test_credentials_are_accepted_in_each_form_and_nothing_else_is() -> None:
     assert both.accepts_header(both.header or "")
     assert both.accepts_header(Credentials(user="ann", password="päss:word").header or "")
     assert both.accepts(token="t0ken")
-    for header in ("", "Bearer", "Bearer t0ke", "Basic", "Basic !", "Basic YW5u", "Basic /w==", "Digest t0ken"):
+    for header in (
+        "",
+        "Bearer",
+        "Bearer t0ke",
+        "Basic",
+        "Basic !",
+        "Basic YW5u",
+        "Basic /w==",
+        "Basic ÿ",
+        "Digest t0ken",
+    ):
         assert not both.accepts_header(header)
     for name in ("user", "password", "token"):
         assert not both.accepts(**{name: "\ud800"})

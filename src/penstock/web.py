@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import hmac
 import socket
@@ -289,7 +288,7 @@ class Credentials:
             case "basic":
                 try:
                     user, _, password = base64.b64decode(value, validate=True).decode().partition(":")
-                except (binascii.Error, UnicodeDecodeError):
+                except ValueError:
                     return False
                 return self.accepts(user=user, password=password)
         return False
