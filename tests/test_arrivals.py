@@ -8,10 +8,11 @@ from typing import Final, cast
 
 import pytest
 
-from penstock.server.arrivals import ARRIVING_BYTES_MAX, PATIENCE_S, Arrivals
+from penstock.server.arrivals import ARRIVING_BYTES_MAX, BYTES_PER_S, PATIENCE_S, Arrivals
 from penstock.server.connection import Connection
 from penstock.server.memory import SELDOM_S, SOON_S, Memory
 from penstock.server.server import Counters
+from penstock.server.turns import Turns
 from penstock.wire import binary, prefixed
 from penstock.wire.binary import Type
 from tests.brokers import in_loop
@@ -91,6 +92,7 @@ class Stand:
         self.peer = self
         self.has_room = True
         self.is_awaited = True
+        self.received_bytes = 1000
         self.calls: list[str] = []
 
     def hold(self) -> None:
@@ -106,22 +108,50 @@ class Stand:
 @in_loop
 async def test_a_connection_that_does_not_send_is_closed_only_while_others_wait() -> None:
     counters = Counters()
-    arrivals = Arrivals(counters, bytes_max=100)
-    slow, busy, waiting = Stand(), Stand(), Stand()
+    arrivals = Arrivals(counters, bytes_max=150 << 20)
+    silent, slow, quick, busy, waiting = (Stand() for _ in range(5))
     busy.is_awaited = False  # its frame is here, and is being dealt with
-    for connection in (slow, busy):
-        arrivals.claim(cast(Connection, connection), 50)
-    late = asyncio.get_running_loop().time() + 2 * PATIENCE_S
-    arrivals.sweep(late)
+    for connection in (silent, slow, quick, busy):
+        arrivals.claim(cast(Connection, connection), 30 << 20)
+    begun = asyncio.get_running_loop().time()
+    quick.received_bytes += 10 * BYTES_PER_S
+    slow.received_bytes += 9 * BYTES_PER_S
+    arrivals.sweep(begun + PATIENCE_S + 9.5)
     assert counters.slow == 0, "nobody waits"
-    arrivals.claim(cast(Connection, waiting), 50)
+    arrivals.claim(cast(Connection, waiting), 50 << 20)
     assert waiting.calls == ["hold"]
-    arrivals.sweep(late)
-    assert (slow.calls, busy.calls) == (["read on", "abort"], ["read on"])
-    assert counters.slow == 1
-    arrivals.release(cast(Connection, slow))
+    arrivals.sweep(begun + PATIENCE_S - 0.5)
+    assert counters.slow == 0, "all of them still have time"
+    arrivals.sweep(begun + PATIENCE_S + 9.5)
+    assert [each.calls for each in (silent, slow, quick, busy)] == [["read on", "abort"]] * 2 + [["read on"]] * 2
+    assert counters.slow == 2
+    arrivals.release(cast(Connection, silent))
     assert waiting.has_room
     assert waiting.calls == ["hold", "read on"]
+
+
+@in_loop
+async def test_the_smallest_frame_is_the_first_to_have_room() -> None:
+    arrivals = Arrivals(Counters(), bytes_max=100)
+    first, largest, large, small = (Stand() for _ in range(4))
+    for connection, size in ((first, 100), (largest, 90), (large, 80), (small, 10)):
+        arrivals.claim(cast(Connection, connection), size)
+    arrivals.release(cast(Connection, first))
+    assert [each.has_room for each in (largest, large, small)] == [False, True, True]
+
+
+@in_loop
+async def test_a_turn_of_the_loop_reads_so_much_and_goes_on_in_the_next() -> None:
+    turns = Turns(bytes_max=100)
+    greedy, modest = Stand(), Stand()
+    turns.took(cast(Connection, modest), 50)
+    turns.took(cast(Connection, greedy), 60)
+    turns.took(cast(Connection, greedy), 60)
+    assert (greedy.calls, modest.calls) == (["hold", "hold"], [])
+    await asyncio.sleep(0)
+    assert (greedy.calls, modest.calls) == (["hold", "hold", "read on"], [])
+    turns.took(cast(Connection, greedy), 100)
+    assert greedy.calls == ["hold", "hold", "read on"]
 
 
 def test_memory_is_given_back_soon_after_it_changed_and_otherwise_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

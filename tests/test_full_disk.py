@@ -15,7 +15,9 @@ from penstock.errors import AppendFailed, PenstockError
 from penstock.storage.policy import Durability, Policy
 from penstock.storage.store import Settings, Store
 from tests.logs import values
+from tests.server import Nats, Serve
 from tests.test_store import append_flushed, batch, drive, running
+from tests.web import get
 
 
 @pytest.fixture
@@ -95,3 +97,17 @@ def test_a_store_that_was_killed_on_a_full_disk_opens_when_there_is_room(small_d
     store.close()
     with Store(small_disk / "data") as store:
         assert len(values(store.log(1))) == acknowledged
+
+
+def test_a_server_starts_on_a_full_disk_without_the_topics_that_it_cannot_make(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").symlink_to(small_disk)
+    with Serve(tmp_path) as server, Nats(server) as client:
+        client.send("PUB orders 1\r\nx\r\nPING\r\n")
+        assert client.line() == "PONG"
+    (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with Serve(tmp_path, config="[topics.payments]\npartitions = 1\n") as server:
+        answer = get(server, "/healthz")
+        assert answer.status == 503
+        assert "payments" in answer.body.decode()

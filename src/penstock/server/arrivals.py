@@ -1,10 +1,11 @@
 """Memory for large frames that are arriving: one budget for all connections.
 
 A frame says its length before its bytes come. A connection whose next frame is large is read from only when the budget
-has room for all of it, so hundreds of connections with large frames take turns. Small frames never wait.
+has room for all of it, so hundreds of connections with large frames take turns, those with the smallest frame first.
+Small frames never wait.
 
-The room is free again when the frame is dealt with. A connection that has room and does not send its frame is closed
-if others wait for it.
+The room is free again when the frame is dealt with. While others wait, a connection that has room must send its frame
+at some pace, or it is closed: a length costs nothing to announce.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ if TYPE_CHECKING:
 ARRIVING_BYTES_MAX: Final = 128 << 20
 # A frame that is not larger needs no room.
 SMALL_BYTES: Final = 256 << 10
-# While others wait, a frame has to arrive in this time, and a second more for each of so many bytes.
-PATIENCE_S: Final = 10.0
+# While others wait, so many bytes of a frame have to arrive in each second, but for the first few.
+PATIENCE_S: Final = 3.0
 BYTES_PER_S: Final = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Claim:
     bytes: int
-    deadline: float = 0.0
+    # Since when it has room, and what its connection had received before.
+    begun: float = 0.0
+    received: int = 0
 
 
 class Arrivals:
@@ -59,24 +62,27 @@ class Arrivals:
 
     def sweep(self, now: float) -> None:
         """Close the connections that keep others waiting."""
-        if self._waiting:
-            for connection in [each for each, claim in self._granted.items() if claim.deadline < now]:
-                if connection.peer.is_awaited:
-                    self._counters.slow += 1
-                    connection.abort()
+        if not self._waiting:
+            return
+        for connection, claim in list(self._granted.items()):
+            due = (now - claim.begun - PATIENCE_S) * BYTES_PER_S
+            if connection.peer.is_awaited and connection.peer.received_bytes - claim.received < due:
+                self._counters.slow += 1
+                connection.abort()
 
     def usage(self) -> dict[str, Usage]:
         return {"arriving_bytes": Usage(self._bytes, self._bytes_max)}
 
     def _grant(self) -> None:
         while self._waiting:
-            connection, claim = next(iter(self._waiting.items()))
+            connection, claim = min(self._waiting.items(), key=lambda item: item[1].bytes)
             # One that alone is larger than the budget has it for itself.
             if self._granted and self._bytes + claim.bytes > self._bytes_max:
                 return
             del self._waiting[connection]
             self._granted[connection] = claim
             self._bytes += claim.bytes
-            claim.deadline = asyncio.get_running_loop().time() + PATIENCE_S + claim.bytes / BYTES_PER_S
+            claim.begun = asyncio.get_running_loop().time()
+            claim.received = connection.peer.received_bytes
             connection.peer.has_room = True
             connection.read_on()

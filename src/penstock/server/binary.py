@@ -140,7 +140,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         self._disconnect(INTERNAL_ERROR)
 
     def _read(self, count: int, frames: Callable[[], list[Frame]]) -> None:
-        self.peer.received(count)
+        self.received(count)
         self.unanswered = 0
         if self.peer.is_closing:
             return

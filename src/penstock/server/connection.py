@@ -144,6 +144,11 @@ class Connection:
     def abort(self) -> None:
         self.peer.abort()
 
+    def received(self, count: int) -> None:
+        """Count bytes as they came, whatever they are."""
+        self.peer.received(count)
+        self.server.turns.took(self, count)
+
     def expect(self, length: int, *, is_next: bool) -> None:
         """Claim room for the frame that has begun, if it is large. `length`: all of it, 0 if none has begun;
         `is_next`: the one before it is dealt with."""

@@ -46,6 +46,8 @@ class Peer:
         # Whether there is room for the frame that it is sending: see arrivals.py.
         self.has_room = True
         self.in_messages = self.in_bytes = self.out_messages = self.out_bytes = 0
+        # All that came, messages or not.
+        self.received_bytes = 0
         self._unread_answers = 0
         self._drains: asyncio.Future[None] | None = None
 
@@ -89,6 +91,7 @@ class Peer:
 
     def received(self, count: int) -> None:
         """Count bytes as they came, whatever they are."""
+        self.received_bytes += count
         self._server.counters.received_bytes += count
 
     def hold(self) -> None:

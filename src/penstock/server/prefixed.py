@@ -90,7 +90,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
     # From the transport.
 
     def data_received(self, data: bytes) -> None:
-        self.peer.received(len(data))
+        self.received(len(data))
         self._heard_at = asyncio.get_running_loop().time()
         frames = self._reader.feed(data)
         if self.peer.is_closing:

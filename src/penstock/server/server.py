@@ -21,6 +21,7 @@ from penstock.broker import broker as brokers
 from penstock.broker.broker import Broker
 from penstock.broker.flow import Flow, Overflow
 from penstock.clock import SystemClock
+from penstock.errors import DiskError
 from penstock.health import Usage
 from penstock.moments import elapsed, iso
 from penstock.parts import find
@@ -41,6 +42,7 @@ from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
 from penstock.server.rows import Answers
 from penstock.server.stalls import Stalls
+from penstock.server.turns import Turns
 from penstock.storage.files import Files
 from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
 from penstock.storage.store import Settings, Store
@@ -139,6 +141,7 @@ class Server:
         self.scratch = bytearray(SCRATCH_BYTES)
         self.gate = Gate(self)
         self.arrivals = Arrivals(self.counters)
+        self.turns = Turns()
         # Held while a large batch is opened and handed over: opened, it takes several times its size.
         self.large = asyncio.Lock()
         self._working = asyncio.Semaphore(WORKERS_MAX)
@@ -183,7 +186,11 @@ class Server:
     ) -> None:
         await self._started.wait()
         for name, topic in self.config.topics.items():
-            await self._ensure_topic(name.encode(), topic)
+            try:
+                await self._ensure_topic(name.encode(), topic)
+            except DiskError as error:
+                # What is there can be read, and deleted to make room.
+                self.broker.health.report(f"topic {name}", f"it is not as configured until the next start: {error}")
         if self._listens:
             await self._bind()
         pipes = self.spawn(self.pipes.run())

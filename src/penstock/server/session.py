@@ -112,7 +112,7 @@ class Session(Connection, asyncio.Protocol):
     # From the transport.
 
     def data_received(self, data: bytes) -> None:
-        self.peer.received(len(data))
+        self.received(len(data))
         if self.peer.is_closing:
             return
         events = self._parse(data)
