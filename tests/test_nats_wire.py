@@ -172,6 +172,8 @@ def test_nothing_under_a_dollar_subject_is_stored(tmp_path: Path) -> None:
             assert json.load(answer)["topics"] == []
 
 
+# nats-py's services ask for the time in a way that Python 3.12 warns of.
+@pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
 def test_a_service_of_nats_micro_is_found_and_answers(server: Serve) -> None:
     async def work() -> None:
         one, other = await nats.connect(server.url), await nats.connect(server.url)

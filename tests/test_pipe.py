@@ -16,7 +16,7 @@ import pytest
 from penstock import Client
 from penstock.errors import PenstockError, ReadOnlyTopic
 from tests.server import Flux, Serve, hpub
-from tests.trees import batches, eventually, get, healthy, reason_of, records, status_of, url
+from tests.trees import ask, batches, eventually, get, healthy, reason_of, records, status_of, url
 
 # Segments that are sealed, and dropped, in no time.
 SMALL: Final[dict[str, Any]] = {
@@ -372,7 +372,7 @@ def drop_some(server: Serve, topic: str) -> None:
     [end] = committed(server, topic)
     for _ in range(4):
         publish(server, topic, *[b"x" * 1500] * 6)
-    eventually("retention drops some", lambda: get(server, "/pipe/stream", topic=topic, offset=end)[0] == 410)
+    eventually("retention drops some", lambda: ask(server, "/pipe/stream", topic=topic, offset=end)[0] == 410)
 
 
 # ---- up
@@ -613,7 +613,7 @@ def test_a_child_gives_its_parent_the_credentials_of_its_pipe(tmp_path: Path) ->
         reason_of(stranger, "pipe.user and pipe.password, are not set", health="UNHEALTHY")
         with broker(tmp_path, "child", root, pipe_user="ann", pipe_password="secret") as child:
             healthy(child)
-            assert status_of(child)["credentials"] == "sent"
+            eventually("it has sent its credentials", lambda: status_of(child)["credentials"] == "sent")
             with Client(f"127.0.0.1:{child.port}") as client:
                 prices = client.subscribe("prices", start="earliest")
                 assert prices.get(timeout=20).value == b"1"
