@@ -111,6 +111,20 @@ async def test_nobody_waits_for_what_cannot_be_stored() -> None:
 
 
 @in_loop
+async def test_nobody_waits_for_a_log_that_a_transaction_holds() -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        sink = listen(life, b">")
+        publisher = Publisher()
+        life.log(b"a").hold()
+        receipt = publish(life, publisher, (b"a", b"1"), (b"quick", b"2"), (INBOX, b"3"))
+        await life.settle()
+        assert (sink.values, receipt.done()) == ([b"2", b"3"], False)
+        life.log(b"a").release()
+        assert (sink.values, receipt.done()) == ([b"2", b"3", b"1"], True)
+
+
+@in_loop
 async def test_nobody_waits_for_a_topic_that_is_deleted() -> None:
     async with Life(FaultyFiles()) as life:
         await make_topics(life)

@@ -8,7 +8,7 @@ when its first place is served: within a round of the disk or two.
 
 A connection that publishes to one place only has no links, and a request that nothing precedes waits for nothing.
 Readers that are behind read each log for themselves: for them the order holds within each partition. So it does around
-messages that could not be written: nobody waits for what was before them.
+messages that could not be written, and where a transaction holds a log: nobody waits for these.
 """
 
 from __future__ import annotations
@@ -64,7 +64,13 @@ class _Link:
     @property
     def is_over(self) -> bool:
         before, then = self.before, self.then
-        return before.is_closed or then.is_closed or before.served >= self.until or then.served > self.since
+        return (
+            before.served >= min(self.until, before.end)
+            or before.is_held
+            or before.is_closed
+            or then.is_closed
+            or then.served > self.since
+        )
 
 
 class Order:

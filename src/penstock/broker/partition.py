@@ -324,6 +324,11 @@ class Partition:
             wake()
 
     @property
+    def is_held(self) -> bool:
+        """Whether it is not known when more will be available."""
+        return self.log.is_held
+
+    @property
     def available(self) -> int:
         """Up to where it may be served."""
         return 0 if self.is_closed else self.log.committed
@@ -422,6 +427,7 @@ class LiveQueue(LivePartition):
     __slots__ = ("_budget", "_total", "_waiting", "groups")
 
     cuts = 0
+    is_held = False
 
     def __init__(self, total: LivePartition, budget: Budget) -> None:
         """`total` counts its messages too."""
