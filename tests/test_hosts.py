@@ -148,7 +148,8 @@ def test_a_port_in_use_at_one_host_leaves_nothing_open(tmp_path: Path, port: str
         taken.bind(("::1", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        ended = refused(tmp_path, server_host="127.0.0.1,::1", **{port: number})
+        # Other tests use ports of 127.0.0.1.
+        ended = refused(tmp_path, server_host="127.0.0.2,::1", **{port: number})
     assert ended.code == 1
     assert ended.stderr == (
         f"error: cannot listen at [::1]:{number}: Address already in use: another process listens there: "
