@@ -735,18 +735,36 @@ def test_replay_one_sequence(past: tuple[Serve, list[str], float]) -> None:
         assert [message.subject for message in messages] == subjects
         for message in messages:
             assert replayed(flux, message.sequence) == [int(message.payload)]
-            assert replayed(flux, "seq", message.sequence) == [int(message.payload)]
         assert replayed(flux, (messages[-1].sequence or 0) + 1_000_000) == []
 
 
-@pytest.mark.parametrize("words", ["", "seq", "SIDEWAYS", "SIDEWAYS 5", "FIRST 5 5", "LAST 1", "-1", "TIME"])
+def test_replay_from_a_sequence(past: tuple[Serve, list[str], float]) -> None:
+    """What follows a message over all topics is what REPLAY FIRST has after it."""
+    server, subjects, _ = past
+    everything = list(range(len(subjects)))
+    with Flux(server) as flux:
+        flux.send("REPLAY FIRST\r\n")
+        messages, _ = flux.until_ok()
+        for number, message in enumerate(messages):
+            assert replayed(flux, "seq", message.sequence) == everything[number:]
+            assert replayed(flux, "SEQ", message.sequence, 3) == everything[number : number + 3]
+        # The sequence after the last one of its partition, and two that nothing has.
+        last_of_c = messages[10].sequence or 0
+        assert replayed(flux, "SEQ", last_of_c + 1) == everything[11:]
+        assert replayed(flux, "SEQ", last_of_c + 1_000_000) == []
+        assert replayed(flux, "SEQ", 1) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["", "seq", "seq x", "seq 1 1 1", "SIDEWAYS", "SIDEWAYS 5", "FIRST 5 5", "LAST 1", "-1", "TIME"]
+)
 def test_replay_refuses_what_it_does_not_know(past: tuple[Serve, list[str], float], words: str) -> None:
     with Flux(past[0]) as flux:
         assert flux.ask(f"REPLAY {words}") == "-ERR invalid replay mode"
         assert flux.ask("PING") == "PONG"
 
 
-@pytest.mark.parametrize("words", ["FIRST x", "FIRST 0", "TIME 1 x", "TIME x", "TIME nan", "TIME -1"])
+@pytest.mark.parametrize("words", ["FIRST x", "FIRST 0", "SEQ 1 0", "TIME 1 x", "TIME x", "TIME nan", "TIME -1"])
 def test_replay_refuses_wrong_numbers(past: tuple[Serve, list[str], float], words: str) -> None:
     with Flux(past[0]) as flux:
         assert flux.ask(f"REPLAY {words}").startswith("-ERR invalid ")

@@ -245,8 +245,9 @@ BOTH: Final[Table] = {
         [FlowControl(b"A", False, 1.0, 2, 3, "drop")],
     ),
     # Replay.
-    "REPLAY": (b"REPLAY 42\r\n", [Replay(Origin.SEQUENCE, 42, 1)]),
-    "REPLAY SEQ": (b"REPLAY seq 42\r\n", [Replay(Origin.SEQUENCE, 42, 1)]),
+    "REPLAY": (b"REPLAY 42\r\n", [Replay(Origin.MESSAGE, 42, 1)]),
+    "REPLAY SEQ": (b"REPLAY seq 42\r\n", [Replay(Origin.SEQUENCE, 42, 100)]),
+    "REPLAY SEQ some": (b"REPLAY SEQ 42 7\r\n", [Replay(Origin.SEQUENCE, 42, 7)]),
     "REPLAY FIRST": (b"REPLAY FIRST\r\n", [Replay(Origin.FIRST, 0, 100)]),
     "REPLAY FIRST some": (b"replay first 7\r\n", [Replay(Origin.FIRST, 0, 7)]),
     "REPLAY LAST": (b"REPLAY last\r\n", [Replay(Origin.LAST, 0, 1)]),
@@ -325,11 +326,23 @@ REFUSED: Final[Table] = {
     },
     **{
         f"REPLAY {words.decode()}": (b"REPLAY " + words + b"\r\n", [_REPLAY])
-        for words in (b"", b"x", b"-1", b"TIME", b"SEQ", b"SEQ x", b"LAST 1", b"FIRST 1 2", b"TIME 1 2 3", b"9" * 4000)
+        for words in (
+            b"",
+            b"x",
+            b"-1",
+            b"TIME",
+            b"SEQ",
+            b"SEQ x",
+            b"SEQ 1 2 3",
+            b"LAST 1",
+            b"FIRST 1 2",
+            b"TIME 1 2 3",
+            b"9" * 4000,
+        )
     },
     **{
         f"REPLAY {words.decode()}": (b"REPLAY " + words + b"\r\n", [_COUNT])
-        for words in (b"FIRST x", b"FIRST 0", b"FIRST 1000001", b"TIME 1 0", b"TIME 1 x")
+        for words in (b"FIRST x", b"FIRST 0", b"FIRST 1000001", b"SEQ 1 0", b"SEQ 1 x", b"TIME 1 0", b"TIME 1 x")
     },
     **{
         f"REPLAY TIME {when.decode()}": (b"REPLAY TIME " + when + b"\r\n", [Refused("invalid time")])

@@ -27,21 +27,38 @@ class History:
         # The next batch of each partition that has one: when it was appended, and where to find it.
         self._next: list[tuple[int, int, int, Partition]] | None = None
 
-    async def seek_sequence(self, topic_id: int, number: int, offset: int) -> None:
+    async def seek_message(self, topic_id: int, number: int, offset: int) -> None:
         """Just the message there; nothing, if there is none."""
-        found = None
-        for partition in self._offsets:
-            if (partition.topic_id, partition.number) == (topic_id, number) and offset >= partition.start:
-                found = await partition.read(offset)
-                if found is not None and found[0].values and found[0].offset(0) == offset:
-                    self._restrict({partition: offset})
-                    return
+        partition = self._partition(topic_id, number)
+        if partition is not None and offset >= partition.start:
+            found = await partition.read(offset)
+            if found is not None and found[0].values and found[0].offset(0) == offset:
+                self._restrict({partition: offset})
+                return
         self._restrict({})
 
-    async def seek_time(self, time_us: int) -> None:
-        loop = asyncio.get_running_loop()
+    async def seek_sequence(self, topic_id: int, number: int, offset: int) -> None:
+        """The message there, or the next one that its partition still has, and everything that `read` returns after
+        it; nothing, if this sequence was never assigned."""
+        home = self._partition(topic_id, number)
+        appended = None
+        if home is not None and offset <= home.served:
+            # Right behind its last message, the partition adds nothing yet, and others what they stored since.
+            appended = await self._append_time(home, min(offset, home.served - 1))
+        if appended is None:
+            self._restrict({})
+            return
         for partition in self._offsets:
-            self._offsets[partition] = await loop.run_in_executor(None, partition.log.offset_at, time_us)
+            if partition is home:
+                self._offsets[partition] = offset
+            else:
+                # Batches of the same time are read in the order of their partitions.
+                precedes = (partition.topic_id, partition.number) < (topic_id, number)
+                self._offsets[partition] = await self._offset_at(partition, appended + precedes)
+
+    async def seek_time(self, time_us: int) -> None:
+        for partition in self._offsets:
+            self._offsets[partition] = await self._offset_at(partition, time_us)
 
     async def seek_last(self) -> None:
         """The message that was appended last."""
@@ -84,6 +101,12 @@ class History:
             if meets(self._pattern, topic.name) and not topic.is_internal:
                 for partition in topic.partitions:
                     self._offsets.setdefault(partition, partition.start)
+
+    def _partition(self, topic_id: int, number: int) -> Partition | None:
+        return next((each for each in self._offsets if (each.topic_id, each.number) == (topic_id, number)), None)
+
+    async def _offset_at(self, partition: Partition, time_us: int) -> int:
+        return await asyncio.get_running_loop().run_in_executor(None, partition.log.offset_at, time_us)
 
     def _restrict(self, offsets: dict[Partition, int]) -> None:
         self._is_restricted = True

@@ -684,6 +684,8 @@ class Session(Connection, asyncio.Protocol):
     async def _replay(self, event: Replay) -> None:
         history = History(self.broker, b">")
         match event.origin:
+            case Origin.MESSAGE:
+                await history.seek_message(*text.split_sequence(event.value))
             case Origin.SEQUENCE:
                 await history.seek_sequence(*text.split_sequence(event.value))
             case Origin.FIRST:

@@ -60,7 +60,8 @@ class Stats(NamedTuple):
 
 
 class Origin(Enum):
-    SEQUENCE = "sequence"
+    MESSAGE = "message"  # only the message with this sequence
+    SEQUENCE = "sequence"  # this message and the ones after it
     FIRST = "first"
     LAST = "last"
     TIME = "time"

@@ -8,7 +8,7 @@ it. They differ in the order of SUB's words, in the sequence that Flux has behin
     UNSUB <sid> [max]   PING   PONG   INFO          SUB <subject> DURABLE:<name> <sid>               Flux
     ACK <sequence> [group]   PULL <subject> <n>     STATS [sid]   JOIN <node> <address>   LEAVE <node>
     FLOWCTL <sid> PUSH|PULL [rate] [burst] [buffer] [block|drop|shed]
-    REPLAY <sequence> | FIRST [n] | LAST | TIME <unix seconds> [n]
+    REPLAY <sequence> | SEQ <sequence> [n] | TIME <unix seconds> [n] | FIRST [n] | LAST
 """
 
 from __future__ import annotations
@@ -415,19 +415,21 @@ def _stats(words: list[bytes], _: bool) -> Stats:
 def _replay(words: list[bytes], _: bool) -> Replay:
     wrong = "invalid replay mode"
     match [words[0].upper(), *words[1:]] if words else []:
-        case [b"FIRST"]:
-            return Replay(Origin.FIRST, 0, REPLAY_COUNT)
-        case [b"FIRST", count]:
-            return Replay(Origin.FIRST, 0, _number(count, "invalid count", 1, REPLAY_COUNT_MAX))
+        case [b"FIRST", *count] if len(count) <= 1:
+            return Replay(Origin.FIRST, 0, _replay_count(count))
         case [b"LAST"]:
             return Replay(Origin.LAST, 0, 1)
-        case [b"TIME", seconds]:
-            return Replay(Origin.TIME, _time_us(seconds), REPLAY_COUNT)
-        case [b"TIME", seconds, count]:
-            return Replay(Origin.TIME, _time_us(seconds), _number(count, "invalid count", 1, REPLAY_COUNT_MAX))
-        case [b"SEQ", sequence] | [sequence]:
-            return Replay(Origin.SEQUENCE, _number(sequence, wrong), 1)
+        case [b"TIME", seconds, *count] if len(count) <= 1:
+            return Replay(Origin.TIME, _time_us(seconds), _replay_count(count))
+        case [b"SEQ", sequence, *count] if len(count) <= 1:
+            return Replay(Origin.SEQUENCE, _number(sequence, wrong), _replay_count(count))
+        case [sequence]:
+            return Replay(Origin.MESSAGE, _number(sequence, wrong), 1)
     raise _Wrong(wrong)
+
+
+def _replay_count(words: list[bytes]) -> int:
+    return _number(words[0], "invalid count", 1, REPLAY_COUNT_MAX) if words else REPLAY_COUNT
 
 
 def _time_us(seconds: bytes) -> int:
