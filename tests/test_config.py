@@ -266,6 +266,8 @@ def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None
         "pipe.user": {"PENSTOCK_PIPE_PASSWORD": "other", "PENSTOCK_PIPE_PARENTS": "http://root"},
         "pipe.password": {"PENSTOCK_PIPE_USER": "other", "PENSTOCK_PIPE_PARENTS": "http://root"},
         "pipe.token": {"PENSTOCK_PIPE_PARENTS": "http://root"},
+        "pipe.topics": {"PENSTOCK_PIPE_PARENT": "http://root"},
+        "pipe.up": {"PENSTOCK_REGISTRY_URL": "http://registry"},
         "server.host": {"PENSTOCK_AUTH_TOKEN": "other"},
         "server.lame_duck_s": {"PENSTOCK_SERVER_LAME_DUCK_GRACE_S": "0"},
     }.get(key, {})
@@ -942,6 +944,13 @@ def test_the_grace_period_is_shorter_than_the_lame_duck_mode(place: Place) -> No
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1", "[::1]", "127.0.0.1,::1,localhost"])
 def test_this_machine_is_served_without_credentials(place: Place, host: str) -> None:
     assert place.load(flags={"server.host": host}).config.server.host == host
+
+
+def test_topics_to_pipe_need_a_parent(place: Place) -> None:
+    assert place.problems({"pipe.topics": "a", "pipe.up": "b"}) == [
+        "pipe.topics (file FILE) has no effect without a parent: set pipe.parent or registry.url as well",
+        "pipe.up (file FILE) has no effect without a parent: set pipe.parent or registry.url as well",
+    ]
 
 
 def test_the_credentials_of_a_pipe_are_for_somebody(place: Place) -> None:

@@ -153,6 +153,28 @@ def test_only_the_topics_that_are_asked_for_come_down(tree: Tree, tmp_path: Path
         assert {topic["name"] for topic in get(picky, "/pipe/topics")[1]["topics"]} == {"wanted", "missing"}
 
 
+def test_a_pattern_brings_down_every_topic_that_it_covers(tree: Tree, tmp_path: Path) -> None:
+    for subject in ("stock.eu", "stock.us", "rates"):
+        publish(tree.root, subject, b"x")
+    with broker(tmp_path, "patterns", tree.root, pipe_topics="stock.>, rates.*, fares.>") as leaf:
+        assert [record["subject"] for record in records(leaf, "stock", 2)] == ["stock.eu", "stock.us"]
+        reason_of(leaf, "rates.* is a part of topic rates, and topics are piped whole: list rates instead")
+        reason_of(leaf, "the parent has no topic that fares.> matches")
+        assert [topic["name"] for topic in get(leaf, "/pipe/topics")[1]["topics"]] == ["stock"]
+        leaf.stop()
+        leaf.restart(pipe_topics="stock.>, *")
+        records(leaf, "rates", 1)
+        healthy(leaf)
+
+
+def test_a_pattern_pushes_every_topic_that_it_covers(tree: Tree, tmp_path: Path) -> None:
+    with broker(tmp_path, "till", tree.root, pipe_topics="nothing", pipe_up="receipts.>, visits.eu") as till:
+        publish(till, "receipts.eu", b"x")
+        publish(till, "visits.eu", b"x")
+        records(tree.root, "receipts", 1)
+        reason_of(till, "visits.eu is a part of topic visits, and topics are piped whole: list visits instead")
+
+
 # ---- read-only
 
 

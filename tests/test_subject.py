@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.subject import SUBJECT_BYTES_MAX, is_literal, is_pattern, is_subject, matches, meets, owns
+from penstock.subject import SUBJECT_BYTES_MAX, covers, is_literal, is_pattern, is_subject, matches, meets, owns
 
 TOKENS: Final = [b"a", b"b", b"*", b">"]
 WORDS: Final = [b"a", b"b", b"ab"]
@@ -185,3 +185,13 @@ def test_a_pattern_meets_the_topics_of_which_it_can_match_a_subject() -> None:
         assert meets(pattern, topic) == any(
             matches_stupidly(pattern.split(b"."), subject.split(b".")) for subject in below[topic]
         )
+
+
+def test_a_pattern_covers_a_topic_by_its_name_or_by_everything_below() -> None:
+    for pattern in PATTERNS:
+        for topic in SUBJECTS:
+            assert covers(pattern, topic) or not matches(pattern, topic)
+            assert meets(pattern, topic) or not covers(pattern, topic)
+    assert covers(b"stock.>", b"stock")
+    assert not covers(b"stock.*", b"stock")
+    assert not covers(b"stock.eu", b"stock")

@@ -11,7 +11,7 @@ from penstock.client.sync import Client
 from tests.registries import Answer, Answers, Registry, as_json
 from tests.replicas import ReplicaProcess
 from tests.server import Serve
-from tests.trees import eventually, healthy, reason_of, status_of, url
+from tests.trees import eventually, healthy, reason_of, records, status_of, url
 
 TOPIC: Final = "price-topic"
 PRICES: Final = {"AAPL": "189.95", "GOOGL": "140.93", "MSFT": "378.91", "TSLA": "248.48", "AMZN": "153.42"}
@@ -77,6 +77,25 @@ def test_prices_at_the_root_are_answered_by_a_replica_two_levels_below(tmp_path:
             assert [record["data"] for record in found[5:]] == [str(number) for number in range(MANY)]
         for broker in (l2, l3):
             healthy(broker)
+
+
+def test_a_registry_names_patterns_and_a_setting_takes_precedence(tmp_path: Path) -> None:
+    path = tmp_path / "tree.toml"
+    nodes(path, ("root", "ROOT", None, None))
+    with Registry(path) as registry, node(tmp_path, registry, "root") as root, node(tmp_path, registry, "leaf") as leaf:
+        with Client(f"127.0.0.1:{root.port}") as client:
+            for subject in ("stock.eu", "prices"):
+                client.publish(subject, b"x")
+        nodes(path, ("root", "ROOT", root, None), ("leaf", "LOCAL", None, "root"))
+        path.write_text(path.read_text() + 'topics = ["stock.>"]\n')
+        records(leaf, "stock", 1)
+        healthy(leaf)
+        assert [topic["topic"] for topic in status_of(leaf)["topics"]] == ["stock"]
+
+        leaf.stop()
+        leaf.restart(pipe_topics="prices")
+        records(leaf, "prices", 1)
+        healthy(leaf)
 
 
 def test_a_parent_that_a_registry_names_gets_no_credentials_unless_it_is_allowed(tmp_path: Path) -> None:

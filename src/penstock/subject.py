@@ -67,6 +67,11 @@ def meets(pattern: bytes, topic: bytes) -> bool:
     return pattern.count(b".") >= topic.count(b".")
 
 
+def covers(pattern: bytes, topic: bytes) -> bool:
+    """Whether the pattern means the whole topic: it matches its name, or everything below it."""
+    return matches(pattern, topic) or (pattern.endswith(b".>") and matches(pattern[:-2], topic))
+
+
 def owns(topic: bytes, subject: bytes) -> bool:
     """Whether the subject is the topic's name or lies below it."""
     return subject.startswith(topic) and (len(subject) == len(topic) or subject[len(topic)] == ord("."))

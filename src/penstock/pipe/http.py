@@ -202,7 +202,10 @@ class _Document:
 
     async def topics(self, poll: Poll) -> Remote:
         if not self._names:
-            raise BadParent("the parent is no Penstock, and cannot say which topics it has: name them in pipe.topics")
+            raise BadParent(
+                "the parent is no Penstock, and cannot say which topics it has: list them by name, without wildcards, "
+                "in pipe.topics, or in the registry's topics for this node"
+            )
         now_us = self._clock.monotonic_us()
         if self._heard_us is None or now_us - self._heard_us > TIMEOUT_S * 1e6:
             document.read_records(await poll(self._names[0], 0, 1), b"", 0, 0)

@@ -31,7 +31,7 @@ from penstock.pipe.connector import Caller, Connect, PipeConnector, Remote, Remo
 from penstock.pipe.down import Down, Host
 from penstock.pipe.topology import Topology, origin_of
 from penstock.pipe.up import Up
-from penstock.subject import is_literal, matches
+from penstock.subject import covers, is_literal, meets
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +196,11 @@ class Parent:
                 await asyncio.sleep(LONGEST_S)
 
     def _wanted_down(self, remote: Remote) -> Iterable[RemoteTopic]:
-        names = {topic.name for topic in remote.topics}
+        names = [topic.name for topic in remote.topics]
         for pattern in self._topology.topics:
-            if is_literal(pattern.encode()) and pattern not in names:
-                self.refused[pattern] = f"the parent has no topic {pattern}"
+            if not any(_covers(pattern, name) for name in names):
+                wanted = pattern if is_literal(pattern.encode()) else f"that {pattern} matches"
+                self.refused[pattern] = _part_of(pattern, names) or f"the parent has no topic {wanted}"
         for topic in remote.topics:
             if not _is_among(topic.name, self._topology.topics or (">",)):
                 continue
@@ -230,6 +231,11 @@ class Parent:
         return found
 
     def _wanted_up(self) -> Iterable[ServedTopic]:
+        names = [topic.topic.name for topic in self._broker.topics if not topic.is_internal]
+        for pattern in self._topology.up:
+            # A topic that is not there yet is nothing to complain about: it goes up when it is.
+            if not any(_covers(pattern, name) for name in names) and (reason := _part_of(pattern, names)):
+                self.refused[pattern] = reason
         for topic in self._broker.topics:
             name = topic.topic.name
             if topic.is_internal or topic.refusal is not None or not _is_among(name, self._topology.up):
@@ -271,5 +277,17 @@ class Parent:
         return ("DEGRADED", "; ".join(dict.fromkeys(reasons))) if reasons else ("HEALTHY", "")
 
 
+def _covers(pattern: str, name: str) -> bool:
+    return covers(pattern.encode(), name.encode())
+
+
 def _is_among(name: str, patterns: Iterable[str]) -> bool:
-    return any(matches(pattern.encode(), name.encode()) for pattern in patterns)
+    return any(_covers(pattern, name) for pattern in patterns)
+
+
+def _part_of(pattern: str, names: Iterable[str]) -> str | None:
+    """Why a pattern that covers no topic is refused, if it means some of the subjects of one."""
+    for name in names:
+        if meets(pattern.encode(), name.encode()):
+            return f"{pattern} is a part of topic {name}, and topics are piped whole: list {name} instead"
+    return None

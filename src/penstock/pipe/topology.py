@@ -7,6 +7,7 @@ one value each, whoever wrote it: a registry's answer and a registry's file go t
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -66,8 +67,7 @@ class Topology:
         if not isinstance(value, dict):
             raise BadTopology(f"a topology must be a JSON object, not {shown(value)}")
         topics, up = (read_topics(name, value.get(name)) for name in ("topics", "up"))
-        if both := sorted({*topics} & {*up}):
-            raise BadTopology(f"topics and up both have {both[0]}: what comes down cannot go up")
+        check_directions(topics, up)
         return cls(
             node_id=read_node_id("nodeId", value.get("nodeId")),
             role=read_role("role", value.get("role")),
@@ -76,6 +76,11 @@ class Topology:
             up=up,
             version=_read_version("topologyVersion", value.get("topologyVersion")),
         )
+
+
+def check_directions(topics: Collection[str], up: Collection[str]) -> None:
+    if both := sorted({*topics} & {*up}):
+        raise BadTopology(f"topics and up both have {both[0]}: what comes down cannot go up")
 
 
 def read_node_id(name: str, value: object) -> str:

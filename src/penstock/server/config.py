@@ -215,8 +215,18 @@ class PipeConfig:
     user: str | None = field(default=None, metadata=_about("name that this broker gives its parents, with a password"))
     password: str | None = field(default=None, repr=False, metadata=_about("password that goes with the user"))
     token: str | None = field(default=None, repr=False, metadata=_about("token that this broker gives instead"))
-    topics: str | None = field(default=None, metadata=_about("topics that come down, with commas between; none: all"))
-    up: str | None = field(default=None, metadata=_about("topics that are pushed up, with commas between"))
+    topics: str | None = field(
+        default=None,
+        metadata=_about(
+            "topics that come down, names or patterns with commas between; none: what the registry says, or all"
+        ),
+    )
+    up: str | None = field(
+        default=None,
+        metadata=_about(
+            "topics that are pushed up, names or patterns with commas between; none: what the registry says"
+        ),
+    )
     poll_ms: int = field(default=1000, metadata=_about("how often the parent is asked for its topics", 10, 3_600_000))
     batch_size: int = field(
         default=100, metadata=_about("records of one poll, where a parent has no batches", 1, 10_000)
@@ -686,6 +696,9 @@ def _conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterato
     for name in ("pipe.user", "pipe.token"):
         if values[name] is not None and values["pipe.parents"] is None and values["pipe.parent"] is None:
             yield f"{name} ({origins[name]}) is sent to no parent: list those that may have it in pipe.parents"
+    for name in ("pipe.topics", "pipe.up"):
+        if values[name] is not None and values["pipe.parent"] is None and values["registry.url"] is None:
+            yield f"{name} ({origins[name]}) has no effect without a parent: set pipe.parent or registry.url as well"
     if values["registry.url"] is not None and values["pipe.parent"] is not None:
         yield (
             f"registry.url ({origins['registry.url']}) and pipe.parent ({origins['pipe.parent']}) both say whom to "

@@ -10,7 +10,7 @@ import platform
 import random
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,15 @@ from penstock.pipe.down import OnGap
 from penstock.pipe.parent import ParentCredentials
 from penstock.pipe.pipes import Pipes
 from penstock.pipe.pipes import Settings as PipeSettings
-from penstock.pipe.topology import Role, Topology, origin_of
+from penstock.pipe.topology import (
+    Role,
+    Topology,
+    check_directions,
+    origin_of,
+    read_node_id,
+    read_topics,
+    read_urls,
+)
 from penstock.server.arrivals import Arrivals
 from penstock.server.config import Config, TopicConfig
 from penstock.server.connection import WEBSOCKET, Connection
@@ -223,7 +231,12 @@ class Server:
             from penstock.pipe.registry import watch
 
             path = Path(self.config.storage.data_dir) / TOPOLOGY_NAME
-            await watch(url, self.config.server.node_id, poll_ms, path, self.pipes.follow)
+            await watch(url, self.config.server.node_id, poll_ms, path, self._follow)
+
+    async def _follow(self, topology: Topology) -> None:
+        """Take the place that a registry assigns. What the settings say of topics takes precedence."""
+        topics, up = _piped_topics(self.config)
+        await self.pipes.follow(replace(topology, topics=topics or topology.topics, up=up or topology.up))
 
     async def _bind(self) -> None:
         """Listen on all ports, and take no connections yet: if one port cannot be had, nobody has been served."""
@@ -504,17 +517,24 @@ def _pace(connections: int, seconds: float) -> tuple[float, int]:
 
 def _topology(config: Config) -> Topology | None:
     """Where the settings alone put this broker in the tree, if they do."""
-    pipe = config.pipe
-    if pipe.parent is None:
+    topics, up = _piped_topics(config)
+    if config.pipe.parent is None:
         return None
-    value: object = {
-        "nodeId": config.server.node_id,
-        "role": Role.LOCAL.value,
-        "requestToFollow": listed(pipe.parent),
-        "topics": listed(pipe.topics),
-        "up": listed(pipe.up),
-    }
-    return Topology.from_json(value)
+    return Topology(
+        node_id=read_node_id("server.node_id", config.server.node_id),
+        role=Role.LOCAL,
+        parents=read_urls("pipe.parent", listed(config.pipe.parent)),
+        topics=topics,
+        up=up,
+    )
+
+
+def _piped_topics(config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the settings let come down and go up; BadTopology if they contradict each other."""
+    topics = read_topics("pipe.topics", listed(config.pipe.topics))
+    up = read_topics("pipe.up", listed(config.pipe.up))
+    check_directions(topics, up)
+    return topics, up
 
 
 def _pipe_credentials(config: Config) -> ParentCredentials:
