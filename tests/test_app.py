@@ -352,7 +352,7 @@ def test_after_the_last_delivery_of_the_topic_it_is_a_dead_letter(broker: Broker
         publish(broker, topic, b"x")
         until(lambda: bool(broker.dead_letters(f"{topic}")))
     (letter,) = broker.dead_letters(topic)
-    assert (letter.value, letter.group, letter.attempts, letter.reason) == (b"x", topic, 2, "not acknowledged")
+    assert (letter.value, letter.group, letter.attempts, letter.reason) == (b"x", topic, 2, "ValueError: never")
     assert app.consumers[0].failed == 2
     assert broker.lag(topic) == 0
 
@@ -366,7 +366,7 @@ def test_after_the_last_attempt_of_the_policy_it_is_a_dead_letter_at_once(broker
         publish(broker, topic, b"x")
         until(lambda: bool(broker.dead_letters(topic)))
     (letter,) = broker.dead_letters(topic)
-    assert (letter.value, letter.attempts, letter.reason) == (b"x", 2, "refused")
+    assert (letter.value, letter.attempts, letter.reason) == (b"x", 2, "ValueError: never")
     consumer = app.consumers[0]
     assert (consumer.failed, consumer.retried, consumer.rejected) == (2, 1, 1)
 

@@ -160,11 +160,12 @@ DRAWN: Final[dict[Type, Drawn]] = {
         credit_frame(NUMBER, PARTITION), "17 0000000000000000 0000000c", spelled("0102030405060708 b1b2b3b4")
     ),
     Type.SETTLE: Drawn(
-        settle_frame(6, Settle(NUMBER, Verb.REJECT, OFFSET, 1_000_000, TOPIC_ID, PARTITION, [LAST, OFFSET])),
-        "18 0000000000000006 00000039",
+        settle_frame(6, Settle(NUMBER, Verb.REJECT, OFFSET, 1_000_000, TOPIC_ID, PARTITION, [LAST, OFFSET], "é")),
+        "18 0000000000000006 0000003d",
         spelled(
             "0102030405060708 03 c1c2c3c4c5c6c7c8 00000000000f4240"
-            "a1a2a3a4a5a6a7a8 b1b2b3b4 00000002 d1d2d3d4d5d6d7d8 c1c2c3c4c5c6c7c8"
+            "a1a2a3a4a5a6a7a8 b1b2b3b4 00000002 0002 d1d2d3d4d5d6d7d8 c1c2c3c4c5c6c7c8",
+            "é".encode(),
         ),
     ),
     Type.CALL: Drawn(json_frame(Type.CALL, 7, {"call": "x"}), "19 0000000000000007 0000000c", b'{"call":"x"}'),
@@ -625,7 +626,7 @@ def test_a_credit_comes_back_and_asks_for_no_answer(subscription: int, messages:
 
 
 OFFSETS: Final = st.lists(U64, min_size=1, max_size=20).map(tuple)
-SETTLES: Final = st.builds(Settle, U64, st.sampled_from(Verb), U64, U64, U64, U32, OFFSETS)
+SETTLES: Final = st.builds(Settle, U64, st.sampled_from(Verb), U64, U64, U64, U32, OFFSETS, st.text(max_size=20))
 
 
 @given(U64, SETTLES)
@@ -741,9 +742,9 @@ def test_whatever_comes_as_a_payload_is_read_or_refused(case: Payload, data: byt
 @given(st.tuples(U64, U8, U64, U64, U64, U32), st.integers(0, 6) | U32, st.lists(U64, max_size=6))
 @settings(max_examples=300, deadline=None)
 def test_a_settle_whose_count_is_wrong_is_refused(fields: Sequence[int], count: int, offsets: list[int]) -> None:
-    data = struct.pack("!QBQQQII", *fields, count) + struct.pack(f"!{len(offsets)}Q", *offsets)
+    data = struct.pack("!QBQQQIIH", *fields, count, 0) + struct.pack(f"!{len(offsets)}Q", *offsets)
     if count == len(offsets) > 0 and fields[1] <= max(Verb):
-        assert read_settle(data) == (*fields, tuple(offsets))
+        assert read_settle(data) == (*fields, tuple(offsets), "")
     else:
         with pytest.raises(BadFrame):
             read_settle(data)
@@ -789,7 +790,7 @@ def test_messages_whose_lengths_are_wrong_are_refused(
 @pytest.mark.parametrize(
     ("read", "data"),
     [
-        (read_settle, struct.pack("!QBQQQII", 1, 0, 0, 0, 1, 0, U32_MAX) + bytes(80)),
+        (read_settle, struct.pack("!QBQQQIIH", 1, 0, 0, 0, 1, 0, U32_MAX, 0) + bytes(80)),
         (read_messages, struct.pack("!QIQHI", 1, 0, 0, U16_MAX, 0) + bytes(80)),
         (read_messages, struct.pack("!QIQHI", 1, 0, 0, 0, U32_MAX) + bytes(80)),
     ],

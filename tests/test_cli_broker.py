@@ -766,7 +766,8 @@ def test_dead_letters_are_listed_looked_at_and_redriven(tmp_path: Path) -> None:
         assert (letter["origin_offset"], letter["value"], letter["redriven"]) == (0, "bad order", False)
         assert penstock("dlq", "list", "other.>", "--json").json == []
         [row] = [row for row in penstock("dlq", "list").rows if "orders.eu" in row]
-        assert row[:3] == ["0", "0", "orders.eu"]
+        assert (row[:2], row[3]) == (["0", "0"], "orders.eu")
+        assert datetime.fromisoformat(row[2]).tzinfo is not None
         peeked = penstock("dlq", "peek", 0, 0)
         assert ["value", "bad", "order"] in peeked.rows
         assert ["Dead-Letter-Group", "billing"] in peeked.rows

@@ -584,7 +584,7 @@ class TestGroups:
         nacked, rejected, extended = take(member, 3)
 
         nacked.nack(delay=0.05)
-        rejected.reject()
+        rejected.reject(reason=LookupError("no such\ncustomer"))
         again = member.get(PATIENCE_S)
         again.ack()
         after_the_deadline = time.monotonic() + 1.2
@@ -595,7 +595,9 @@ class TestGroups:
         member.flush()
 
         assert (again.value, again.attempts) == (b"0", 2)
-        assert [letter.value for letter in client.dead_letters(topic)] == [b"1"]
+        [letter] = client.dead_letters(topic)
+        assert (letter.value, letter.reason) == (b"1", "LookupError: no such customer")
+        assert letter.timestamp_us >= rejected.timestamp_us
         assert (client.lag(topic), client.group(topic).redelivered) == (0, 1)
 
     def test_what_nobody_looked_at_does_not_count_as_delivered(self, client: Client, topic: str) -> None:

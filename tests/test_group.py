@@ -505,6 +505,33 @@ async def test_a_refused_message_is_a_dead_letter_without_further_tries() -> Non
 
 
 @in_loop
+async def test_a_dead_letter_says_why_its_last_delivery_failed_also_after_a_restart() -> None:
+    disk = FaultyFiles()
+    settings = Settings(policy=Policy(deliveries_max=2))
+    async with Life(disk, settings=settings) as life:
+        ann = Recorder()
+        group, _ = await life.join(b"g", b"orders", ann)
+        await life.stored(b"orders", b"a", b"b", b"c")
+        for message in ann.take():
+            assert group.nack(message.place, message.offset, SECOND, reason="bank\x1b[31m\r\naway")
+        await life.settle()
+    async with Life(disk, settings=settings) as life:
+        ann = Recorder()
+        group, _ = await life.join(b"g", b"orders", ann)
+        await life.advance(SECOND)
+        first, second, _ = ann.take()
+        assert group.nack(first.place, first.offset, 0, reason="x" * 2000)
+        assert group.kill(second.place, second.offset)
+        await life.settle()
+        await life.advance(DEADLINE)
+        letters = {letter.value: letter for letter in await life.letters()}
+        assert letters[b"a"].reason == ("x" * 509 + "…").encode()
+        assert letters[b"b"].reason == b"not acknowledged; delivery 1 failed: bank [31m away"
+        assert letters[b"c"].reason == letters[b"b"].reason
+        assert letters[b"a"].time_us == letters[b"b"].time_us < letters[b"c"].time_us
+
+
+@in_loop
 async def test_a_topic_without_dead_letters_delivers_again_for_ever() -> None:
     async with Life(FaultyFiles()) as life:
         await life.do(life.broker.create_topic(b"orders", policy=Policy(dead_letters=False, deliveries_max=2)))

@@ -14,6 +14,7 @@ from penstock.errors import BadHeader
 from penstock.headers import (
     DELAY_US_MAX,
     KEY_BYTES_MAX,
+    REASON_BYTES_MAX,
     Asked,
     check_key_size,
     hash_key,
@@ -21,6 +22,7 @@ from penstock.headers import (
     lines,
     named,
     read,
+    reason,
     value_of,
     without,
 )
@@ -333,3 +335,21 @@ def test_a_field_is_added_unless_it_is_there_or_does_not_fit() -> None:
     assert named(b"A: b\r\n", penstock_key=b"\xff") == b"A: b\r\nPenstock-Key: \xff\r\n"
     assert named(b"penstock-key: mine\r\n", penstock_key=b"k") == b"penstock-key: mine\r\n"
     assert named(b"", penstock_key=b"a\nb") == named(b"", penstock_key=b"a\rb") == b""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("ValueError: x", "ValueError: x"),
+        ("  two\r\nlines\tand \x1b[31mmore\x00 ", "two lines and [31mmore"),
+        ("", ""),
+        ("\r\n", ""),
+        ("x" * 512, "x" * 512),
+        ("x" * 513, "x" * 509 + "…"),
+        ("é" * 257, "é" * 254 + "…"),
+        ("half \ud800 a pair", "half a pair"),
+    ],
+)
+def test_a_reason_is_one_printable_line_of_limited_size(text: str, line: str) -> None:
+    assert reason(text) == line
+    assert len(line.encode()) <= REASON_BYTES_MAX

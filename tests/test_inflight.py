@@ -23,6 +23,7 @@ from penstock.broker.inflight import Inflight, Record
 ANN, BOB = 1, 2
 LONG = 1 << 60
 # Which of the offsets that may be told: numbers, so that they can be drawn before the offsets are known.
+REASON = st.sampled_from(("", "x", "y"))
 PICK = st.integers(0, 99)
 PICKS = st.lists(PICK, min_size=1, max_size=8)
 MEMBER = st.integers(0, 2)  # and the next one, where a run is shared
@@ -555,6 +556,35 @@ def test_after_a_restart_the_dead_still_wait_for_their_letters() -> None:
     assert again.floor == 1
 
 
+def test_after_a_restart_it_is_still_known_why_messages_failed() -> None:
+    inflight = took(0, 1, 2, 3)
+    inflight.mark()
+    whole = as_json(took(0, 1, 2, 3).snapshot(0))
+    inflight.nack(0, 10, "refused by the bank")
+    inflight.nack(1, 10, "refused by the bank")
+    inflight.kill(2, "no such account")
+    changes = as_json(inflight.changes(0))
+    assert changes["reasons"] == [[1, "refused by the bank", [0, 2]], [1, "no such account", [2, 1]]]
+    again = Inflight.restore([whole, changes], 0)
+    assert [again.reason(offset) for offset in range(4)] == [
+        (1, "refused by the bank"),
+        (1, "refused by the bank"),
+        (1, "no such account"),
+        None,
+    ]
+
+
+def test_reasons_are_bounded_and_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.broker.inflight.REASONS_MAX", 10)
+    inflight = took(0, 1, 2)
+    for offset in (0, 1, 2, 2):
+        inflight.nack(offset, 10, "12345")
+    assert [inflight.reason(offset) for offset in range(3)] == [None, (1, "12345"), (1, "12345")]
+    inflight.ack_many([1, 2])
+    inflight.nack(0, 10, "1234567890")
+    assert inflight.reason(0) == (1, "1234567890")
+
+
 def test_a_smaller_bound_after_a_restart_leaves_no_room() -> None:
     again = Inflight.restore([took(0, 1, 2).snapshot(0)], 0, 2)
     assert (again.pending_max, again.room(), len(again)) == (2, 0, 3)
@@ -620,9 +650,16 @@ class Message:
     member: int | None = None
     dead: bool = False
     found_due: bool = False
+    failed: tuple[int, str] | None = None
 
     def turn_back(self, at_us: int) -> None:
         self.member, self.at_us, self.found_due = None, at_us, False
+
+    def go_out(self, at_us: int, member: int) -> None:
+        self.attempts, self.at_us, self.member, self.found_due = self.attempts + 1, at_us, member, False
+
+    def fail(self, reason: str) -> None:
+        self.failed = (self.attempts, reason) if reason else self.failed
 
 
 class InflightMachine(RuleBasedStateMachine):
@@ -676,7 +713,7 @@ class InflightMachine(RuleBasedStateMachine):
             message.found_due = True
         self.inflight.retake(found, member, self.now_us + delay_us)
         for offset in found:
-            self.pending[offset] = Message(self.pending[offset].attempts + 1, self.now_us + delay_us, member)
+            self.pending[offset].go_out(self.now_us + delay_us, member)
 
     def _take(self, gaps: list[int], beyond: int, member: int, delay_us: int) -> None:
         room = max(0, self.inflight.pending_max - len(self.pending))
@@ -701,7 +738,7 @@ class InflightMachine(RuleBasedStateMachine):
         again = {self._offset(pick) for pick in picks} & self._back().keys()
         self.inflight.retake(again, member, self.now_us + delay_us)
         for offset in again:
-            self.pending[offset] = Message(self.pending[offset].attempts + 1, self.now_us + delay_us, member)
+            self.pending[offset].go_out(self.now_us + delay_us, member)
 
     @rule(pick=PICK, delay_us=DELAY_US)
     def extend(self, pick: int, delay_us: int) -> None:
@@ -752,12 +789,13 @@ class InflightMachine(RuleBasedStateMachine):
 
     # Back.
 
-    @rule(picks=PICKS, delay_us=DELAY_US)
-    def nack(self, picks: list[int], delay_us: int) -> None:
+    @rule(picks=PICKS, delay_us=DELAY_US, reason=REASON)
+    def nack(self, picks: list[int], delay_us: int, reason: str) -> None:
         for offset in [self._offset(pick) for pick in picks]:
             message = self._living().get(offset)
-            assert self.inflight.nack(offset, self.now_us + delay_us) == (message is not None)
+            assert self.inflight.nack(offset, self.now_us + delay_us, reason) == (message is not None)
             if message is not None:
+                message.fail(reason)
                 message.turn_back(self.now_us + delay_us)
 
     @rule(member=st.integers(0, 3))
@@ -786,12 +824,13 @@ class InflightMachine(RuleBasedStateMachine):
         for message in tried.values():
             message.dead = True
 
-    @rule(pick=PICK)
-    def kill(self, pick: int) -> None:
+    @rule(pick=PICK, reason=REASON)
+    def kill(self, pick: int, reason: str) -> None:
         offset = self._offset(pick)
         message = self._living().get(offset)
-        assert self.inflight.kill(offset) == (message is not None)
+        assert self.inflight.kill(offset, reason) == (message is not None)
         if message is not None:
+            message.fail(reason)
             message.member, message.dead = None, True
 
     @precondition(lambda self: len(self._living()) < len(self.pending))
@@ -844,6 +883,7 @@ class InflightMachine(RuleBasedStateMachine):
             message = self.pending.get(offset)
             assert inflight.owner(offset) == (message.member if message else None)
             assert inflight.attempts(offset) == (message.attempts if message else 0)
+            assert inflight.reason(offset) == (message.failed if message else None)
         for member in range(4):
             assert inflight.held(member) == sum(message.member == member for message in self.pending.values())
         dead = [(offset, message.attempts) for offset, message in self.pending.items() if message.dead]

@@ -676,6 +676,25 @@ def test_what_a_durable_terminates_is_a_dead_letter_at_once(server: Serve, patie
     run(work)
 
 
+@pytest.mark.parametrize("word", [b"+TERM", b"-NAK"])
+def test_a_dead_letter_says_what_a_client_wrote_behind_term_or_nak(tmp_path: Path, word: bytes) -> None:
+    with Serve(tmp_path, topic_deliveries_max=1) as once:
+
+        async def work() -> None:
+            async with connected(once) as client:
+                letters = await client.subscribe("DLQ.>")
+                subscription = await client.subscribe("orders", queue="DURABLE:billing")
+                await settle(client)
+                await client.publish("orders", b"poison")
+                [message] = await take(subscription, 1)
+                await client.publish(message.reply, word + b" no such account")
+                [letter] = await take(letters, 1)
+                assert letter.headers is not None
+                assert letter.headers["Dead-Letter-Reason"] == "no such account"
+
+        run(work)
+
+
 def test_a_durable_gets_what_came_while_it_was_away(tmp_path: Path) -> None:
     with Serve(tmp_path, topic_ack_deadline_ms=3_600_000) as server:
 

@@ -25,6 +25,8 @@ TIME_US_MAX: Final = 253_402_300_800_000_000
 # A key decides the partition, and to hash it takes 0.1 µs for each byte, while everybody waits.
 KEY_BYTES_MAX: Final = 64 << 10
 _KEY_BYTES_REMEMBERED: Final = 256
+# Of why a consumer could not handle a message: the broker keeps it with each message that waits for another try.
+REASON_BYTES_MAX: Final = 512
 # A longer message ID is replaced by its hash: whoever remembers IDs has entries of limited size.
 _IDENTITY_BYTES_MAX: Final = 64
 
@@ -71,6 +73,16 @@ def lines(**fields: object) -> bytes:
         text = str(value).replace("\r", " ").replace("\n", " ")
         out.append(f"{name.replace('_', '-').title()}: {text}\r\n")
     return "".join(out).encode(errors="replace")
+
+
+def reason(text: str) -> str:
+    """Return why a message failed as one printable line of at most `REASON_BYTES_MAX` bytes."""
+    # A character has a byte at the least, so what is cut here first could not stay.
+    line = " ".join("".join(each if each.isprintable() else " " for each in text[: 4 * REASON_BYTES_MAX]).split())
+    data = line.encode(errors="replace")
+    if len(data) > REASON_BYTES_MAX:
+        data = data[: REASON_BYTES_MAX - 3] + "…".encode()
+    return data.decode(errors="ignore")
 
 
 def without(block: bytes, *names: bytes) -> bytes:

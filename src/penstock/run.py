@@ -90,6 +90,9 @@ class Run:
     def offset(self, index: int) -> int:
         return self.base_offset + index if self.offsets is None else self.offsets[index]
 
+    def time_us(self, index: int) -> int:
+        return self.timestamp if self.timestamps is None else self.timestamps[index]
+
     def all_offsets(self) -> Sequence[int]:
         if self.offsets is None:
             return range(self.base_offset, self.base_offset + len(self.values))

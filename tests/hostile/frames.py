@@ -206,7 +206,7 @@ def credit_and_settlements_of_nothing(source: random.Random, target: Target) -> 
         offsets = [source.choice(_U64) for _number in range(SETTLE_MAX)]
         for topic_id in (target.topic_id, 0, (1 << 64) - 1):
             yield settle_frame(6, Settle(1, verb, source.choice((0, 1, 99)), (1 << 64) - 1, topic_id, 0, offsets))
-    yield _raw(Type.SETTLE, struct.pack("!QBQQQII", 1, 99, 0, 0, 1, 0, SETTLE_MAX + 1))
+    yield _raw(Type.SETTLE, struct.pack("!QBQQQIIH", 1, 99, 0, 0, 1, 0, SETTLE_MAX + 1, 0))
 
 
 def calls_of_all_kinds(source: random.Random, target: Target) -> Iterator[Step]:

@@ -200,14 +200,14 @@ class Worker:
                 if self._stop.is_set() or self._is_stale(parts[-1]):
                     break
                 part = parts.pop()
-                succeeded = await self._succeeds(part)
-            if succeeded:
+                error = await self._attempt(part)
+            if error is None:
                 self._consumer.handled += len(part)
                 self._ack(part)
                 attempt = 1
             elif len(part) > 1:
                 parts += reversed(halves(part))
-            elif await self._comes_again(part[0], attempt):
+            elif await self._comes_again(part[0], attempt, error):
                 parts.append(part)
                 attempt += 1
             else:
@@ -215,15 +215,16 @@ class Worker:
         for part in parts:
             self._held.difference_update(part)
 
-    async def _succeeds(self, messages: Sequence[Message]) -> bool:
+    async def _attempt(self, messages: Sequence[Message]) -> Exception | None:
+        """Call the function, and return what it raised."""
         try:
             await self._call(self._consumer.function, messages[0] if self._consumer.batch is None else list(messages))
         except Exception as error:
             self._consumer.failed += 1
             logger.error("consumer %s: failed at %s", self._consumer.name, _told(messages), exc_info=error)
             await self._tell(messages[0], error)
-            return False
-        return True
+            return error
+        return None
 
     async def _tell(self, message: Message, error: Exception) -> None:
         if self._consumer.on_error is None:
@@ -242,7 +243,7 @@ class Worker:
         if inspect.isawaitable(result):
             await _uncancelled(result)
 
-    async def _comes_again(self, message: Message, attempt: int) -> bool:
+    async def _comes_again(self, message: Message, attempt: int, error: Exception) -> bool:
         """A message failed alone: whether its handler is to be called again, now that the time for it has come."""
         match self._consumer.retry.failed:
             case Failed.SKIP:
@@ -252,7 +253,7 @@ class Worker:
                 self._pause(message)
                 return True
             case Failed.RETRY if self._is_shared:
-                self._give_back(message)
+                self._give_back(message, error)
                 return False
             case Failed.RETRY:
                 return await self._wait_retry(message, attempt)
@@ -266,14 +267,14 @@ class Worker:
         self._consumer.pause()
         self._look()
 
-    def _give_back(self, message: Message) -> None:
+    def _give_back(self, message: Message, error: Exception) -> None:
         delay_s = self._consumer.retry.delay_s(message.attempts)
         if delay_s is None:
             self._consumer.rejected += 1
-            self._say(message, message.reject)
+            self._say(message, lambda: message.reject(reason=error))
         else:
             self._consumer.retried += 1
-            self._say(message, lambda: message.nack(delay_s))
+            self._say(message, lambda: message.nack(delay_s, reason=error))
 
     async def _wait_retry(self, message: Message, attempt: int) -> bool:
         delay_s = self._consumer.retry.delay_s(attempt)

@@ -37,6 +37,8 @@ class DeadLetter(NamedTuple):
     group: bytes
     reason: bytes
     attempts: int
+    # When it became a dead letter, in µs since 1970.
+    time_us: int
     value: bytes
     headers: bytes
     is_redriven: bool
@@ -152,6 +154,7 @@ def _letter(partition: Partition, run: Run, index: int, is_redriven: bool) -> De
         field(b"Group"),
         field(b"Reason"),
         number(b"Attempts"),
+        run.time_us(index),
         run.values[index],
         headers.without(block, b"dead-letter-"),
         is_redriven,

@@ -25,7 +25,7 @@ class Figures:
         One that is older than its reader (`since_us`) is history: it was not on its way all that time. One that is
         not stored has no time.
         """
-        stored_us = run.timestamp if run.timestamps is None else run.timestamps[0]
+        stored_us = run.time_us(0)
         if stored_us and stored_us >= since_us:
             # The clock of a producer may be ahead of ours.
             self.delivery_seconds.observe(max(0, self._clock.now_us() - stored_us) / 1e6)

@@ -335,8 +335,9 @@ class Group:
         delay_us: int,
         member: Member | None = None,
         saved: Saved | None = None,
+        reason: str = "",
     ) -> bool:
-        """Deliver it again, after a while; `saved` is called when that is stored.
+        """Deliver it again, after a while; `saved` is called when that is stored. `reason`: why it failed.
 
         False if it cannot be: it is done, a dead letter, or with another than `member`, who says so.
         """
@@ -344,7 +345,8 @@ class Group:
         if position is None:
             return False
         owner = position.inflight.owner(offset)
-        if not position.inflight.nack(offset, self._host.clock.monotonic_us() + delay_us):
+        back_us = self._host.clock.monotonic_us() + delay_us
+        if not position.inflight.nack(offset, back_us, headers.reason(reason)):
             return False
         position.failed += 1
         self._gets_back(owner)
@@ -374,14 +376,19 @@ class Group:
         return position is not None and position.inflight.extend(offset, self._due_us(position))
 
     def kill(
-        self, place: tuple[int, int], offset: int, member: Member | None = None, saved: Saved | None = None
+        self,
+        place: tuple[int, int],
+        offset: int,
+        member: Member | None = None,
+        saved: Saved | None = None,
+        reason: str = "",
     ) -> bool:
-        """It can never be handled: a dead letter, without further tries. `saved`, and False, as for `nack`."""
+        """It can never be handled: a dead letter, without further tries. The rest, and False, as for `nack`."""
         position = self._holding(place, offset, member)
         if position is None:
             return False
         owner = position.inflight.owner(offset)
-        if not position.inflight.kill(offset):
+        if not position.inflight.kill(offset, headers.reason(reason)):
             return False
         position.failed += 1
         self._gets_back(owner)
@@ -735,7 +742,8 @@ class Group:
                 continue
             subject = self._host.dead_letter_subject(run.subjects[0])
             target = topic.choose(subject, run.keys.get(0))
-            await completion.add(target, index, self._letter(origin, run, subject, attempts))
+            reason = _reason(attempts, position.inflight.reason(offset), origin.policy.deliveries_max)
+            await completion.add(target, index, self._letter(origin, run, subject, attempts, reason))
         await completion.end()
 
     def _letters(self, origin: Partition) -> Source:
@@ -748,11 +756,10 @@ class Group:
             target.log.forget_source(source.whole)
             target.log.forget_source(source.parts)
 
-    def _letter(self, origin: Partition, run: Run, subject: bytes, attempts: int) -> Run:
+    def _letter(self, origin: Partition, run: Run, subject: bytes, attempts: int, reason: str) -> Run:
         """Return the dead letter of a message."""
         letter = Run([subject], run.values)
         letter.keys, letter.tombstones = run.keys, run.tombstones
-        reason = "not acknowledged" if attempts >= origin.policy.deliveries_max else "refused"
         fields = {
             "dead_letter_reason": reason,
             "dead_letter_attempts": attempts,
@@ -846,3 +853,11 @@ class Group:
         """Under which its position in a partition is in the state topic."""
         assert self.name is not None
         return f"{self.name.decode()}/{partition.topic_id}/{partition.number}"
+
+
+def _reason(attempts: int, failed: tuple[int, str] | None, deliveries_max: int) -> str:
+    """Return why a message is a dead letter. `failed`: the last delivery that failed for a known reason, and that."""
+    if failed is not None and failed[0] == attempts:
+        return failed[1]
+    how = "not acknowledged" if attempts >= deliveries_max else "refused"
+    return how if failed is None else f"{how}; delivery {failed[0]} failed: {failed[1]}"

@@ -25,6 +25,7 @@ a few bytes. `restore` applies them in order; each record overrides earlier ones
     floor, next   as above
     lots          pending messages: [attempts, delay in µs (null: DEAD), offsets]
     done          offsets that are done; only in records of changes
+    reasons       why pending messages failed: [delivery, reason, offsets]; left out if there are none
 
 Offsets are stored as runs, relative to the record's `floor`: [skipped, taken, skipped, taken, …].
 """
@@ -39,6 +40,11 @@ from typing import Any, Final
 
 # What is stale in a queue is swept out when it outweighs what is not by this much: seldom, and never for a short queue.
 _STALE_MAX: Final = 64
+# Of the reasons of one position, in characters; the oldest go first.
+REASONS_MAX: Final = 256 << 10
+
+# What a number takes in a record, about.
+_NUMBER_BYTES: Final = 4
 
 Record = dict[str, Any]
 
@@ -59,6 +65,8 @@ class Inflight:
         "_delays",
         "_ready",
         "_changed",
+        "_reasons",
+        "_reasons_size",
     )
 
     def __init__(self, floor: int, pending_max: int = 10_000) -> None:
@@ -80,6 +88,9 @@ class Inflight:
         self._ready: list[int] = []  # a heap: all BACK that were found due, and some that are not any more
         # Offsets whose stored state changed since `mark`; None: unknown.
         self._changed: set[int] | None = None
+        # Of those that are pending: the last delivery that failed for a known reason, and the reason.
+        self._reasons: dict[int, tuple[int, str]] = {}
+        self._reasons_size = 0
 
     def __len__(self) -> int:
         return len(self._lots) + len(self._dead)
@@ -101,6 +112,10 @@ class Inflight:
         """How often it was delivered; 0 if it is not pending."""
         lot = self._lots.get(offset)
         return self._dead.get(offset, 0) if lot is None else lot.attempts
+
+    def reason(self, offset: int) -> tuple[int, str] | None:
+        """Return the last delivery of a pending message that failed for a known reason, and the reason."""
+        return self._reasons.get(offset)
 
     # Out.
 
@@ -187,6 +202,7 @@ class Inflight:
         if lot is None:
             return False
         self._leave(lot)
+        self._forget_reasons((offset,))
         self._note((offset,))
         if offset == self.floor:
             self._raise_floor()
@@ -199,6 +215,7 @@ class Inflight:
         for lot, count in Counter(lots).items():
             if lot is not None:
                 self._leave(lot, count)
+        self._forget_reasons(compress(offsets, lots))
         self._note(compress(offsets, lots))
         self._raise_floor()
         return before - len(self._lots)
@@ -217,11 +234,12 @@ class Inflight:
 
     # Back.
 
-    def nack(self, offset: int, back_us: int) -> bool:
+    def nack(self, offset: int, back_us: int, reason: str = "") -> bool:
         """It goes BACK, due at `back_us`, also if it is BACK already. False if it is neither OUT nor BACK."""
         lot = self._lots.get(offset)
         if lot is None:
             return False
+        self._remember_reason(offset, lot.attempts, reason)
         self._begin((offset,), lot.attempts, None, back_us)
         self._leave(lot)
         self._note((offset,))
@@ -275,11 +293,12 @@ class Inflight:
             self.kill(offset)
         return sorted(doomed)
 
-    def kill(self, offset: int) -> bool:
+    def kill(self, offset: int, reason: str = "") -> bool:
         """It turns DEAD, however often it was delivered. False if it is neither OUT nor BACK."""
         lot = self._lots.pop(offset, None)
         if lot is None:
             return False
+        self._remember_reason(offset, lot.attempts, reason)
         self._dead[offset] = lot.attempts
         self._leave(lot)
         self._note((offset,))
@@ -292,6 +311,7 @@ class Inflight:
     def bury(self, offsets: Iterable[int]) -> int:
         """Their dead letters are stored: those that are DEAD are done. How many."""
         buried = [offset for offset in offsets if self._dead.pop(offset, None) is not None]
+        self._forget_reasons(buried)
         self._note(buried)
         self._raise_floor()
         return len(buried)
@@ -322,11 +342,14 @@ class Inflight:
     def restore(cls, records: Sequence[Record], now_us: int, pending_max: int = 10_000) -> Inflight:
         """As it was, but what was OUT is BACK. More than `pending_max` may be pending: then there is no room."""
         said: dict[int, tuple[int, int | None]] = {}
+        reasons: dict[int, tuple[int, str]] = {}
         for record in map(_upgrade, records):
             for attempts, delay_us, runs in record["lots"]:
                 said.update(dict.fromkeys(_offsets(runs, record["floor"]), (attempts, delay_us)))
             for offset in _offsets(record.get("done", ()), record["floor"]):
                 said.pop(offset, None)
+            for delivery, reason, runs in record.get("reasons", ()):
+                reasons.update(dict.fromkeys(_offsets(runs, record["floor"]), (delivery, reason)))
         last = records[-1]
         found = cls(last["floor"], pending_max)
         alike: dict[tuple[int, int], list[int]] = {}
@@ -341,6 +364,9 @@ class Inflight:
             found._begin(tuple(offsets), attempts, None, now_us + delay_us)
         found._lots = dict(sorted(found._lots.items()))
         found._order = deque(sorted((*found._lots, *found._dead)))
+        for offset, (delivery, reason) in reasons.items():
+            if found.is_pending(offset):
+                found._remember_reason(offset, delivery, reason)
         found.next = last["next"]
         found._raise_floor()
         assert found.floor == last["floor"]
@@ -357,11 +383,36 @@ class Inflight:
             elif offset in self._dead:
                 alike.setdefault((self._dead[offset], None), []).append(offset)
         lots = [[*of, _runs(together, self.floor)] for of, together in alike.items()]
-        return {"floor": self.floor, "next": self.next, "lots": lots}
+        record: Record = {"floor": self.floor, "next": self.next, "lots": lots}
+        if self._reasons:
+            failed: dict[tuple[int, str], list[int]] = {}
+            for offset in offsets:
+                if offset in self._reasons:
+                    failed.setdefault(self._reasons[offset], []).append(offset)
+            record["reasons"] = [[*of, _runs(together, self.floor)] for of, together in failed.items()]
+        return record
 
     def _note(self, offsets: Iterable[int]) -> None:
         if self._changed is not None:
             self._changed.update(offsets)
+
+    # Reasons.
+
+    def _remember_reason(self, offset: int, delivery: int, reason: str) -> None:
+        if not reason:
+            return
+        self._forget_reasons((offset,))
+        self._reasons[offset] = (delivery, reason)
+        self._reasons_size += len(reason)
+        while self._reasons_size > REASONS_MAX:
+            self._forget_reasons((next(iter(self._reasons)),))
+
+    def _forget_reasons(self, offsets: Iterable[int]) -> None:
+        if not self._reasons:
+            return
+        for offset in offsets:
+            if (found := self._reasons.pop(offset, None)) is not None:
+                self._reasons_size -= len(found[1])
 
     # Lots.
 
@@ -486,7 +537,8 @@ def _remove(table: dict[int, set[_Lot]], key: int, lot: _Lot) -> None:
 
 def weight(record: Record) -> int:
     """Return the size of a record, in numbers."""
-    return sum(len(runs) + 2 for *_, runs in record["lots"]) + len(record.get("done", ())) + 2
+    reasons = sum(len(runs) + 2 + len(reason) // _NUMBER_BYTES for _, reason, runs in record.get("reasons", ()))
+    return sum(len(runs) + 2 for *_, runs in record["lots"]) + len(record.get("done", ())) + reasons + 2
 
 
 def _runs(offsets: Iterable[int], floor: int) -> list[int]:

@@ -160,7 +160,7 @@ class Transactions:
                 key = _read_key(run.keys[index])
                 if not self.is_decided(*key):
                     topic_id, partition, _ = _PLACE.unpack_from(run.values[index])
-                    since_us = run.timestamp if run.timestamps is None else run.timestamps[index]
+                    since_us = run.time_us(index)
                     self._add(key, self._open.get(key, _Open(since_us)), run.offset(index), (topic_id, partition))
 
     def is_decided(self, name: bytes, number: int) -> bool:

@@ -10,6 +10,7 @@ import typer
 from penstock.cli.options import Address, Json, Yes, confirm, options
 from penstock.cli.text import Document, counted, iso, put, shown
 from penstock.errors import PenstockError
+from penstock.moments import iso_or_none
 
 if TYPE_CHECKING:
     from penstock.client.values import DeadLetter
@@ -41,6 +42,7 @@ def list_letters(
         (
             letter.partition,
             str(letter.offset),
+            iso_or_none(letter.timestamp_us, "seconds"),
             letter.subject,
             f"{letter.topic} {letter.origin_partition}:{letter.origin_offset}",
             letter.group,
@@ -50,7 +52,7 @@ def list_letters(
         )
         for letter in letters
     ]
-    names = ("partition", "offset", "subject", "origin", "group", "deliveries", "reason", "redriven")
+    names = ("partition", "offset", "died", "subject", "origin", "group", "deliveries", "reason", "redriven")
     output.console().print(output.table(names, rows, numbers=("partition", "offset", "deliveries")))
 
 

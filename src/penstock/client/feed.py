@@ -154,10 +154,12 @@ class Settlement(NamedTuple):
     generation: int
     topic_id: int
     partition: int
+    # Why they failed.
+    reason: str = ""
 
 
 # As a plain tuple, because one is made for every acknowledgement.
-_About = tuple[int, int, int, int, int]
+_About = tuple[int, int, int, int, int, str]
 _COMMIT: Final = int(Verb.COMMIT)
 
 
@@ -401,13 +403,13 @@ class Feed:
         self._credit += self.buffer - kept
         return self.buffer - kept
 
-    def settle(self, delivery: Delivery, offset: int, verb: int, delay_us: int = 0) -> None:
+    def settle(self, delivery: Delivery, offset: int, verb: int, delay_us: int = 0, reason: str = "") -> None:
         """Something is said of a message; it is gathered until `settlements`."""
         if self.group is None:
             raise TypeError("only messages of a group are acknowledged: subscribe with group=")
         if self.mode == PARTITIONED:
             verb, offset = _commit(verb, offset)
-        about = (verb, delay_us, delivery.generation, delivery.topic_id, delivery.partition)
+        about = (verb, delay_us, delivery.generation, delivery.topic_id, delivery.partition, reason)
         with self._lock:
             offsets = self._said.get(about)
             if offsets is None:
@@ -432,8 +434,8 @@ class Feed:
             yield moment, about, [max(offsets)] if about.verb == _COMMIT else offsets
 
     def frame(self, about: Settlement, offsets: list[int]) -> Settle:
-        verb, delay_us, generation, topic_id, partition = about
-        return Settle(self.number, verb, generation, delay_us, topic_id, partition, offsets)
+        verb, delay_us, generation, topic_id, partition, reason = about
+        return Settle(self.number, verb, generation, delay_us, topic_id, partition, offsets, reason)
 
     def settled(self, since: int, refused: int, error: PenstockError | None = None) -> None:
         """The broker has answered: so many came too late, or none was taken at all."""

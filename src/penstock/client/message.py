@@ -178,26 +178,37 @@ class Message:
         """It is done. In a partitioned group so is all before it in its partition."""
         self._settle(_ACK)
 
-    def nack(self, delay: float = 0) -> None:
-        """It failed: deliver it again, `delay` seconds from now."""
+    def nack(self, delay: float = 0, *, reason: str | BaseException = "") -> None:
+        """It failed: deliver it again, `delay` seconds from now. If it becomes a dead letter, that shows the reason."""
         if delay < 0:
             raise ValueError(f"a delay of {delay} s is below zero")
-        self._settle(_NACK, round(delay * 1_000_000))
+        self._settle(_NACK, round(delay * 1_000_000), _describe(reason))
 
     def extend(self) -> None:
         """It is being worked on: its deadline begins anew."""
         self._settle(_EXTEND)
 
-    def reject(self) -> None:
-        """It cannot be handled: to the dead letters at once."""
-        self._settle(_REJECT)
+    def reject(self, *, reason: str | BaseException = "") -> None:
+        """It cannot be handled: to the dead letters at once, with the reason."""
+        self._settle(_REJECT, reason=_describe(reason))
 
     def release(self) -> None:
         """It was not looked at: it goes to another member, and does not count as delivered."""
         self._settle(_RELEASE)
 
-    def _settle(self, verb: int, delay_us: int = 0) -> None:
+    def _settle(self, verb: int, delay_us: int = 0, reason: str = "") -> None:
         delivery = self._delivery
         if delivery.feed is None:
             raise TypeError("only messages of a group are acknowledged: subscribe with group=")
-        delivery.feed.settle(delivery, delivery.offsets[self._index], verb, delay_us)
+        delivery.feed.settle(delivery, delivery.offsets[self._index], verb, delay_us, reason)
+
+
+def _describe(reason: str | BaseException) -> str:
+    """Return a reason as the broker stores it; of an exception its type and message."""
+    if isinstance(reason, BaseException):
+        name = type(reason).__name__
+        try:
+            reason = f"{name}: {reason}" if str(reason) else name
+        except Exception:  # noqa: BLE001  its __str__ is the application's
+            reason = name
+    return headers.reason(reason)

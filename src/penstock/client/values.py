@@ -182,7 +182,8 @@ class Refresh:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """`partition` and `offset` are its own; `topic`, `origin_partition` and `origin_offset` where the message was."""
+    """`partition` and `offset` are its own; `topic`, `origin_partition` and `origin_offset` where the message was.
+    `reason`: why its last delivery failed; `timestamp_us`: when it became a dead letter, in µs since 1970."""
 
     partition: int
     offset: int
@@ -193,6 +194,7 @@ class DeadLetter:
     group: str
     reason: str
     attempts: int
+    timestamp_us: int
     value: bytes
     headers: dict[str, str]
     redriven: bool
@@ -209,6 +211,7 @@ class DeadLetter:
             found["group"],
             found["reason"],
             found["attempts"],
+            found["timestamp_us"],
             base64.b64decode(found["value"]),
             read_headers(found["headers"].encode()),
             found["redriven"],

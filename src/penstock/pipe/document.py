@@ -28,7 +28,7 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 def record(run: Run, index: int) -> dict[str, Any]:
     """A message as every client of this kind knows it."""
     value, key = run.values[index], run.keys.get(index)
-    time_us = run.timestamp if run.timestamps is None else run.timestamps[index]
+    time_us = run.time_us(index)
     found: dict[str, Any] = {
         "msgKey": None if key is None else key.decode(errors="replace"),
         "eventType": "DELETE" if index in run.tombstones else "MESSAGE",

@@ -636,7 +636,11 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 group.commit(place, offsets[-1], settle.generation, self._when_saved(number, ()))
             case Verb.NACK:
                 delay_us = min(settle.delay_us, headers.DELAY_US_MAX)
-                self._each(number, offsets, lambda offset, saved: group.nack(place, offset, delay_us, member, saved))
+                self._each(
+                    number,
+                    offsets,
+                    lambda offset, saved: group.nack(place, offset, delay_us, member, saved, settle.reason),
+                )
             case Verb.EXTEND:
                 refused = [offset for offset in offsets if not group.extend(place, offset, member)]
                 self.answer(number, {"refused": refused})
@@ -644,7 +648,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 refused = [offset for offset in offsets if not group.untake(place, offset, member)]
                 self.answer(number, {"refused": refused})
             case Verb.REJECT:
-                self._each(number, offsets, lambda offset, saved: group.kill(place, offset, member, saved))
+                self._each(
+                    number, offsets, lambda offset, saved: group.kill(place, offset, member, saved, settle.reason)
+                )
 
     def _ack(self, number: int, group: Group, place: tuple[int, int], offsets: Sequence[int]) -> None:
         # It may be called before `ack_many` has returned, but not if that refuses anything.

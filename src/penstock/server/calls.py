@@ -390,6 +390,7 @@ def _describe_letter(letter: DeadLetter) -> Json:
         for name, value in letter._asdict().items()
     }
     described["value"] = base64.b64encode(letter.value).decode()
+    described["timestamp_us"] = described.pop("time_us")
     described["redriven"] = described.pop("is_redriven")
     return described
 

@@ -258,7 +258,7 @@ class Qb:
         common = prefixed.properties({"subscription_id": name, "partition": place.number})
         parts = []
         for index, offset in enumerate(run.all_offsets()):
-            time_us = run.timestamp if run.timestamps is None else run.timestamps[index]
+            time_us = run.time_us(index)
             # The protocol's own come last, and so they count.
             properties = b"%btopic=%b\0%bcreated_at=%.3f\0version=1.0\0" % (
                 _properties(run, index, attempts or {}),

@@ -574,11 +574,12 @@ class Session(Connection, asyncio.Protocol):
                     answer.data = b""
                     self._send_answers()
             case b"-NAK":
-                group.nack(place, offset, _delay_us(rest), member)
+                delay_us, reason = _read_nak(rest)
+                group.nack(place, offset, delay_us, member, reason=reason)
             case b"+WPI":
                 group.extend(place, offset, member)
             case b"+TERM":
-                group.kill(place, offset, member)
+                group.kill(place, offset, member, reason=_read_reason(rest))
 
     def _when_acked(self, answer: _Answer, reply: bytes | None) -> Callable[[PenstockError | None], None]:
         """A client that asks for it (`ack_sync`) is told when the acknowledgement is stored."""
@@ -820,10 +821,24 @@ def _reason(error: PenstockError) -> str:
     return f"STORAGE {error.code} {error}"
 
 
-def _delay_us(options: bytes) -> int:
-    """NATS clients write the delay in nanoseconds: -NAK {"delay": 1000000000}."""
+def _read_nak(options: bytes) -> tuple[int, str]:
+    """Return delay and reason of a NAK. NATS clients write the delay in nanoseconds: -NAK {"delay": 1000000000}; what
+    is no JSON object is a reason."""
+    if not options:
+        return 0, ""
     try:
-        delay_us = int(json.loads(options)["delay"] if options else 0) // 1000
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return 0
-    return min(max(0, delay_us), headers.DELAY_US_MAX)
+        fields = json.loads(options)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        return 0, _read_reason(options)
+    try:
+        delay_us = int(fields.get("delay", 0)) // 1000
+    except (ValueError, TypeError, OverflowError):
+        delay_us = 0
+    return min(max(0, delay_us), headers.DELAY_US_MAX), ""
+
+
+def _read_reason(data: bytes) -> str:
+    """`+TERM reason`, as NATS clients write it."""
+    return data[: 4 * headers.REASON_BYTES_MAX].decode(errors="replace")

@@ -14,7 +14,8 @@ went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its req
     END          u64 subscription                                                        → RESULT
     CREDIT       u64 subscription · u32 messages: so many more may come                  not answered
     SETTLE       u64 subscription · u8 verb · u64 generation · u64 delay_us
-                 · u64 topic · u32 partition · u32 count · u64 offset[count]             → RESULT: those refused
+                 · u64 topic · u32 partition · u32 count · u16 length · u64 offset[count]
+                 · why they failed, so long, in UTF-8                                    → RESULT: those refused
     CALL         JSON: `call`, and what that needs                                       → RESULT
     ACK          of a RESET or READY, under its id                                       not answered
 
@@ -55,7 +56,7 @@ _STAGE: Final = struct.Struct("!QIIQH")
 _FETCH: Final = struct.Struct("!QIIQQI")
 _NUMBER: Final = struct.Struct("!Q")
 _CREDIT: Final = struct.Struct("!QI")
-_SETTLE: Final = struct.Struct("!QBQQQII")
+_SETTLE: Final = struct.Struct("!QBQQQIIH")
 _BATCHES: Final = struct.Struct("!QQ")
 _MESSAGES: Final = struct.Struct("!QIQHI")
 _AGAIN: Final = struct.Struct("!II")
@@ -398,20 +399,26 @@ class Settle(NamedTuple):
     topic_id: int
     partition: int
     offsets: Sequence[int]
+    # Of NACK and REJECT.
+    reason: str = ""
 
 
 def settle_frame(number: int, settle: Settle) -> bytes:
-    *fields, offsets = settle
+    *fields, offsets, reason = settle
     count = len(offsets)
-    return frame(Type.SETTLE, number, _SETTLE.pack(*fields, count), struct.pack(f"!{count}Q", *offsets))
+    text = reason.encode()
+    head = _SETTLE.pack(*fields, count, len(text))
+    return frame(Type.SETTLE, number, head, struct.pack(f"!{count}Q", *offsets), text)
 
 
 def read_settle(payload: Buffer) -> Settle:
     _check(len(payload) >= _SETTLE.size)
-    subscription, verb, generation, delay_us, topic_id, partition, count = _SETTLE.unpack_from(payload)
-    _check(0 < count <= SETTLE_MAX and len(payload) == _SETTLE.size + 8 * count and verb <= Verb.RELEASE)
+    subscription, verb, generation, delay_us, topic_id, partition, count, length = _SETTLE.unpack_from(payload)
+    end = _SETTLE.size + 8 * count
+    _check(0 < count <= SETTLE_MAX and len(payload) == end + length and verb <= Verb.RELEASE)
     offsets = struct.unpack_from(f"!{count}Q", payload, _SETTLE.size)
-    return Settle(subscription, verb, generation, delay_us, topic_id, partition, offsets)
+    reason = str(payload[end:], "utf-8", "replace")
+    return Settle(subscription, verb, generation, delay_us, topic_id, partition, offsets, reason)
 
 
 def batches_head(number: int, start: int, committed: int, length: int) -> bytes:
