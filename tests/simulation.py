@@ -37,6 +37,10 @@ POLICIES = (
     Policy(segment_bytes=4096, retain_ms=5_000, durability=Durability.FLUSH),
     Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT, tombstone_ms=10_000),
     Policy(segment_bytes=6000, cleanup=Cleanup.COMPACT, durability=Durability.FLUSH),
+    # These roll by age and size before a segment is full.
+    Policy(retain_ms=1_000),
+    Policy(retain_bytes=30_000, durability=Durability.FLUSH),
+    Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT, retain_ms=3_000),
 )
 
 

@@ -1177,13 +1177,13 @@ def test_segments_go_when_all_in_them_is_older_than_the_policy_keeps() -> None:
     for number in range(6):
         append_flushed(log, b"%d:" % number + LARGE)
         clock.advance(1_000_000)
-    # The messages are 6 s to 1 s old. That of segment n is as old as the head of the segment behind it, or older.
+    # The messages are 6 s to 1 s old. The head of a segment is as old as the last message of the one before it.
     assert log.retain() == 0
     clock.advance(5_000_000)
-    assert (log.retain(), log.start) == (1, 1)
-    assert numbers(log) == [1, 2, 3, 4, 5]
-    clock.advance(2_000_000)
-    assert (log.retain(), log.start) == (2, 3)
+    assert (log.retain(), log.start) == (2, 2)
+    assert numbers(log) == [2, 3, 4, 5]
+    clock.advance(1_000_000)
+    assert (log.retain(), log.start) == (1, 3)
     assert sorted(disk.sizes(DIRECTORY)) == sorted(
         [*(segment.path.name for segment in log.segments), *(segment.index_path.name for segment in log.segments[:-1])]
     )

@@ -732,8 +732,8 @@ def test_upkeep_keeps_what_its_policy_keeps_in_every_topic() -> None:
             store.flush()
         clock.advance(2_000_000)
         store.upkeep()
-        assert [len(values(store.log(topic.id))) for topic in (forever, bounded, compacted)] == [3, 1, 1]
-        assert [store.log(topic.id).start for topic in (forever, bounded, compacted)] == [0, 2, 0]
+        assert [len(values(store.log(topic.id))) for topic in (forever, bounded, compacted)] == [3, 0, 1]
+        assert [store.log(topic.id).start for topic in (forever, bounded, compacted)] == [0, 3, 0]
 
 
 @pytest.fixture
@@ -1390,6 +1390,24 @@ def test_run_keeps_the_policies_and_meta_db_up_to_date() -> None:
                 await upkeeps(meta, 3).wait()
                 assert [row.base_offset for row in store.segments() if row.topic == topic.id] == [4]
             assert {name for name in disk.sizes(log.directory) if name.endswith(".log")} == {f"{4:020d}.log"}
+
+    drive(main)
+
+
+@pytest.mark.parametrize("durability", Durability)
+def test_run_empties_an_idle_topic_when_its_messages_are_too_old(durability: Durability) -> None:
+    async def main() -> None:
+        disk, clock = FaultyFiles(), ManualClock()
+        meta: Any = WatchedMeta()
+        with open_store(disk, meta=meta, clock=clock, upkeep_ms=1) as store:
+            topic = store.create_topic("orders", policy=Policy(retain_ms=60_000, durability=durability))
+            log = store.log(topic.id)
+            async with running(store):
+                await store.append(log, batch(b"a"))
+                clock.advance(60_000_000)
+                while log.start == 0:
+                    await upkeeps(meta, 1).wait()
+                assert (log.start, len(log.segments), log.committed) == (1, 1, 1)
 
     drive(main)
 

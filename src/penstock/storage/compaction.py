@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
 from penstock.batch import Batch, Control, encode, encode_control
 from penstock.errors import AppendFailed, Closed
+from penstock.storage import retention
 from penstock.storage.files import File, Files
 from penstock.storage.index import Index
 from penstock.storage.policy import Policy
@@ -187,12 +189,19 @@ def rewrite(
     files.sync_directory(segment.path.parent)
 
 
-def small_neighbours(segments: Sequence[Segment], bytes_max: int) -> list[Sequence[Segment]]:
-    """Return the sealed segments that should be merged: some in a row that have no more than `bytes_max` together."""
+def small_neighbours(segments: Sequence[Segment], policy: Policy) -> list[Sequence[Segment]]:
+    """Return the sealed segments that should be merged: some in a row that are no more than half a segment together,
+    and no more than a part of what is retained: retention drops them together."""
+    span_us, part_bytes = retention.part_limits(policy)
+    bytes_max = policy.segment_bytes // 2
+    if part_bytes is not None:
+        bytes_max = min(bytes_max, part_bytes)
     groups: list[list[Segment]] = [[]]
     size = 0
-    for segment in segments[:-1]:
-        if size + segment.size > bytes_max:
+    for segment, following in pairwise(segments):
+        group = groups[-1]
+        is_long = span_us is not None and group and following.begun_at() - group[0].begun_at() > span_us
+        if is_long or size + segment.size > bytes_max:
             groups.append([])
             size = 0
         groups[-1].append(segment)

@@ -84,21 +84,25 @@ class Write:
         return Sync(self.log, self._segment, self._segment.written, self.end, reserved)
 
     def _write(self, part: Part) -> None:
-        if not part.batches:
+        if not part.batches and part.snapshot is None:
             return
         log = self.log
-        append_time = log.next_append_time()
+        last_append_time = log.append_time
+        append_time = log.next_append_time() if part.batches else last_append_time
         batches = self._encoded(part.batches, append_time)
-        offset = batches[0].base_offset
+        offset = batches[0].base_offset if batches else self.end
         reserved = self.control.reserved if self.control else log.reserved_written
         if part.snapshot is not None:
             full = self._segment
-            full.write_control(Control(reserved, self._previous), offset, append_time)
+            full.write_control(Control(reserved, self._previous), offset, last_append_time)
             full.save_index()
             control = Control(max(offset, reserved), full.base, snapshot=part.snapshot)
-            self._segment = log.create_segment(offset, control, append_time)
+            # The time of the last message before it: retention takes it for the age of the full segment.
+            self._segment = log.create_segment(offset, control, last_append_time)
             self.created.append(self._segment)
             self._previous = full.base
+        if not batches:
+            return
         segment = self._segment
         durable_bytes = segment.durable_bytes
         for batch in batches:

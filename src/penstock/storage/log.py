@@ -146,6 +146,10 @@ class Log:
         # Offsets below are durably reserved, or will be when what is written is synced.
         self._reserved = self.reserved_written = found.reserved
         self._append_time = found.append_time
+        # When the oldest message of the active segment was appended; None: it has no message.
+        self._oldest_us = found.oldest_us
+        # Whether the next write begins a new segment.
+        self._rolls = False
         self.number = secrets.randbits(32) if found.log is None else found.log
         self._pending: list[Batch | Run] = []
         self._pending_bytes = 0
@@ -197,8 +201,8 @@ class Log:
 
     @property
     def has_pending(self) -> bool:
-        """Whether something waits to be written."""
-        return bool(self._pending)
+        """Whether something waits to be written: batches, or a new segment."""
+        return bool(self._pending) or self._rolls
 
     @property
     def is_syncing(self) -> bool:
@@ -351,14 +355,25 @@ class Log:
         if self.is_piped:
             raise ReadOnlyTopic(f"{self.directory}: the log is piped from another broker: publish there")
 
+    def roll_if_due(self) -> bool:
+        """Have the next write begin a new segment, if the active one is a large part of what is retained; whether it
+        will. Without new messages it writes only that."""
+        if self.state is not State.OPEN or self._oldest_us is None:
+            return False
+        age_us = self._clock.now_us() - self._oldest_us
+        if retention.fills_part(self.policy, age_us, self._segments[-1].size):
+            self._rolls = True
+        return self._rolls
+
     def begin_write(self) -> Write | None:
         """All that waits, for a worker to write; None if nothing does, or not now."""
-        if not self._pending or self._writing or self.state is not State.OPEN:
+        if not self.has_pending or self._writing or self.state is not State.OPEN:
             return None
         parts = self._plan(self._pending)
         if len(parts) > 1 and self._syncing:
             return None
         self._pending = []
+        self._rolls = False
         size, self._pending_bytes = self._pending_bytes, 0
         control = None
         if self._reserves and self.end + RESERVE_AHEAD // 2 > self.reserved_written:
@@ -436,6 +451,11 @@ class Log:
         segment = Segment(self._files, self._open_segments, self.directory, base, 0, self._reader)
         segment.create(control, self.number, append_time)
         return segment
+
+    @property
+    def append_time(self) -> int:
+        """When the last batch was appended."""
+        return self._append_time
 
     def next_append_time(self) -> int:
         """Now, or when the last batch was appended: a clock that was set back does not put them out of order."""
@@ -565,7 +585,7 @@ class Log:
         )
         compacted = self._segments
         following = dict(pairwise(compacted))
-        for group in compaction.small_neighbours(compacted, self.policy.segment_bytes // 2):
+        for group in compaction.small_neighbours(compacted, self.policy):
             self._merge(group, following[group[-1]], gives_up)
         self._compacted_base = segments[-1].base
         return dropped
@@ -633,7 +653,8 @@ class Log:
         )
         active = self.create_segment(self.end, control, self.next_append_time())
         self.written = self.durable = self.committed = self.end
-        self._closed_cleanly = False
+        self._closed_cleanly = self._rolls = False
+        self._oldest_us = None
         self._producers = producers
         self._segments = (*segments[: place + 1], active)
         cut.sealed = True
@@ -743,6 +764,7 @@ class Log:
         self._owner.settled(self._pending_bytes)
         self._pending = []
         self._pending_bytes = 0
+        self._rolls = False
         while self._fresh and self._fresh[-1].end > offset:
             self._fresh.pop()
         self._producers.forget(offset)
@@ -774,6 +796,12 @@ class Log:
         base = self._segments[-1].base
         part = Part(None, [])
         parts = [part]
+        first = batches[0].base_offset if batches else self.end
+        if self._rolls and first > base:
+            base = first
+            part = Part(self._producers.snapshot(base), [])
+            parts.append(part)
+            size = 0
         for batch in batches:
             if size + batch.size > self.policy.segment_bytes and batch.base_offset > base:
                 base = batch.base_offset
@@ -792,11 +820,16 @@ class Log:
             with self._segments_lock:
                 sealed = self._segments[-1]
                 self._segments = (*self._segments, *write.created)
+            self._oldest_us = None
+            self._rolls = self._closed_cleanly = False
             for segment in (sealed, *write.created[:-1]):
                 segment.sealed = True
                 self._open_segments.touch(segment)
         if self.on_commit is not None:
             self._fresh += write.fresh if self._held_at is None else self._held(write.fresh)
+        if self._oldest_us is None:
+            base = self._segments[-1].base
+            self._oldest_us = next((batch.append_time for batch in write.done if batch.base_offset >= base), None)
         for batch in write.done:
             self._tail.add(batch)
             if batch.producer or batch.source:

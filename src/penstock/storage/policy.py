@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from typing import Any, Final
 
+# A segment has a head, a foot and an index: smaller ones would be mostly that.
+SEGMENT_BYTES_MIN: Final = 4096
 # Batches tell positions in their segment in 32 bits.
 SEGMENT_BYTES_MAX: Final = 2 << 30
 # The sequences that the text door gives to messages have 8 bits for the partition.
@@ -37,7 +39,7 @@ class Dedup(StrEnum):
 _ENUMS: Final[dict[str, type[StrEnum]]] = {"durability": Durability, "cleanup": Cleanup, "dedup": Dedup}
 # What each number must be at least, and at most if there is a bound.
 _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
-    "segment_bytes": (4096, SEGMENT_BYTES_MAX),
+    "segment_bytes": (SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX),
     "retain_ms": (1, None),
     "retain_bytes": (1, None),
     "tombstone_ms": (0, None),

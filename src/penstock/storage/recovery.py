@@ -40,6 +40,8 @@ class Recovered:
     segments: list[Segment]
     end: int = 0
     append_time: int = 0
+    # When the first message of the last segment was appended, if it has one.
+    oldest_us: int | None = None
     log: int | None = None
     # Where the last control batch says that offsets are reserved up to, and whether it is the last of all.
     reserved: int = 0
@@ -326,6 +328,8 @@ def _apply(found: Found, recovered: Recovered) -> None:
     recovered.append_time = batch.append_time
     recovered.closed = False
     if batch.count:
+        if recovered.oldest_us is None:
+            recovered.oldest_us = batch.append_time
         recovered.producers.note(batch)
         recovered.producers.settle(batch)
         return

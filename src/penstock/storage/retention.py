@@ -1,11 +1,20 @@
-"""Which segments a policy does not keep. Whole segments only, oldest first, never the active one."""
+"""Which segments a policy does not keep: whole segments only, oldest first, never the active one.
+
+A small log would never fill a segment, so a log also begins a new one when its active segment holds a tenth of what is
+retained, in time or in bytes (4 KiB at least). Upkeep looks, so a log gains one such segment per upkeep at most. A
+message goes, at the latest, when it is a tenth older than the policy says and upkeep has looked twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
-from penstock.storage.policy import Policy
+from penstock.storage.policy import SEGMENT_BYTES_MIN, Policy
 from penstock.storage.segment import Segment
+
+# What is retained is spread over about this many segments.
+_PARTS: Final = 10
 
 
 def expired(segments: Sequence[Segment], policy: Policy, now_us: int) -> int:
@@ -23,3 +32,16 @@ def expired(segments: Sequence[Segment], policy: Policy, now_us: int) -> int:
             size -= segments[count].size
             count += 1
     return count
+
+
+def fills_part(policy: Policy, age_us: int, size: int) -> bool:
+    """Return whether a segment whose oldest message is so old, and that is so large, is a part of its own."""
+    span_us, bytes_max = part_limits(policy)
+    return (span_us is not None and age_us >= span_us) or (bytes_max is not None and size >= bytes_max)
+
+
+def part_limits(policy: Policy) -> tuple[int | None, int | None]:
+    """Return the time and the bytes that one segment should span; None: any."""
+    span_us = None if policy.retain_ms is None else policy.retain_ms * 1000 // _PARTS
+    bytes_max = None if policy.retain_bytes is None else max(policy.retain_bytes // _PARTS, SEGMENT_BYTES_MIN)
+    return span_us, bytes_max

@@ -330,6 +330,9 @@ class Store:
 
     def upkeep(self) -> None:
         """Drop what the policies do not keep, compact, and bring `meta.db` up to date."""
+        rolling = self._roll_due()
+        if self._lanes is None:
+            self._drive(self._round([write for log in rolling if (write := log.begin_write())], [], sync=True))
         self._upkeep(list(self._logs.values()))
         self.space.check()
         self._project(self._take_projection())
@@ -752,12 +755,22 @@ class Store:
         while True:
             await asyncio.sleep(self.settings.upkeep_ms / 1000)
             try:
+                self._roll_due()
                 await loop.run_in_executor(worker, self._upkeep, list(self._logs.values()))
                 projection = self._take_projection()
                 if await loop.run_in_executor(worker, self._write_projection, projection):
                     self._state.projected(projection.changes)
             except Exception as fault:  # noqa: BLE001 - it is tried again the next time
                 self.health.fault("upkeep", str(self.directory), fault)
+
+    def _roll_due(self) -> list[Log]:
+        """Have the next rounds begin new segments where retention needs them; return the logs."""
+        rolling = [log for log in self._logs.values() if log.roll_if_due()]
+        for log in rolling:
+            self._dirty[log] = None
+            if self._lanes is not None:
+                self._lanes.wake(log)
+        return rolling
 
     def _upkeep(self, logs: list[Log]) -> None:
         for log in logs:
