@@ -76,12 +76,16 @@ def test_a_group_is_made_reset_and_deleted(tmp_path: Path) -> None:
         client.publish_many([("orders", b"x")] * 5)
         made = ask(server, "POST", "/admin/groups", {"name": "clerks", "pattern": "orders", "start": "earliest"})
         reset = ask(server, "POST", "/admin/groups/clerks/reset", {"start": {"offset": 3}})
+        again = ask(server, "POST", "/admin/groups/clerks/reset", {"start": {"time": "-1h"}})
+        wrong = ask(server, "POST", "/admin/groups/clerks/reset", {"start": {"time": "soon"}})
         listed = get(server, "/admin/groups")
         deleted = ask(server, "DELETE", "/admin/groups/clerks")
         gone = get(server, "/admin/groups/clerks")
 
     assert (made.status, made.json["lag"]) == (201, 5)
     assert (reset.status, reset.json["lag"]) == (200, 2)
+    assert (again.status, again.json["lag"]) == (200, 5)
+    assert (wrong.status, wrong.json["code"]) == (400, "BAD_REQUEST")
     assert [group["name"] for group in listed.json["groups"]] == ["clerks"]
     assert deleted.status == 204
     assert (gone.status, gone.code) == (404, "UNKNOWN_GROUP")

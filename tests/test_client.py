@@ -427,6 +427,8 @@ class TestSubscribe:
                 return subscription.get(PATIENCE_S).value
 
         assert [first("earliest"), first(1), first(moment)] == [b"0", b"1", b"2"]
+        assert [first(moment.isoformat()), first(f"@{moment.timestamp():.6f}")] == [b"2", b"2"]
+        assert [first("-1h"), first(timedelta(hours=-1)), first(time.time() - 3600)] == [b"0", b"0", b"0"]
 
     def test_what_is_there_is_read_in_lists(self, client: Client, topic: str) -> None:
         client.publish_many((topic, b"%d" % number) for number in range(300))
@@ -500,7 +502,7 @@ class TestSubscribe:
 
     @pytest.mark.parametrize("options", [{"mode": "other"}, {"buffer": 0}, {"start": "now"}, {"start": -1}])
     def test_what_cannot_be_is_refused(self, client: Client, topic: str, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=r"must be|start is"):
+        with pytest.raises(ValueError, match="must be"):
             client.subscribe(topic, **options)
 
     def test_a_pattern_that_is_none_is_refused(self, client: Client) -> None:
@@ -837,7 +839,7 @@ class TestFetch:
         assert found(offset=45, count=2) == [45, 46]
         assert found(offset=48, end=100) == [48, 49]
         assert found(offset="latest") == found(offset=50) == found(count=0) == []
-        assert found(offset=datetime(2020, 1, 1, tzinfo=UTC), count=1) == [0]
+        assert found(offset=datetime(2020, 1, 1, tzinfo=UTC), count=1) == found(offset="-1h", count=1) == [0]
 
     def test_more_than_one_answer_holds(self, client: Client, topic: str) -> None:
         client.publish_many((topic, b"%8d" % number * 1000) for number in range(2000))
@@ -893,7 +895,7 @@ class TestFetch:
             list(client.fetch("nowhere"))
         with pytest.raises(BadRequest, match="partition 1"):
             list(client.fetch(topic, 1))
-        with pytest.raises(ValueError, match="offset is"):
+        with pytest.raises(ValueError, match="'soon': it must be earliest, latest, an offset"):
             list(client.fetch(topic, offset="soon"))
         with pytest.raises(ValueError, match="no such columns: colour"):
             list(client.fetch(topic, arrow=True, columns=["colour"]))
@@ -934,7 +936,9 @@ class TestAdministration:
         client.publish(topic, b"x" * 5000)
 
         assert client.offset_at(topic, 0, moment) == 1
-        assert client.offset_at(topic, 0, moment + timedelta(days=1)) == 2
+        assert client.offset_at(topic, 0, moment.timestamp()) == 1
+        assert client.offset_at(topic, 0, "-1h") == client.offset_at(topic, 0, "1960-01-01") == 0
+        assert client.offset_at(topic, 0, moment + timedelta(days=1)) == client.offset_at(topic, 0, "1d") == 2
         assert client.offset_after(topic, 0, 0, 1 << 30) == 2
 
     def test_who_waits_is_told_of_more(self, client: Client, topic: str) -> None:

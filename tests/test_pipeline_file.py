@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
+from penstock.moments import PLACE_FORMS
 from penstock.spark.file import KINDS, Aggregate, Join, Pipeline, Sink, Source, keys, load
 from penstock.spark.lines import Key, scan
 from tests.docs import DOCS, table
@@ -267,14 +268,19 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             TRANSFORM.replace('"orders"', '"orders"\nstart = "soon"'),
-            (
-                "5: [source] start is 'soon': it must be earliest, latest, an offset, or a time like "
-                "2030-01-31T12:00:00Z"
-            ),
+            f"5: [source] start is 'soon': it must be {PLACE_FORMS}",
         ),
         (
             TRANSFORM.replace('"orders"', '"orders"\nstart = -1'),
-            ("5: [source] start is -1: it must be earliest, latest, an offset, or a time like 2030-01-31T12:00:00Z"),
+            f"5: [source] start is -1: it must be {PLACE_FORMS}",
+        ),
+        (
+            TRANSFORM.replace('"orders"', '"orders"\nstart = "1h"'),
+            "5: [source] start is '1h', which would be in the future: the past has a minus, like -5m",
+        ),
+        (
+            REPLAY.replace('"orders"', '"orders"\nend = "-1h"'),
+            "5: [source] end is '-1h', which would move with every run: give an offset, or a time that stays",
         ),
         (
             TRANSFORM.replace('topic = "orders"', 'pattern = "orders("'),

@@ -52,6 +52,7 @@ def test_a_time_goes_before_offsets() -> None:
 
     assert _read(given).start == AtTimes("startingOffsetsByTimestamp", {Place("orders", 0): 5})
     assert _read(given | {"startingTimestamp": "7"}).start == AtTime("startingTimestamp", 7)
+    assert _read(given | {"startingTimestamp": "2000-01-01"}).start == AtTime("startingTimestamp", 946_684_800_000)
 
 
 def test_partitions_can_be_assigned() -> None:

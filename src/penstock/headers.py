@@ -2,18 +2,17 @@
 
 Msg-ID, Nats-Msg-Id     the message has this id: stored once
 Penstock-Key            its key: decides its partition, and is what compaction goes by
-Penstock-Timestamp      when it was made: seconds since 1970 or an ISO time
-Deliver-At, Delay       when it is to be appended: seconds since 1970 or an ISO time; from now: 500ms, 5s, 2m, 1h, 1d
+Penstock-Timestamp      when it was made, in any form that `moments` reads
+Deliver-At, Delay       when it is to be appended: likewise; from now: 500ms, 5s, 2m, 1h, 1d
 """
 
 from __future__ import annotations
 
-import re
-from datetime import UTC, datetime
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
+from penstock import moments
 from penstock.errors import BadHeader
 
 # A year: what is further away is a mistake in the unit.
@@ -31,8 +30,6 @@ REASON_BYTES_MAX: Final = 512
 _IDENTITY_BYTES_MAX: Final = 64
 
 _IDENTITIES: Final = (b"msg-id", b"nats-msg-id")
-_DURATION: Final = re.compile(rb"(\d{1,12}(?:\.\d{1,6})?)(ms|s|m|h|d)?")
-_UNIT_US: Final = {b"ms": 1_000, b"s": 1_000_000, b"m": 60_000_000, b"h": 3_600_000_000, b"d": 86_400_000_000}
 
 
 class Asked(NamedTuple):
@@ -48,16 +45,14 @@ def read(block: bytes, now_us: int) -> Asked:
     fields = _fields(block)
     due_us = None
     if (moment := fields.get(b"deliver-at")) is not None:
-        due_us = _moment("Deliver-At", moment)
+        due_us = _moment("Deliver-At", moment, now_us)
     elif (delay := fields.get(b"delay")) is not None:
         due_us = now_us + _duration(delay)
     if due_us is not None and due_us > now_us + DELAY_US_MAX:
         raise BadHeader("a message can be delayed for a year at the most")
     time_us = None
     if (made := fields.get(b"penstock-timestamp")) is not None:
-        time_us = _moment("Penstock-Timestamp", made)
-        if abs(time_us) > TIME_US_MAX:
-            raise BadHeader("Penstock-Timestamp is seconds since 1970, or an ISO 8601 time, up to the year 9999")
+        time_us = _moment("Penstock-Timestamp", made, now_us)
     return Asked(_identity(fields), fields.get(b"penstock-key"), due_us, time_us)
 
 
@@ -157,22 +152,16 @@ def _identity(fields: dict[bytes, bytes]) -> bytes | None:
 
 
 def _duration(value: bytes) -> int:
-    found = _DURATION.fullmatch(value)
-    if not found:
-        raise BadHeader(f"Delay: {value.decode(errors='replace')!r} is not a time such as 500ms, 5s, 2m, 1h or 1d")
-    return int(float(found[1]) * _UNIT_US[found[2] or b"s"])
-
-
-def _moment(name: str, value: bytes) -> int:
+    """A number without a unit is seconds."""
     text = value.decode(errors="replace")
     try:
-        return int(float(text) * 1_000_000)
-    except (ValueError, OverflowError):
-        pass
-    try:
-        moment = datetime.fromisoformat(text)
+        return moments.read_duration(f"{text}s" if text[-1:].isdecimal() else text)
     except ValueError:
-        raise BadHeader(f"{name}: {text!r} is neither seconds since 1970 nor an ISO 8601 time") from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return int(moment.timestamp() * 1_000_000)
+        raise BadHeader(f"Delay: {text!r} is not a time such as 500ms, 5s, 2m, 1h or 1d") from None
+
+
+def _moment(name: str, value: bytes, now_us: int) -> int:
+    try:
+        return moments.read_moment(value.decode(errors="replace"), now_us)
+    except ValueError as error:
+        raise BadHeader(f"{name}: {error}") from None

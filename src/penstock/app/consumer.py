@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final, Literal, TypeAlias, get_args
 
 from penstock.app.retry import Retry
@@ -18,7 +18,7 @@ BatchHandler: TypeAlias = Callable[[list[Message]], object]
 ErrorHandler: TypeAlias = Callable[[Message, Exception], object]
 
 Mode: TypeAlias = Literal["shared", "partitioned"]
-Start: TypeAlias = Literal["earliest", "latest"] | int | datetime
+Start: TypeAlias = str | int | datetime | timedelta | float
 
 _AT_LEAST_1: Final = ("concurrency", "batch", "buffer")
 

@@ -17,9 +17,10 @@ import typer
 
 from penstock.cli import messages as printed
 from penstock.cli import output
-from penstock.cli.options import PLACE, Address, JsonLines, Place, TopicName, options, read_place
+from penstock.cli.options import PLACE, Address, JsonLines, TopicName, options, read_place
 from penstock.cli.text import counted
 from penstock.errors import PenstockError
+from penstock.moments import Place
 
 if TYPE_CHECKING:
     from penstock.client.message import Message

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
 
+from penstock import moments
+from penstock.clock import SystemClock
 from penstock.errors import NoBroker, PenstockError, Unauthorized
 from penstock.headers import DELAY_US_MAX
 
@@ -117,30 +119,23 @@ def convert(setting: Setting, text: str, option: str) -> Any:
         raise typer.BadParameter(f"{text!r}: it must be {setting.allowed}", param_hint=f"'{option}'") from None
 
 
-_OFFSET_MAX: Final = (1 << 63) - 1
-_TIME: Final = "2030-01-31T12:00:00Z"
-# Where in a log.
-Place = str | int | datetime
 PLACE: Final = "earliest|latest|OFFSET|TIME"
 
 
-def read_place(text: str) -> Place:
-    if text in ("earliest", "latest"):
-        return text
+def read_place(text: str) -> moments.Place:
     try:
-        return _read_offset(text) if text.isdecimal() else _read_time(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: it must be earliest, latest, an offset or a time like {_TIME}") from None
+        return moments.read_place(text, SystemClock().now_us())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def read_delay(text: str) -> float | datetime:
     """How long a message is kept back: seconds, unless there is a unit; or until when."""
-    for read in (_read_seconds, _read_duration, _read_time):
-        try:
-            return read(text)
-        except ValueError:
-            pass
-    raise typer.BadParameter(f"{text!r}: it must be like 500ms, 5s, 2h, or a time like {_TIME}")
+    try:
+        delay = moments.read_delay(text)
+        return seconds_of(delay) if isinstance(delay, float) else delay
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def seconds_of(number: float) -> float:
@@ -148,29 +143,6 @@ def seconds_of(number: float) -> float:
     if not 0 <= number <= DELAY_US_MAX / 1e6:
         raise ValueError(f"a delay of {number} seconds is below zero, or more than a year")
     return number
-
-
-def _read_seconds(text: str) -> float:
-    return seconds_of(float(text))
-
-
-def _read_duration(text: str) -> float:
-    from penstock.server.config import Setting
-
-    return seconds_of(Setting(kind="ms").convert(text) / 1000)
-
-
-def _read_offset(text: str) -> int:
-    offset = int(text)
-    if offset > _OFFSET_MAX:
-        raise ValueError(text)
-    return offset
-
-
-def _read_time(text: str) -> datetime:
-    """Without a zone it is UTC."""
-    moment = datetime.fromisoformat(text)
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def complete_topic(context: typer.Context, incomplete: str) -> list[str]:

@@ -24,17 +24,17 @@ from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, Final, Literal, Self, overload
 
-from penstock.batch import BATCH_BYTES_MAX, OFFSET_MAX, Compression
+from penstock.batch import BATCH_BYTES_MAX, Compression
 from penstock.client.bell import Bell, Within
 from penstock.client.feed import SHARED, Feed, Notice, Settlement, Start
 from penstock.client.link import Link, Servers, resolve
 from penstock.client.message import Message
 from penstock.client.outbox import Outbox
-from penstock.client.outgoing import ABSENT, Prepared, moment_us, prepare
+from penstock.client.outgoing import ABSENT, Prepared, prepare
 from penstock.client.partitioner import Layout
 from penstock.client.producer import Batcher, Sealed, ServedTopic
 from penstock.client.protocol import Answer, Request
-from penstock.client.reader import Part, Place, messages_of, read, record_batches_of
+from penstock.client.reader import Part, PartitionPlace, messages_of, read, record_batches_of
 from penstock.client.transaction import AsyncStage, AsyncTransaction
 from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Refresh, Topic, arguments
 from penstock.clock import SystemClock
@@ -47,6 +47,7 @@ from penstock.errors import (
     PenstockError,
     UnknownTopic,
 )
+from penstock.moments import read_moment, read_place
 from penstock.subject import owns
 from penstock.wire.binary import Append, Type, append_frame, json_frame, settle_frame
 
@@ -57,9 +58,10 @@ LINGER_S: Final = 0.005
 BUFFER_BYTES: Final = 32 << 20
 BUFFER: Final = 100
 
-Delay = float | timedelta | datetime | None
+Delay = float | timedelta | datetime | str | None
 Headers = Mapping[str, str] | None
-Moment = int | datetime | str
+Moment = str | datetime | timedelta | float
+Place = str | int | datetime | timedelta | float
 # What is called with the name of a topic.
 Told = Callable[[str], Awaitable[None]]
 
@@ -230,7 +232,7 @@ class AsyncClient:
         *,
         group: str | None = None,
         mode: str = SHARED,
-        start: Moment = "latest",
+        start: Place = "latest",
         buffer: int = BUFFER,
         on_reset: Told | None = None,
         on_ready: Told | None = None,
@@ -255,7 +257,7 @@ class AsyncClient:
         self,
         topic: str,
         partition: int = 0,
-        offset: Moment = "earliest",
+        offset: Place = "earliest",
         *,
         end: int | None = None,
         count: int | None = None,
@@ -269,7 +271,7 @@ class AsyncClient:
         self,
         topic: str,
         partition: int = 0,
-        offset: Moment = "earliest",
+        offset: Place = "earliest",
         *,
         end: int | None = None,
         count: int | None = None,
@@ -282,7 +284,7 @@ class AsyncClient:
         self,
         topic: str,
         partition: int = 0,
-        offset: Moment = "earliest",
+        offset: Place = "earliest",
         *,
         end: int | None = None,
         count: int | None = None,
@@ -336,9 +338,10 @@ class AsyncClient:
         """How far the last refresh of a topic is."""
         return Refresh.from_json(await self._read("refresh_status", name=topic))
 
-    async def offset_at(self, topic: str, partition: int, moment: datetime) -> int:
+    async def offset_at(self, topic: str, partition: int, moment: Moment) -> int:
         """The first offset that was stored at a time or later."""
-        found = await self._read("offset_at", name=topic, partition=partition, time_us=moment_us(moment))
+        time_us = read_moment(moment, self._clock.now_us())
+        found = await self._read("offset_at", name=topic, partition=partition, time_us=max(0, time_us))
         return int(found["offset"])
 
     async def offset_after(self, topic: str, partition: int, offset: int, bytes: int) -> int:
@@ -360,17 +363,17 @@ class AsyncClient:
         """A group. Raises UnknownGroup if there is none."""
         return Group.from_json(await self._read("group", name=name))
 
-    async def create_group(self, name: str, pattern: str, *, mode: str = SHARED, start: Moment = "latest") -> Group:
+    async def create_group(self, name: str, pattern: str, *, mode: str = SHARED, start: Place = "latest") -> Group:
         """Make a group before its first member comes: nothing is missed from now on."""
-        made = await self._call("create_group", name=name, pattern=pattern, mode=mode, start=_start(start))
+        made = await self._call("create_group", name=name, pattern=pattern, mode=mode, start=self._start(start))
         return Group.from_json(made)
 
     async def reset_group(
-        self, name: str, start: Moment, *, topic: str | None = None, partition: int | None = None
+        self, name: str, start: Place, *, topic: str | None = None, partition: int | None = None
     ) -> Group:
         """Let a group begin anew somewhere else: in all it reads, or in one topic or partition."""
         return Group.from_json(
-            await self._call("reset_group", name=name, start=_start(start), topic=topic, partition=partition)
+            await self._call("reset_group", name=name, start=self._start(start), topic=topic, partition=partition)
         )
 
     async def delete_group(self, name: str) -> None:
@@ -407,11 +410,20 @@ class AsyncClient:
         pattern: str,
         group: str | None,
         mode: str,
-        start: Moment,
+        start: Place,
         buffer: int,
         told: Mapping[str, Callable[[str], Any] | None],
     ) -> AsyncSubscription:
-        return AsyncSubscription(self, pattern, group, mode, _start(start), buffer, told)
+        return AsyncSubscription(self, pattern, group, mode, self._start(start), buffer, told)
+
+    def _start(self, start: Place) -> Start:
+        match read_place(start, self._clock.now_us()):
+            case datetime() as moment:
+                return {"time_us": read_moment(moment, 0)}
+            case int(offset):
+                return {"offset": offset}
+            case edge:
+                return edge
 
     async def _begin(self, subscription: AsyncSubscription) -> None:
         async with self._link.within(None, f"subscribe to {subscription.pattern}"):
@@ -451,7 +463,7 @@ class AsyncClient:
         self,
         topic: str,
         partition: int,
-        offset: Moment,
+        offset: Place,
         end: int | None,
         count: int | None,
         *,
@@ -463,20 +475,18 @@ class AsyncClient:
         found = await self.topic(topic)
         if not 0 <= partition < len(found.positions):
             raise BadRequest(f"{topic} has {len(found.positions)} partitions: there is no partition {partition}")
-        place = Place(topic, found.id, partition)
+        place = PartitionPlace(topic, found.id, partition)
         shape = record_batches_of(columns) if arrow else messages_of(place)
         position = found.positions[partition]
-        match offset:
-            case datetime():
-                begin = await self.offset_at(topic, partition, offset)
+        match read_place(offset, self._clock.now_us()):
+            case datetime() as moment:
+                begin = await self.offset_at(topic, partition, moment)
+            case int(number):
+                begin = number
             case "earliest":
                 begin = position.start
-            case "latest":
-                begin = position.committed
-            case int() if 0 <= offset <= OFFSET_MAX:
-                begin = offset
             case _:
-                raise ValueError(f"offset is {offset!r}: an offset, a time, 'earliest' or 'latest'")
+                begin = position.committed
         if not follow:
             end = position.committed if end is None else min(end, position.committed)
         return read(self._link, place, begin, end, count, shape, follow=follow)
@@ -950,17 +960,6 @@ def closed_subscription() -> Closed:
 
 def _draw_id() -> int:
     return random.SystemRandom().randrange(1, 1 << 63)
-
-
-def _start(start: Moment) -> Start:
-    match start:
-        case "latest" | "earliest":
-            return str(start)
-        case datetime():
-            return {"time_us": moment_us(start)}
-        case int() if start >= 0:
-            return {"offset": start}
-    raise ValueError(f"start is {start!r}: 'latest', 'earliest', an offset or a time")
 
 
 async def _each(

@@ -6,12 +6,13 @@ import json as jsons
 import math
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 from penstock.batch import Batch, encode
 from penstock.errors import BadHeader, BadSubject, BatchTooLarge
 from penstock.headers import DELAY_US_MAX
+from penstock.moments import read_delay, read_moment
 from penstock.subject import is_subject
 
 # For `json=`, where None is a value.
@@ -44,7 +45,7 @@ def prepare(
     key: bytes | str | None,
     headers: Mapping[str, str] | None,
     message_id: str | None,
-    delay: float | timedelta | datetime | None,
+    delay: float | timedelta | datetime | str | None,
     now_us: int,
 ) -> Prepared:
     subject_bytes(subject)
@@ -100,13 +101,6 @@ def encode_each(messages: list[Prepared], timestamp: int) -> Batch:
     )
 
 
-def moment_us(moment: datetime) -> int:
-    """µs since 1970."""
-    if moment.tzinfo is None:
-        raise ValueError(f"{moment!r} has no time zone: datetime.now(UTC) has one, and so has .astimezone()")
-    return (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
-
-
 def _value(value: bytes | None, json: Any, *, has_key: bool) -> tuple[bytes, bool]:
     """The payload, and whether it deletes its key."""
     if json is not ABSENT:
@@ -124,10 +118,12 @@ def _value(value: bytes | None, json: Any, *, has_key: bool) -> tuple[bytes, boo
     return bytes(value), False
 
 
-def _delay(delay: float | timedelta | datetime, now_us: int) -> tuple[str, str]:
+def _delay(delay: float | timedelta | datetime | str, now_us: int) -> tuple[str, str]:
     """The header that asks for it."""
+    if isinstance(delay, str):
+        delay = read_delay(delay)
     if isinstance(delay, datetime):
-        due_us = moment_us(delay)
+        due_us = read_moment(delay, now_us)
         if due_us > now_us + DELAY_US_MAX:
             raise BadHeader("a message can be delayed for a year at the most")
         return "Deliver-At", f"{due_us // 1_000_000}.{due_us % 1_000_000:06}"

@@ -25,14 +25,14 @@ Part = Any
 Shape = Callable[[Batch, int, int | None], Part]
 
 
-class Place(NamedTuple):
+class PartitionPlace(NamedTuple):
     topic: str
     topic_id: int
     partition: int
 
 
 async def read(
-    link: Link, place: Place, offset: int, end: int | None, count: int | None, shape: Shape, *, follow: bool
+    link: Link, place: PartitionPlace, offset: int, end: int | None, count: int | None, shape: Shape, *, follow: bool
 ) -> AsyncGenerator[list[Part], None]:
     """Parts (they have a length) from an offset on, those of one FETCH at a time. Without `follow` it ends at `end`,
     which must be committed."""
@@ -68,7 +68,7 @@ async def read(
         await asyncio.gather(ahead, return_exceptions=True)
 
 
-def messages_of(place: Place) -> Shape:
+def messages_of(place: PartitionPlace) -> Shape:
     def shape(batch: Batch, begin: int, end: int | None) -> Part:
         return Delivery(batch, place.topic, place.topic_id, place.partition).messages(begin, end)
 
@@ -97,7 +97,7 @@ def record_batches_of(columns: Sequence[str] | None) -> Shape:
     return shape
 
 
-def _fetch(link: Link, place: Place, offset: int, end: int | None, *, follow: bool) -> Awaitable[Batches]:
+def _fetch(link: Link, place: PartitionPlace, offset: int, end: int | None, *, follow: bool) -> Awaitable[Batches]:
     wait_s = WAIT_S if follow else 0
     fetch = Fetch(place.topic_id, place.partition, round(wait_s * 1000), offset, end or 0, FETCH_BYTES)
     return link.ask(

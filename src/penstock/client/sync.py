@@ -20,7 +20,6 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar, overload
@@ -38,6 +37,7 @@ from penstock.client.aio import (
     Delay,
     Headers,
     Moment,
+    Place,
     closed_subscription,
 )
 from penstock.client.feed import SHARED, Notice
@@ -229,7 +229,7 @@ class Client:
         *,
         group: str | None = None,
         mode: str = SHARED,
-        start: Moment = "latest",
+        start: Place = "latest",
         buffer: int = BUFFER,
         on_reset: Told | None = None,
         on_ready: Told | None = None,
@@ -256,7 +256,7 @@ class Client:
         self,
         topic: str,
         partition: int = 0,
-        offset: Moment = "earliest",
+        offset: Place = "earliest",
         *,
         end: int | None = None,
         count: int | None = None,
@@ -270,7 +270,7 @@ class Client:
         self,
         topic: str,
         partition: int = 0,
-        offset: Moment = "earliest",
+        offset: Place = "earliest",
         *,
         end: int | None = None,
         count: int | None = None,
@@ -283,7 +283,7 @@ class Client:
         self,
         topic: str,
         partition: int = 0,
-        offset: Moment = "earliest",
+        offset: Place = "earliest",
         *,
         end: int | None = None,
         count: int | None = None,
@@ -341,7 +341,7 @@ class Client:
         """How far the last refresh of a topic is."""
         return self._run(self._async.refresh_status(topic))
 
-    def offset_at(self, topic: str, partition: int, moment: datetime) -> int:
+    def offset_at(self, topic: str, partition: int, moment: Moment) -> int:
         """The first offset that was stored at a time or later."""
         return self._run(self._async.offset_at(topic, partition, moment))
 
@@ -362,11 +362,11 @@ class Client:
         """A group. Raises UnknownGroup if there is none."""
         return self._run(self._async.group(name))
 
-    def create_group(self, name: str, pattern: str, *, mode: str = SHARED, start: Moment = "latest") -> Group:
+    def create_group(self, name: str, pattern: str, *, mode: str = SHARED, start: Place = "latest") -> Group:
         """Make a group before its first member comes: nothing is missed from now on."""
         return self._run(self._async.create_group(name, pattern, mode=mode, start=start))
 
-    def reset_group(self, name: str, start: Moment, *, topic: str | None = None, partition: int | None = None) -> Group:
+    def reset_group(self, name: str, start: Place, *, topic: str | None = None, partition: int | None = None) -> Group:
         """Let a group begin anew somewhere else: in all it reads, or in one topic or partition."""
         return self._run(self._async.reset_group(name, start, topic=topic, partition=partition))
 

@@ -28,7 +28,7 @@ class Outgoing:
     key: bytes | str | None = None
     headers: Mapping[str, str] | None = None
     message_id: str | None = None
-    delay: float | timedelta | datetime | None = None
+    delay: float | timedelta | datetime | str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ _POLICY: Final = Field(
 _START: Final = Field(
     name="start",
     kind="any",
-    about='"earliest", "latest", {"offset": n}, {"time_us": n} or {"positions": [[topic id, partition, offset], ...]}',
+    about='"earliest", "latest", {"offset": n}, {"time": "2030-01-31T12:00:00Z"} (or seconds since 1970, or "-5m"), '
+    '{"time_us": n} or {"positions": [[topic id, partition, offset], ...]}',
     default="latest",
 )
 

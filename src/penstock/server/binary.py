@@ -574,12 +574,13 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             if group is None:
                 raise BadRequest("only members of a group are told of a refresh: name a group")
             member.hears = self.guard(partial(self._tell, member))
+        start = request.start(self.broker.clock.now_us())
         reader: Subscription | Group
         if group is None:
-            reader = await self.broker.subscribe_from(pattern, member, request.start())
+            reader = await self.broker.subscribe_from(pattern, member, start)
             answer = {"positions": self.broker.positions(reader), "generation": 0}
         else:
-            reader = await self.broker.join(group, pattern, member, request.mode(), start=request.start())
+            reader = await self.broker.join(group, pattern, member, request.mode(), start=start)
             answer = {"positions": [], "generation": reader.generation}
         self.subscriptions[subscription] = (member, reader)
         if not self.peer.is_connected:

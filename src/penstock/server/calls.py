@@ -18,6 +18,7 @@ from penstock.broker.refresh import Refresh, State
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start
 from penstock.broker.topic import ServedTopic
 from penstock.errors import BadRequest, UnknownTopic
+from penstock.moments import read_moment
 from penstock.server.rows import Rows
 from penstock.storage.policy import Policy
 from penstock.storage.store import outcome
@@ -87,7 +88,7 @@ class Request:
             raise BadRequest(f"mode is {value!r}, it must be one of {', '.join(Mode)}")
         return Mode(value)
 
-    def start(self) -> Begin:
+    def start(self, now_us: int) -> Begin:
         value = self._fields.get("start", Start.LATEST)
         match value:
             case "earliest" | "latest":
@@ -96,6 +97,11 @@ class Request:
                 return AtOffset(offset)
             case {"time_us": int(time_us)}:
                 return AtTime(time_us)
+            case {"time": time}:
+                try:
+                    return AtTime(read_moment(time, now_us))
+                except ValueError as error:
+                    raise BadRequest(f"start.time is {error}") from None
             case {"positions": list(positions)} if all(map(_is_position, positions)):
                 return AtPositions({(topic_id, number): offset for topic_id, number, offset in positions})
         raise BadRequest(f"start is {value!r}, it must be earliest, latest, an offset, a time or positions")
@@ -223,12 +229,14 @@ async def _group(broker: Broker, request: Request) -> Json:
 
 async def _create_group(broker: Broker, request: Request) -> Json:
     name, pattern = request.name("name"), request.name("pattern")
-    return _describe_group(await broker.create_group(name, pattern, request.mode(), start=request.start()))
+    return _describe_group(
+        await broker.create_group(name, pattern, request.mode(), start=request.start(broker.clock.now_us()))
+    )
 
 
 async def _reset_group(broker: Broker, request: Request) -> Json:
     name, topic, partition = request.name("name"), request.name_or_none("topic"), request.number_or_none("partition")
-    await broker.reset_group(name, request.start(), topic=topic, partition=partition)
+    await broker.reset_group(name, request.start(broker.clock.now_us()), topic=topic, partition=partition)
     return _describe_group(broker.group(name))
 
 

@@ -18,12 +18,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_type_hints
 
-from penstock import address, subject
+from penstock import address, moments, subject
+from penstock.clock import SystemClock
 from penstock.errors import BadConfig
+from penstock.moments import Place
 from penstock.spark.lines import Key, Lines, scan
 
-# Where in a topic: "earliest", "latest", an offset (the same in each partition), or a time.
-Place = str | int | datetime
 SERVERS: Final = "127.0.0.1:4222"
 DEAD_LETTERS: Final = "DLQ"
 
@@ -54,7 +54,7 @@ class Source:
         metadata=_about("where the first run begins: `earliest`, `latest`, an offset or a time", "place"),
     )
     end: str | int | datetime | None = field(
-        default=None, metadata=_about("of a replay: where it ends for good, an offset or a time", "place")
+        default=None, metadata=_about("of a replay: where it ends for good, an offset or a time", "fixed place")
     )
     schema: str | None = field(
         default=None, metadata=_about("the columns of the JSON values: `id string, amount double`")
@@ -522,21 +522,21 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 def _place(value: Any) -> Place:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, datetime):
-        return value if value.tzinfo else value.replace(tzinfo=UTC)
-    if isinstance(value, date):
-        return datetime(value.year, value.month, value.day, tzinfo=UTC)
-    if value in ("earliest", "latest"):
-        return str(value)
+    # TOML has times of its own; without a zone they are UTC, as text is.
+    if isinstance(value, date) and not isinstance(value, datetime):
+        value = datetime(value.year, value.month, value.day, tzinfo=UTC)
+    if isinstance(value, datetime) and value.tzinfo is None:
+        value = value.replace(tzinfo=UTC)
     try:
-        moment = datetime.fromisoformat(value)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"is {_shown(value)}: it must be earliest, latest, an offset, or a time like 2030-01-31T12:00:00Z"
-        ) from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+        return moments.read_place(value, SystemClock().now_us())
+    except ValueError as error:
+        raise ValueError(f"is {error}") from None
+
+
+def _fixed_place(value: Any) -> Place:
+    if isinstance(value, str) and moments.is_relative(value):
+        raise ValueError(f"is {value!r}, which would move with every run: give an offset, or a time that stays")
+    return _place(value)
 
 
 def _options(value: Any) -> dict[str, str]:
@@ -629,6 +629,7 @@ _READ: Final[dict[str, Callable[[Any], Any]]] = {
     "regex": _regex,
     "patterns": _patterns,
     "place": _place,
+    "fixed place": _fixed_place,
     "path": _text,
     "options": _options,
     "duration": _duration,

@@ -25,6 +25,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 import penstock.spark.pipeline as frames
 from penstock.client.sync import Client
+from penstock.moments import Place
 from penstock.spark import connection
 from penstock.spark.check import function_of
 from penstock.spark.file import (
@@ -34,7 +35,6 @@ from penstock.spark.file import (
     Deduplicate,
     Join,
     Pipeline,
-    Place,
     Replay,
     Sink,
     Source,

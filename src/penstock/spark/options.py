@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn
 
+from penstock import moments
+from penstock.clock import SystemClock
 from penstock.spark import connection
 from penstock.subject import is_pattern
 
@@ -329,7 +331,7 @@ def _subjects(options: Mapping[str, str]) -> tuple[bytes, ...]:
 
 def _bound(options: Mapping[str, str], which: str, default: Bound) -> Bound:
     """Of several the first counts, as in Kafka's connector: the time, times by partition, offsets."""
-    time_ms = number(options, f"{which}Timestamp", least=0)
+    time_ms = _time_ms(options, f"{which}Timestamp")
     if time_ms is not None:
         return AtTime(f"{which}Timestamp", time_ms)
     by_time, by_offset = f"{which}OffsetsByTimestamp", f"{which}Offsets"
@@ -344,6 +346,19 @@ def _bound(options: Mapping[str, str], which: str, default: Bound) -> Bound:
         case "latest":
             return AtEdge(LATEST)
     return AtOffsets(by_offset, _by_place(options, by_offset, least=EARLIEST))
+
+
+def _time_ms(options: Mapping[str, str], name: str) -> int | None:
+    """A number is milliseconds, as in Kafka's connector."""
+    given = text(options, name)
+    if given is None or given.isdecimal():
+        return number(options, name, least=0)
+    try:
+        return max(0, moments.read_moment(given, SystemClock().now_us()) // 1000)
+    except ValueError:
+        raise ValueError(
+            f"{name} is {given!r}: it must be milliseconds since 1970, or {moments.MOMENT_FORMS}"
+        ) from None
 
 
 def _by_place(options: Mapping[str, str], name: str, *, least: int) -> dict[Place, int]:
