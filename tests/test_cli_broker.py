@@ -290,7 +290,7 @@ def test_a_message_is_published_as_it_is_given(penstock: Penstock, client: Clien
     assert (message.value, message.key, message.message_id) == ("välue".encode(), b"k", "m-1")
     assert message.headers.items() >= {"Trace": "1=2", "Other": ""}.items()
     again = penstock("publish", "given", "välue", *options)
-    assert again.lines == ["a repetition: it is in given at 0:0"]
+    assert again.lines == ["duplicate of given 0:0"]
 
 
 def test_a_delayed_message_comes_later(penstock: Penstock, client: Client) -> None:
@@ -322,21 +322,40 @@ def test_many_messages_tell_programs_how_many(penstock: Penstock, client: Client
 def test_a_file_of_json_lines_says_all_of_each_message(penstock: Penstock, client: Client, tmp_path: Path) -> None:
     path = tmp_path / "messages.jsonl"
     lines = [
-        {"value": "plain"},
+        {"subject": "jsonl.plain", "value": "plain"},
         {"subject": "jsonl.other", "value_base64": "/wA=", "key": "k"},
-        {"json": {"a": [1, "é"]}, "headers": {"Own": "1"}, "message_id": "7"},
-        {"json": {"a": 2}, "message_id": "7"},
-        {"key": "k", "tombstone": True},
+        {"subject": "jsonl", "json": {"a": [1, "é"]}, "headers": {"Own": "1"}, "message_id": "7"},
+        {"subject": "jsonl", "json": {"a": 2}, "message_id": "7"},
+        {"subject": "jsonl", "key": "k", "tombstone": True},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = penstock("publish", "jsonl", "--file", path, "--header", "Common=c")
+    done = penstock("publish", "--file", path, "--header", "Common=c")
     assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("published 4 messages, and 1 duplicate not stored again: ")
     plain, other, own, tombstone = client.fetch("jsonl")
-    assert (plain.subject, plain.value, plain.headers) == ("jsonl", b"plain", {"Common": "c"})
+    assert (plain.subject, plain.value, plain.headers) == ("jsonl.plain", b"plain", {"Common": "c"})
     assert (other.subject, other.value, other.key) == ("jsonl.other", b"\xff\x00", b"k")
     assert own.json() == {"a": [1, "é"]}
     assert own.headers.items() >= {"Common": "c", "Own": "1"}.items()
     assert (tombstone.key, tombstone.deleted) == (b"k", True)
+
+
+def test_a_subject_replaces_those_of_the_file(penstock: Penstock, client: Client, tmp_path: Path) -> None:
+    client.publish("originals.eu", b"one", message_id="1")
+    client.publish("originals.us", b"two")
+    path = tmp_path / "originals.jsonl"
+    penstock("fetch", "originals", "--json", "--output", path)
+
+    first = penstock("publish", "replaced", "--file", path, "--json").json
+    again = penstock("publish", "replaced", "--file", path, "--json").json
+
+    assert [(message.subject, message.value) for message in client.fetch("replaced")] == [
+        ("replaced", b"one"),
+        ("replaced", b"two"),
+        ("replaced", b"two"),
+    ]
+    assert [(each["published"], each["duplicates"]) for each in (first, again)] == [(2, 0), (1, 1)]
+    assert len(values_of(client, "originals")) == 2
 
 
 def test_a_file_of_lines_is_published_as_it_is(penstock: Penstock, client: Client, tmp_path: Path) -> None:
@@ -381,7 +400,7 @@ def test_a_line_of_json_that_is_no_message_says_why(line: str, reason: str) -> N
     ("line", "reason"),
     [
         ("no json", "this is not JSON"),
-        ('{"value": "x", "subject": "a..b"}', "'a..b' is no subject"),
+        ('{"value": 1}', "value must be a string"),
         ('{"value": "x", "headers": {"a b": ""}}', "'a b' is no name of a header"),
     ],
 )

@@ -246,6 +246,16 @@ class TestProducer:
 
         assert fetched(client, topic) == [b"%d" % number for number in range(3000)]
 
+    def test_duplicates_are_counted(self, client: Client, topic: str) -> None:
+        client.publish(topic, b"0", message_id="0")
+        with client.producer() as producer:
+            for number in range(3):
+                producer.publish(topic, b"%d" % number, message_id=str(number))
+            producer.publish(topic, b"plain")
+
+        assert (producer.stored, producer.duplicates) == (4, 1)
+        assert fetched(client, topic) == [b"0", b"1", b"2", b"plain"]
+
     def test_a_message_does_not_wait_for_others(self, client: Client, topic: str) -> None:
         subscription = client.subscribe(topic)
         producer = client.producer(linger=0.01)

@@ -21,7 +21,8 @@ _KNOWN: Final = frozenset((*_VALUES, *_KEYS, *_OTHERS, *_STORED))
 
 
 def read_message(line: bytes, common: Outgoing) -> Outgoing:
-    """With what it does not say taken from `common`. BadRequest says what is wrong."""
+    """Take what it does not say from `common`, and the subject from there if it has one. BadRequest says what is
+    wrong."""
     try:
         return _message(_read_object(line), common)
     except (ValueError, typer.BadParameter) as error:
@@ -31,7 +32,7 @@ def read_message(line: bytes, common: Outgoing) -> Outgoing:
 def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
     key = _key(fields, common.key)
     return Outgoing(
-        _text(fields, "subject", common.subject),
+        common.subject or _text(fields, "subject", ""),
         _value(fields, has_key=key is not None),
         key=key,
         headers=_headers(fields, common.headers),

@@ -33,9 +33,7 @@ app = typer.Typer(add_completion=False)
 def publish(
     subject: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[SUBJECT]", autocompletion=complete_topic, help="Not needed where each line of --file has one."
-        ),
+        typer.Argument(metavar="[SUBJECT]", autocompletion=complete_topic, help="Replaces the subjects in --file."),
     ] = None,
     values: Annotated[
         list[str] | None, typer.Argument(metavar="[VALUE]...", help="A message each. None, or -: lines of stdin.")
@@ -60,7 +58,7 @@ def publish(
     Each value that is an argument has a receipt; with --json they are JSON lines.
 
     A line of --file has value, value_base64, json or tombstone, and may have
-    subject, key, headers, message_id and delay.
+    subject, key, headers, message_id and delay. If SUBJECT is given, all go there.
     """
     if values == ["-"]:
         values = None
@@ -100,7 +98,7 @@ def _with_value(common: Outgoing, value: bytes) -> Outgoing:
 
 def _as_line(receipt: Receipt) -> str:
     if receipt.duplicate:
-        return f"a repetition: it is in {receipt.topic} at {receipt.partition}:{receipt.offset}"
+        return f"duplicate of {receipt.topic} {receipt.partition}:{receipt.offset}"
     if receipt.offset < 0:
         return f"stored, and published to {receipt.topic} when it is due"
     if receipt.topic.startswith("_"):
@@ -126,11 +124,13 @@ def _publish_many(client: Client, common: Outgoing, path: Path | None, *, is_jso
             problem = f"{stream.name} line {number}: {error}"
         except KeyboardInterrupt:
             is_interrupted = True
-    count, seconds = producer.stored, time.perf_counter() - started
+    seconds, duplicates = time.perf_counter() - started, producer.duplicates
+    count = producer.stored - duplicates
     if as_json:
-        output.print_json({"published": count, "seconds": seconds})
+        output.print_json({"published": count, "duplicates": duplicates, "seconds": seconds})
     else:
-        print(f"published {counted(count, 'message')}: {output.rate(count, seconds)}", flush=True)
+        not_stored = f", and {counted(duplicates, 'duplicate')} not stored again" if duplicates else ""
+        print(f"published {counted(count, 'message')}{not_stored}: {output.rate(count, seconds)}", flush=True)
     if problem:
         raise PenstockError(problem)
     if is_interrupted:

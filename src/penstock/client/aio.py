@@ -782,8 +782,16 @@ class AsyncProducer:
 
     @property
     def stored(self) -> int:
-        """How many messages are stored."""
+        """How many messages are stored, duplicates included."""
         return self._batcher.stored
+
+    @property
+    def duplicates(self) -> int:
+        """How many of them were not stored again: the broker had their `message_id` (or payload) already.
+
+        A message that was sent again after a lost connection may count as its own duplicate.
+        """
+        return self._batcher.duplicates
 
     async def __aenter__(self) -> Self:
         return self
@@ -936,7 +944,9 @@ class AsyncProducer:
             # `disconnected` has told the batcher of that.
             if not isinstance(answer, ConnectionLost):
                 error = answer if isinstance(answer, PenstockError) else None
-                self._batcher.answered(sealed, error, asyncio.get_running_loop().time())
+                # A batch that is numbered has no duplicates: one that comes twice is its own.
+                duplicates = answer.get("duplicates", 0) if isinstance(answer, dict) else 0
+                self._batcher.answered(sealed, error, asyncio.get_running_loop().time(), duplicates)
                 self._bell.ring()
 
         layout = sealed.lane.topic.layout

@@ -186,8 +186,9 @@ class Batcher:
         holds the lock."""
         # Bytes that are gathered and not stored.
         self.bytes = 0
-        # Messages that are stored.
+        # Messages that are stored, and how many of them had been stored before under the same id or payload.
         self.stored = 0
+        self.duplicates = 0
         # What the broker takes.
         self.value_bytes_max = 1 << 62
         self._under_way = Ledger()
@@ -323,14 +324,15 @@ class Batcher:
             self.next_at = min(moments, default=None)
             return out
 
-    def answered(self, sealed: Sealed, error: PenstockError | None, now: float) -> None:
-        """The broker has stored it, or it has not."""
+    def answered(self, sealed: Sealed, error: PenstockError | None, now: float, duplicates: int = 0) -> None:
+        """The broker has stored it, or it has not. `duplicates`: messages of it that had been stored before."""
         with self._lock:
             if sealed.state is not State.SENT:
                 # It was given up meanwhile.
                 return
             if error is None:
                 self.stored += sealed.batch.count
+                self.duplicates += duplicates
                 sealed.lane.backoff = BACKOFF_S
                 self._decide(sealed)
             else:

@@ -559,8 +559,16 @@ class Producer:
 
     @property
     def stored(self) -> int:
-        """How many messages are stored."""
+        """How many messages are stored, duplicates included."""
         return self._async.stored
+
+    @property
+    def duplicates(self) -> int:
+        """How many of them were not stored again: the broker had their `message_id` (or payload) already.
+
+        A message that was sent again after a lost connection may count as its own duplicate.
+        """
+        return self._async.duplicates
 
     def __enter__(self) -> Self:
         return self

@@ -521,8 +521,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             self.answer_error(number, receipt.error)
             return
         stored = [each for each in receipt.stored() if isinstance(each, Stored)]
-        is_duplicate = all(each.is_duplicate for each in stored)
-        self.answer(number, {"offset": stored[0].offset, "duplicate": is_duplicate})
+        duplicates = sum(each.is_duplicate for each in stored)
+        is_duplicate = duplicates == len(stored)
+        self.answer(number, {"offset": stored[0].offset, "duplicate": is_duplicate, "duplicates": duplicates})
 
     # Out.
 
