@@ -14,6 +14,7 @@ from random import Random
 from types import FrameType
 from typing import Any, Final, NamedTuple
 
+import cramjam
 import lz4.frame
 import pytest
 from hypothesis import example, given, settings
@@ -753,7 +754,7 @@ def test_whatever_comes_as_properties_is_read_or_refused(block: bytes) -> None:
 
 # ---- how Cursus packs its frames
 
-PACKED: Final = [Packing.GZIP, Packing.LZ4]
+PACKED: Final = [Packing.GZIP, Packing.LZ4, Packing.SNAPPY]
 each_packing = pytest.mark.parametrize("packing", PACKED, ids=lambda packing: packing.name)
 PAYLOADS: Final = [b"", b"LIST", BATCH, bytes(100_000), Random(1).randbytes(300_000)]
 
@@ -793,7 +794,7 @@ PACKERS: Final[dict[Packing, Callable[[bytes], bytes]]] = {
 }
 
 
-@each_packing
+@pytest.mark.parametrize("packing", PACKERS, ids=lambda packing: packing.name)
 def test_so_much_is_unpacked_and_no_more(packing: Packing) -> None:
     """A little in any case; else 64 bytes for each packed one; and a limit above all."""
     rough = Random(1).randbytes(PLAIN_BYTES_MAX // 32)
@@ -804,12 +805,82 @@ def test_so_much_is_unpacked_and_no_more(packing: Packing) -> None:
             unpack(more)
 
 
-@each_packing
+@pytest.mark.parametrize("packing", PACKERS, ids=lambda packing: packing.name)
 def test_a_bomb_is_not_unpacked_beyond_the_limit(packing: Packing) -> None:
     for bomb in (PACKERS[packing](bytes(64 * MIB)), PACKERS[packing](Random(1).randbytes(MIB // 2) + bytes(64 * MIB))):
         with pytest.raises(BadFrame, match="unpacks to more than"):
             unpack(bomb)
         assert peak_bytes(lambda bomb=bomb: unpack(bomb)) < 40 * MIB  # type: ignore[misc]
+
+
+def _block(payload: bytes) -> bytes:
+    return bytes(cramjam.snappy.compress_raw(payload))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        *(b"PUBLISH t %s" % bytes(size) for size in (0, 1, 20, 49, 50, 51, 118, 200, 15_920, 70_000)),
+        *(f"{verb} a".encode() for verb in VERBS),
+        b"DELETE ab",  # packed, it is the same text behind blanks
+        b"LIST",
+        BATCH,
+        batch(b"t", 0, [Record(0, bytes(15_930 - 56))]),
+        b"\0\x06orders" + bytes(100),
+    ],
+    ids=len,
+)
+def test_a_block_of_snappy_is_known_by_what_is_in_it(payload: bytes) -> None:
+    assert unpack(_block(payload)) == (payload, Packing.SNAPPY)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"  CREATE orders 4", b"FLY somewhere, whatever that may be", BATCH, b"\0\x04LIST"]
+)
+def test_text_that_looks_like_a_block_is_left_alone(payload: bytes) -> None:
+    assert unpack(payload) == (payload, Packing.NONE)
+
+
+def test_so_much_snappy_is_unpacked_and_no_more() -> None:
+    """The 1 MiB that any frame may unpack to, or 64 times its size, which snappy never reaches; and the upper limit."""
+    rough = b"PUBLISH t " + Random(1).randbytes(MIB)
+    for size in (PLAIN_BYTES_MAX, PLAIN_BYTES_MAX + 1):
+        payload = rough + bytes(size - len(rough))
+        blocks = [payload[at : at + (32 << 10)] for at in range(0, size, 32 << 10)]
+        marked = Packing.SNAPPY.value + bytes(8) + b"".join(frame(_block(block)) for block in blocks)
+        for packed in (_block(payload), marked):
+            if size <= PLAIN_BYTES_MAX:
+                assert unpack(packed) == (payload, Packing.SNAPPY)
+            else:
+                with pytest.raises(BadFrame, match=f"more than {PLAIN_BYTES_MAX} bytes"):
+                    unpack(packed)
+
+
+def test_a_length_that_snappy_claims_allocates_nothing() -> None:
+    bomb = b"\xff\xff\xff\xff\x0f" + _block(b"PUBLISH t x")[1:]
+    many = Packing.SNAPPY.value + bytes(8) + frame(bomb) * 3
+    for packed in (bomb, many):
+        with pytest.raises(BadFrame, match="unpacks to more than"):
+            unpack(packed)
+        assert peak_bytes(lambda packed=packed: unpack(packed)) < MIB  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "blocks", [b"\0", frame(b""), frame(b"\5\x10PUB")[:-1], frame(b"\5\x10PUB"), frame(_block(b"x")) * 16_385]
+)
+def test_blocks_of_snappy_that_are_none_are_refused(blocks: bytes) -> None:
+    with pytest.raises(BadFrame, match="a frame that cannot be unpacked"):
+        unpack(Packing.SNAPPY.value + bytes(8) + blocks)
+
+
+def test_without_its_library_snappy_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = [pack(b"LIST", Packing.SNAPPY), _block(b"CREATE orders 4")]
+    text = _block(b"DELETE ab")
+    monkeypatch.setitem(sys.modules, "cramjam", None)
+    for payload in packed:
+        with pytest.raises(BadFrame, match=r"install penstock\[snappy\]"):
+            unpack(payload)
+    assert unpack(text) == (text, Packing.NONE)
 
 
 def test_a_batch_has_so_many_messages_and_no_more() -> None:
@@ -841,7 +912,9 @@ def test_a_reader_may_take_some_frames_at_a_time() -> None:
 @pytest.mark.parametrize("payload", [b"", b"LIST", bytes(2000), Random(2).randbytes(200)], ids=len)
 def test_what_is_cut_off_is_not_unpacked(packing: Packing, payload: bytes) -> None:
     packed = pack(payload, packing)
-    for end in range(len(packing.value), len(packed)):
+    # Snappy's framing says of each block where it ends, and of the frame it does not.
+    whole = {16, len(packed)} if packing is Packing.SNAPPY else {len(packed)}
+    for end in set(range(len(packing.value), len(packed))) - whole:
         with pytest.raises(BadFrame, match="a frame that"):
             unpack(packed[:end])
 
@@ -879,17 +952,7 @@ def test_what_is_packed_behind_its_end_is_not_lost(packing: Packing) -> None:
     assert payload == b"PUBLISH orders one and two"
 
 
-@pytest.mark.parametrize("behind", [b"", b"\0\0\0\1\0\0\0\1\0\0\0\4LIST"])
-def test_snappy_is_refused_with_what_to_use(behind: bytes) -> None:
-    with pytest.raises(BadFrame) as caught:
-        unpack(b"\x82SNAPPY\0" + behind)
-
-    assert str(caught.value) == "a frame packed with snappy: use gzip or lz4, or none"
-
-
-@given(
-    st.sampled_from([*(packing.value for packing in Packing), b"\x1f\x8b\x08", b"\x82SNAPPY\0"]), st.binary(max_size=99)
-)
+@given(st.sampled_from([*(packing.value for packing in Packing), b"\x1f\x8b\x08"]), st.binary(max_size=99))
 @settings(max_examples=300)
 def test_whatever_comes_packed_is_unpacked_or_refused(begin: bytes, rest: bytes) -> None:
     with suppress(BadFrame):

@@ -15,9 +15,10 @@ sends, and it is answered alike.
     · i32 count and for each message
     u64 offset · u64 sequence · u16 length · producer · u16 length · key · i64 epoch · u32 length · value
 
-Before a command there may be an envelope, u16 length · topic. A frame may be packed with gzip or lz4. One without a
-byte in it is a sign of life. What stands behind the first length tells the two protocols apart: no text and no batch
-begins with three zero bytes, and every kind of a QB message does.
+Before a command there may be an envelope, u16 length · topic. A frame may be packed with gzip, lz4 or snappy (as one
+block, or as blocks in Xerial's framing). One without a byte in it is a sign of life. What stands behind the first
+length tells the two protocols apart: no text and no batch begins with three zero bytes, and every kind of a QB message
+does.
 """
 
 from __future__ import annotations
@@ -284,21 +285,26 @@ class Packing(Enum):
     NONE = b""
     GZIP = b"\x1f\x8b"
     LZ4 = b"\x04\x22\x4d\x18"
+    # In Xerial's framing; a single block has no mark.
+    SNAPPY = b"\x82SNAPPY\0"
 
 
-# How a frame packed with snappy begins, which we do not have.
-_SNAPPY: Final = b"\x82SNAPPY\0"
+# Xerial's mark and two versions; then blocks, each behind its length. An encoder makes none below 1 KiB but the last.
+_XERIAL: Final = struct.pack(">8sII", Packing.SNAPPY.value, 1, 1)
+_BLOCK_BYTES: Final = 32 << 10
+_BLOCKS_MAX: Final = PLAIN_BYTES_MAX >> 10
 
 
 def is_packed(payload: bytes) -> bool:
-    return payload.startswith((Packing.GZIP.value, Packing.LZ4.value, _SNAPPY))
+    marks = (Packing.GZIP.value, Packing.LZ4.value, Packing.SNAPPY.value)
+    return payload.startswith(marks) or _begins_as_snappy(payload)
 
 
 def unpack(payload: bytes) -> tuple[bytes, Packing]:
     """Return what is in a frame, and how it was packed. A frame that unpacks to too much is refused on the way."""
     bytes_max = min(max(PACKING_RATIO_MAX * len(payload), PLAIN_BYTES_LEAST), PLAIN_BYTES_MAX)
-    if payload.startswith(_SNAPPY):
-        raise BadFrame("a frame packed with snappy: use gzip or lz4, or none")
+    if payload.startswith(Packing.SNAPPY.value) or _begins_as_snappy(payload):
+        return _unpack_snappy(payload, bytes_max)
     try:
         if payload.startswith(Packing.GZIP.value):
             gzip = zlib.decompressobj(wbits=31)
@@ -315,11 +321,68 @@ def unpack(payload: bytes) -> tuple[bytes, Packing]:
 
 def _whole(data: bytes, bytes_max: int, *, is_whole: bool) -> bytes:
     if not is_whole:
-        raise BadFrame(
-            f"a frame that is cut off, goes on behind its end, or unpacks to more than {bytes_max} bytes "
-            f"({PACKING_RATIO_MAX} times its size, {PLAIN_BYTES_MAX} at the most): send fewer messages in each"
-        )
+        raise _not_whole(bytes_max)
     return data
+
+
+def _not_whole(bytes_max: int) -> BadFrame:
+    return BadFrame(
+        f"a frame that is cut off, goes on behind its end, or unpacks to more than {bytes_max} bytes "
+        f"({PACKING_RATIO_MAX} times its size, {PLAIN_BYTES_MAX} at the most): send fewer messages in each"
+    )
+
+
+def _begins_as_snappy(payload: bytes) -> bool:
+    """Whether it may be one block of snappy. That has no mark: it begins with the length of what is packed, then come
+    the first bytes of that as they are, which are those of a command, a batch or an envelope."""
+    head = payload[:16]
+    at = next((index for index, byte in enumerate(head[:5]) if byte < 0x80), None)
+    if at is None or len(head) < at + 3 or not any(head[: at + 1]):
+        return False
+    tag = head[at + 1]
+    # A literal: its length less one, or how many bytes have that.
+    begin = at + 2 + max(0, (tag >> 2) - 59)
+    first = payload[begin : begin + _VERB_BYTES_MAX]
+    return tag & 3 == 0 and (first.startswith((_BATCH, b"\0")) or is_command(first))
+
+
+def _unpack_snappy(payload: bytes, bytes_max: int) -> tuple[bytes, Packing]:
+    is_marked = payload.startswith(Packing.SNAPPY.value)
+    try:
+        from cramjam import DecompressionError, snappy
+    except ImportError:
+        if not is_marked and (is_command(payload) or is_batch(payload)):
+            return payload, Packing.NONE
+        raise BadFrame(
+            "a frame packed with snappy, which this broker cannot unpack: install penstock[snappy] where it runs, or "
+            "use gzip, lz4 or none"
+        ) from None
+    try:
+        blocks = _snappy_blocks(payload) if is_marked else [payload]
+        if sum(map(snappy.decompress_raw_len, blocks)) <= bytes_max:
+            return b"".join([bytes(snappy.decompress_raw(block)) for block in blocks]), Packing.SNAPPY
+    except DecompressionError as error:
+        if is_marked:
+            raise BadFrame(f"a frame that cannot be unpacked: {error}") from None
+        # It only looked like a block.
+        return payload, Packing.NONE
+    if not is_marked and (is_command(payload) or is_batch(payload)):
+        return payload, Packing.NONE
+    raise _not_whole(bytes_max)
+
+
+def _snappy_blocks(payload: bytes) -> list[bytes]:
+    blocks: list[bytes] = []
+    at = len(_XERIAL)
+    while at < len(payload) and len(blocks) < _BLOCKS_MAX:
+        begin = at + _LENGTH.size
+        at = begin + int.from_bytes(payload[at:begin], "big")
+        blocks.append(payload[begin:at])
+    if at != len(payload) or b"" in blocks:
+        raise BadFrame(
+            f"a frame that cannot be unpacked: its blocks of snappy are empty, cut off, or more than {_BLOCKS_MAX}"
+        )
+    return blocks
 
 
 def pack(payload: bytes, packing: Packing) -> bytes:
@@ -330,6 +393,15 @@ def pack(payload: bytes, packing: Packing) -> bytes:
         case Packing.LZ4:
             packed: bytes = lz4.frame.compress(payload)
             return packed
+        case Packing.SNAPPY:
+            # Whoever reads this has packed a frame with it before, so it is installed.
+            from cramjam import snappy
+
+            blocks = (
+                bytes(snappy.compress_raw(payload[at : at + _BLOCK_BYTES]))
+                for at in range(0, len(payload), _BLOCK_BYTES)
+            )
+            return b"".join([_XERIAL, *map(frame, blocks)])
         case Packing.NONE:
             return payload
 
