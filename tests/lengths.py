@@ -145,6 +145,17 @@ class Cursus(Raw):
         self.command(command)
         return self.frame().decode()
 
+    def answer(self, command: str) -> str:
+        """As `ask`, of a member, which is sent signs of life too."""
+        self.command(command)
+        while not (frame := self.frame()):
+            pass
+        return frame.decode()
+
+    def status(self, topic: str, group: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.answer(f"GROUP_STATUS group={group} topic={topic}"))
+        return found
+
     def json(self, command: str | bytes) -> dict[str, Any]:
         answer = self.ask(command)
         assert not answer.startswith("ERROR"), answer

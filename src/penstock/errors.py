@@ -8,6 +8,7 @@
     │   ├── BatchTooLarge      larger than a batch may be
     │   ├── OffsetOutOfRange   an offset that the log does not hold
     │   ├── OutOfSequence      a producer left a gap, or is not known
+    │   ├── StaleEpoch         a newer instance of the producer has taken over
     │   ├── BadSubject         no subject that can be stored, or no pattern
     │   ├── BadHeader          a header that asks for what cannot be done
     │   ├── BadFrame           bytes that are no frame of the protocol
@@ -103,6 +104,10 @@ class OffsetOutOfRange(PeerError):
 
 class OutOfSequence(PeerError):
     code = "OUT_OF_SEQUENCE"
+
+
+class StaleEpoch(PeerError):
+    code = "STALE_EPOCH"
 
 
 class BadSubject(PeerError):

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 from penstock.batch import Batch
 from penstock.broker.deadletters import DeadLetters
 from penstock.broker.delay import DELAYED_TOPIC, Delays
+from penstock.broker.epochs import Epochs
 from penstock.broker.figures import Figures
 from penstock.broker.group import Group, Mode
 from penstock.broker.inflight import Record
@@ -127,6 +128,7 @@ class Broker:
         for name, value in store.state.items("group"):
             self._open_group(name, value)
         self.refreshes = Refreshes(self)
+        self.epochs = Epochs(self)
 
     # Its life.
 
@@ -190,6 +192,7 @@ class Broker:
             "interest_bytes": self.interest.usage,
             "owners_bytes": self.topics.usage,
             **self._intake.usage(),
+            **self.epochs.usage(),
             "groups": Usage(len(self.groups) + len(self._making), self.settings.groups_max),
             "subscriptions": Usage(len(self._members), self.settings.subscriptions_max),
         }
@@ -239,7 +242,8 @@ class Broker:
                     if group.name is not None:
                         positions.append(Change("position", group.key(partition), None))
             partition.close()
-        changes = [*positions, *self.refreshes.forget_topic(served.topic.id)]
+        topic_id = served.topic.id
+        changes = [*positions, *self.refreshes.forget_topic(topic_id), *self.epochs.forget_topic(topic_id)]
         if changes:
             await self.store.write_state(changes)
 

@@ -73,6 +73,7 @@ class Member:
         "credit",
         "delivered",
         "dropped",
+        "expires_us",
         "flow",
         "hears",
         "number",
@@ -95,6 +96,8 @@ class Member:
         self.remaining: int | None = None
         # Messages that it has and has not acknowledged; None: it need not.
         self.out: int | None = None
+        # When it is taken for gone unless it says something before; None: it is there as long as its connection.
+        self.expires_us: int | None = None
         # How it is told of a refresh; None: it would not understand.
         self.hears: Callable[[Notice], None] | None = None
         self.delivered = 0

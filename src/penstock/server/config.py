@@ -53,6 +53,10 @@ class ServerConfig:
     network: str = field(default="tcp", metadata=_about("who waits for connections: tcp, or one that a package adds"))
     node_id: str = field(default="local-001", metadata=_about("name of this broker among others"))
     heartbeat_s: int = field(default=120, metadata=_about("the text door sends a PING this often", 1, 86_400))
+    session_timeout_ms: int = field(
+        default=10_000,
+        metadata=_about("a member of a Cursus group that is silent for so long loses its partitions", 100, 86_400_000),
+    )
     handshake_s: int = field(default=30, metadata=_about("closes a connection that is not admitted by then", 1, 86_400))
     handshakes_max: int = field(
         default=1000, metadata=_about("connections that are not admitted yet; more close the oldest", 1, 1_000_000)

@@ -7,20 +7,22 @@ next command, if it is not refused.
 
 A group is one of Penstock's, named `<topic>:<group>`, and partition p belongs to consumer p % consumers. SUBSCRIBE
 makes this connection one or more of them: what it is sent is done. JOIN_GROUP makes it one that reads with CONSUME,
-and says with COMMIT_OFFSET what is done.
+and says with COMMIT_OFFSET what is done. A member that joined and says nothing more loses its partitions after the
+session timeout, though its connection lasts; one that subscribed has them as long as its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from penstock.address import join
 from penstock.broker.flow import Flow
@@ -45,11 +47,13 @@ from penstock.wire.prefixed import Command, Packing, Records
 if TYPE_CHECKING:
     from penstock.server.prefixed import Frame, PrefixedSession
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_GROUP: Final = "default-group"
 DEFAULT_PARTITIONS: Final = 4
-# What one CONSUME gives: messages, and about so many bytes of them.
-CONSUME_MAX: Final = 8192
-CONSUME_BYTES_MAX: Final = 16 << 20
+# What one CONSUME by name gives, as that is one batch: messages, and about so many bytes of them.
+BATCH_MESSAGES_MAX: Final = prefixed.RECORDS_MAX
+BATCH_BYTES_MAX: Final = 16 << 20
 WAIT_MS_MAX: Final = 60_000
 # A frame that is longer, or packed, is read in a worker.
 INLINE_BYTES_MAX: Final = 64 << 10
@@ -66,7 +70,9 @@ class Cursus:
         self._session = session
         self._broker = session.broker
         self._packing = Packing.NONE
-        self._keep_alive_s = min(KEEP_ALIVE_S, session.server.config.server.heartbeat_s)
+        config = session.server.config.server
+        self._session_us = config.session_timeout_ms * 1000
+        self._keep_alive_s = min(KEEP_ALIVE_S, config.heartbeat_s, config.session_timeout_ms / 2000)
         # What it is sent as batches, of what it has subscribed to.
         self._by_name: set[str] = set()
         # A CONSUME that goes on.
@@ -143,7 +149,9 @@ class Cursus:
                 group, member = self._member(arguments)
                 self._say(f"OK assignments={_assignments(group, member)}")
             case "LEAVE_GROUP":
-                self._broker.leave(*self._member(arguments))
+                _, member = self._member(arguments)
+                owner = cast("PrefixedSession", member.sink)
+                owner.leave(owner.group_of(member)[0])
                 self._say(f"✅ Left group '{arguments['group']}'")
             case "HEARTBEAT":
                 self._member(arguments)
@@ -238,22 +246,23 @@ class Cursus:
             except PenstockError as error:
                 outcomes.append((following, error))
             is_full = run.partition is not None or len(outcomes) >= SLICE_MESSAGES
-            following = None if is_full else self._next_publish(frames)
-        stored = await self._store(run) if run.values else []
+            following = None if is_full else self._next_publish(frames, command)
+        stored = await self._store_as(_claim(command), run) if run.values else []
         parts = []
         for asked, found in outcomes:
             parts.append(self._packed(_told(asked, stored[found] if isinstance(found, int) else found, self._address)))
         self._session.peer.answer(b"".join(parts))
 
-    def _next_publish(self, frames: deque[Frame]) -> Command | None:
-        """Take the next command, if it publishes, and to wherever the broker wants."""
+    def _next_publish(self, frames: deque[Frame], first: Command) -> Command | None:
+        """Take the next command, if it publishes, to wherever the broker wants and as the same producer as the
+        first."""
         if not frames or not isinstance(frames[0], bytes) or not frames[0].startswith(b"PUBLISH "):
             return None
         try:
             command = prefixed.read_command(frames[0])
+            if "partition" in command.arguments or _claim(command) != _claim(first):
+                return None
         except PenstockError:
-            return None
-        if "partition" in command.arguments:
             return None
         frames.popleft()
         return command
@@ -276,11 +285,11 @@ class Cursus:
         """What can only be said by name."""
         if arguments.get("acks", "1") not in ("0", "1", "-1", "all"):
             raise BadRequest("invalid acks: 0, 1, -1 or all")
-        sequence = _number(arguments, "seqNum", "invalid seqNum", default=0)
-        epoch = _number(arguments, "epoch", "invalid epoch", default=0)
+        sequence, _ = _sequence(arguments), _epoch(arguments)
         partition = _number(arguments, "partition", "invalid partition ID") if "partition" in arguments else None
-        if arguments.get("isIdempotent", "").lower() == "true" or sequence:
-            run.headers[index] = _identity(_needed(arguments, "producerId"), epoch, sequence)
+        claim = _claim_of(arguments)
+        if claim is not None:
+            run.headers[index] = _identity(claim, sequence)
         if "key" in arguments:
             run.keys[index] = arguments["key"].encode()
         run.partition = partition
@@ -289,10 +298,10 @@ class Cursus:
         """A producer's batch: all of it, or what is not stored is told."""
         self._session.topic_of(records.topic)
         if len(records.records) > SLICE_MESSAGES:
-            run = await self._session.server.work(_run, records, self._session.check_size)
+            run, claim = await self._session.server.work(_run, records, self._session.check_size)
         else:
-            run = _run(records, self._session.check_size)
-        stored = await self._store(run) if run.values else []
+            run, claim = _run(records, self._session.check_size)
+        stored = await self._store_as(claim, run) if run.values else []
         failure = next((each for each in stored if isinstance(each, PenstockError)), None)
         if failure is not None:
             raise failure
@@ -312,6 +321,18 @@ class Cursus:
                 "leader": self._address,
             }
         )
+
+    async def _store_as(self, claim: Claim | None, run: Run) -> list[Stored | PenstockError]:
+        """As `_store`; all of it is refused if a producer under a newer epoch has taken over."""
+        if claim is None:
+            return await self._store(run)
+        topic = self._session.topic_of(claim.topic)
+        try:
+            async with self._broker.epochs.publishing(topic.topic.id, claim.producer, claim.epoch):
+                return await self._store(run)
+        except PenstockError as error:
+            self._session.server.counters.failed_publishes += len(run)
+            return [error] * len(run)
 
     async def _store(self, run: Run) -> list[Stored | PenstockError]:
         """What became of each message, when it is decided."""
@@ -374,12 +395,13 @@ class Cursus:
             case _:
                 raise BadRequest(f"invalid CONSUME syntax. Expected: {prefixed.usage('CONSUME')}")
         partitions = self._partitions(command)
-        count = _number(arguments, "batch", "invalid batch", default=CONSUME_MAX)
-        wait_ms = _number(arguments, "wait_ms", "invalid wait_ms", default=0)
+        count = _number(arguments, "batch", "invalid batch", default=BATCH_MESSAGES_MAX)
+        wait_ms = min(_number(arguments, "wait_ms", "invalid wait_ms", default=0), WAIT_MS_MAX)
+        self._hear(arguments, wait_ms * 1000)
         places = [(partition, self._begin(partition, arguments)) for partition in partitions]
         sent = await self._send_ranges(places, count, command)
         if not sent and wait_ms:
-            await _any_grown(places, min(wait_ms, WAIT_MS_MAX))
+            await _any_grown(places, wait_ms)
             sent = await self._send_ranges(places, count, command)
         if not command.is_named:
             self._session.peer.close()
@@ -387,37 +409,53 @@ class Cursus:
             self._write_run(partitions[0].name, partitions[0].number, Run([], []), by_name=True)
 
     async def _send_ranges(self, places: list[tuple[Partition, int]], count: int, command: Command) -> int:
-        count_max = min(max(1, count), CONSUME_MAX)
-        return sum([await self._send_range(partition, offset, count_max, command) for partition, offset in places])
+        if command.is_named:
+            count_max = min(max(1, count), BATCH_MESSAGES_MAX)
+            return sum([await self._send_batch(partition, offset, count_max) for partition, offset in places])
+        return sum([await self._send_all(partition, offset) for partition, offset in places])
 
-    async def _send_range(self, partition: Partition, offset: int, count_max: int, command: Command) -> int:
-        """What there is from an offset on, up to so many; how many it were. By name it is one batch."""
+    async def _send_batch(self, partition: Partition, offset: int, count_max: int) -> int:
+        """Send one batch of what there is from an offset on, up to so many; return how many those are."""
         gathered = Run([], [])
         offsets: list[int] = []
-        sent = size = 0
-        while sent < count_max and size < CONSUME_BYTES_MAX and not self._session.peer.is_closing:
+        size = 0
+        while len(offsets) < count_max and size < BATCH_BYTES_MAX and not self._session.peer.is_closing:
             found = await partition.read(offset)
             if found is None:
                 break
             run, offset = found
-            if sent + len(run) > count_max:
-                run = run.select(range(count_max - sent))
-            if not run.values:
-                continue
-            sent += len(run)
-            size += payload_bytes(run)
-            if command.is_named:
+            if len(offsets) + len(run) > count_max:
+                run = run.select(range(count_max - len(offsets)))
+            if run.values:
+                size += payload_bytes(run)
                 gathered.extend(run)
                 offsets += run.all_offsets()
-            else:
-                await self._write_slowly(partition, run, by_name=False)
-                await self._session.peer.drained()
         if offsets:
             gathered.base_offset, gathered.offsets = offsets[0], offsets
             await self._write_slowly(partition, gathered, by_name=True)
-        self._session.peer.count_sent(sent, size)
-        partition.sent += sent
+            self._count_sent(partition, gathered)
+        return len(offsets)
+
+    async def _send_all(self, partition: Partition, offset: int) -> int:
+        """Send all that there is now from an offset on, as fast as the client takes it; return how many those are."""
+        until = partition.served
+        sent = 0
+        while offset < until and not self._session.peer.is_closing:
+            found = await partition.read(offset)
+            if found is None:
+                break
+            run, offset = found
+            run = run.below(until) if run.values else run
+            if run.values:
+                await self._write_slowly(partition, run, by_name=False)
+                self._count_sent(partition, run)
+                sent += len(run)
+                await self._session.peer.drained()
         return sent
+
+    def _count_sent(self, partition: Partition, run: Run) -> None:
+        self._session.peer.count_sent(len(run), payload_bytes(run))
+        partition.sent += len(run)
 
     def _partitions(self, command: Command) -> list[Partition]:
         """Of the topic that is asked for, or of those whose names match."""
@@ -459,6 +497,7 @@ class Cursus:
         partitions = self._partitions(command)
         if len(partitions) > 1:
             raise BadRequest("one topic can be followed, not several")
+        self._hear(command.arguments)
         begin = self._begin(partitions[0], command.arguments)
         by_name = command.is_named or command.verb == "STREAM"
         self._following = self._session.spawn(self._supervise(partitions[0], begin, by_name=by_name))
@@ -479,8 +518,7 @@ class Cursus:
                 run, offset = found
                 if run.values:
                     await self._write_slowly(partition, run, by_name=by_name)
-                    peer.count_sent(len(run), payload_bytes(run))
-                    partition.sent += len(run)
+                    self._count_sent(partition, run)
                 continue
             if partition.log.state is State.CLOSED:
                 if by_name:
@@ -517,6 +555,7 @@ class Cursus:
         member = Member(given.encode(), self._session, Flow())
         # It is pushed nothing.
         member.credit = 0
+        self._live_on(member)
         await self._session.join(f"{_group_name(topic, name)}/{given}", group, [member])
         return f"OK generation={group.generation} member={given} assignments={_assignments(group, member)}"
 
@@ -527,12 +566,23 @@ class Cursus:
         if group is None:
             raise BadRequest(f"group '{name}' not found")
         for member in group.members:
-            if member.sid == wanted.encode() and type(member.sink) is type(self._session):
+            if member.sid == wanted.encode() and member.expires_us is not None:
+                self._live_on(member)
                 generation = arguments.get("generation", str(group.generation))
                 if generation != str(group.generation):
                     raise StaleCommit(f"GEN_MISMATCH expected={group.generation} actual={generation}")
                 return group, member
         raise BadRequest(f"member {wanted} not found in group")
+
+    def _hear(self, arguments: Mapping[str, str], wait_us: int = 0) -> None:
+        """A command that may name a member says that it is alive, and will be silent while it waits."""
+        group = self._broker.groups.get(_group_name(arguments["topic"], arguments.get("group", "")).encode())
+        for member in group.members if group is not None else ():
+            if member.sid == arguments.get("member", "").encode() and member.expires_us is not None:
+                self._live_on(member, wait_us)
+
+    def _live_on(self, member: Member, wait_us: int = 0) -> None:
+        member.expires_us = self._broker.clock.monotonic_us() + wait_us + self._session_us
 
     async def _commit(self, arguments: Mapping[str, str], entries: list[tuple[int, int]]) -> None:
         topic, name = _needed(arguments, "topic"), _needed(arguments, "group")
@@ -601,6 +651,17 @@ class Cursus:
         self._say_error(error)
 
     def beat(self, _silent_s: float) -> float:
+        now_us = self._broker.clock.monotonic_us()
+        for name, [(member, group), *_] in list(self._session.memberships.items()):
+            if member.expires_us is not None and member.expires_us <= now_us:
+                logger.warning(
+                    "group %s: the member %s of %s was silent for %d ms and loses its partitions",
+                    (group.name or b"").decode(),
+                    member.sid.decode(),
+                    self._session.address,
+                    self._session_us // 1000,
+                )
+                self._session.leave(name)
         if self._session.memberships:
             self._session.peer.write(_KEEP_ALIVE)
         return self._keep_alive_s
@@ -681,22 +742,53 @@ def _told(command: Command, outcome: Stored | PenstockError, address: str) -> by
     ).encode()
 
 
-def _run(records: Records, check_size: Callable[..., None]) -> Run:
+class Claim(NamedTuple):
+    """As whom messages are published that are stored once."""
+
+    topic: bytes
+    producer: str
+    epoch: int
+
+
+def _claim(command: Command) -> Claim | None:
+    return _claim_of(command.arguments) if command.is_named else None
+
+
+def _claim_of(arguments: Mapping[str, str]) -> Claim | None:
+    if arguments.get("isIdempotent", "").lower() != "true" and not _sequence(arguments):
+        return None
+    return Claim(_needed(arguments, "topic").encode(), _needed(arguments, "producerId"), _epoch(arguments))
+
+
+def _sequence(arguments: Mapping[str, str]) -> int:
+    return _number(arguments, "seqNum", "invalid seqNum", default=0)
+
+
+def _epoch(arguments: Mapping[str, str]) -> int:
+    return _number(arguments, "epoch", "invalid epoch", default=0)
+
+
+def _run(records: Records, check_size: Callable[..., None]) -> tuple[Run, Claim | None]:
     run = Run([records.topic] * len(records.records), [record.value for record in records.records])
+    claims = set()
     for index, record in enumerate(records.records):
         if records.is_idempotent:
-            run.headers[index] = _identity(record.producer.decode(errors="replace"), record.epoch, record.sequence)
+            claim = Claim(records.topic, record.producer.decode(errors="replace"), record.epoch)
+            run.headers[index] = _identity(claim, record.sequence)
+            claims.add(claim)
         if record.key:
             run.keys[index] = record.key
         check_size(len(record.value), len(record.key), len(run.headers.get(index, b"")))
+    if len(claims) > 1:
+        raise BadRequest(f"an idempotent batch of {len(claims)} producers or epochs: send one batch for each")
     if records.partition >= 0:
         run.partition = records.partition
-    return run
+    return run, next(iter(claims), None)
 
 
-def _identity(producer: str, epoch: int, sequence: int) -> bytes:
+def _identity(claim: Claim, sequence: int) -> bytes:
     """A number that a producer gave makes the message one that is stored once."""
-    return lines(Msg_ID=f"{producer}/{epoch}/{sequence}")
+    return lines(Msg_ID=f"{claim.producer}/{claim.epoch}/{sequence}")
 
 
 async def _any_grown(places: list[tuple[Partition, int]], wait_ms: int) -> None:
