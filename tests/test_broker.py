@@ -372,6 +372,42 @@ async def test_at_the_topics_name_runs_go_to_each_partition_in_turn() -> None:
         ]
 
 
+@pytest.mark.parametrize("headers", [{}, {0: b"Colour: red\r\n"}], ids=["plain", "headers"])
+@in_loop
+async def test_messages_without_a_key_are_spread_evenly_over_the_partitions(headers: dict[int, bytes]) -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=4))
+        run = Run([b"orders"] * 1000, [b"%d" % number for number in range(1000)])
+        run.headers = headers
+        receipt = await life.publish_run(run)
+        places = [place for place in receipt.stored() if isinstance(place, Stored)]
+        stored = stored_in(life, b"orders")
+        assert [len(values) for values in stored] == [250] * 4
+        assert [stored[place.partition][place.offset] for place in places] == [b"%d" % number for number in range(1000)]
+
+
+@in_loop
+async def test_runs_of_any_sizes_are_spread_evenly() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        for _ in range(20):
+            for count in (1, 15, 40):
+                await life.publish_run(Run([b"orders"] * count, [b"x"] * count))
+        counts = [len(values) for values in stored_in(life, b"orders")]
+        assert sum(counts) == 20 * 56
+        assert abs(counts[0] - counts[1]) <= 20
+
+
+@in_loop
+async def test_new_partitions_are_not_given_everything() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        await life.publish_run(Run([b"orders"] * 100, [b"x"] * 100))
+        await life.do(life.broker.alter_topic(b"orders", partitions=4))
+        await life.publish_run(Run([b"orders"] * 100, [b"x"] * 100))
+        assert [len(values) for values in stored_in(life, b"orders")] == [75, 75, 25, 25]
+
+
 @in_loop
 async def test_with_headers_and_without_a_key_too() -> None:
     async with Life(FaultyFiles()) as life:

@@ -246,6 +246,19 @@ class TestProducer:
 
         assert fetched(client, topic) == [b"%d" % number for number in range(3000)]
 
+    @pytest.mark.parametrize("headers", [None, {"Colour": "red"}], ids=["plain", "headers"])
+    def test_messages_without_a_key_are_spread_evenly(
+        self, client: Client, topic: str, headers: dict[str, str] | None
+    ) -> None:
+        client.create_topic(topic, partitions=4)
+        with client.producer() as producer:
+            for number in range(1000):
+                producer.publish(topic, b"%d" % number, headers=headers)
+
+        counts = [position.committed for position in client.topic(topic).positions]
+        assert sum(counts) == 1000
+        assert min(counts) >= 200
+
     def test_duplicates_are_counted(self, client: Client, topic: str) -> None:
         client.publish(topic, b"0", message_id="0")
         with client.producer() as producer:

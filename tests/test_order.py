@@ -97,6 +97,18 @@ async def test_what_waits_is_looked_at_once_for_each_round_of_the_disk(monkeypat
 
 
 @in_loop
+async def test_messages_that_are_spread_over_partitions_arrive_in_order() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_topic(b"spread", partitions=4))
+        sink = listen(life, b">")
+        publisher = Publisher()
+        for first in range(0, 1000, 100):
+            publish(life, publisher, *((b"spread", b"%d" % number) for number in range(first, first + 100)))
+        await life.settle()
+        assert sink.values == [b"%d" % number for number in range(1000)]
+
+
+@in_loop
 async def test_nobody_waits_for_what_cannot_be_stored() -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:

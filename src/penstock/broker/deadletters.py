@@ -110,7 +110,6 @@ class DeadLetters:
                 " fetch it from its topic, at the offset that the letter names"
             )
         topic = await self._host.owner(subject)
-        topic.turn()
         return topic.choose(subject, run.keys.get(0))
 
     def _shape(self, run: Run, _target: Partition) -> Run:

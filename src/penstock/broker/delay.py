@@ -230,7 +230,6 @@ class Delays:
         if self._is_trimming:
             return self.partition
         topic = await self._host.owner(run.subjects[0])
-        topic.turn()
         return topic.choose(run.subjects[0], run.keys.get(0))
 
     def _shape(self, run: Run, target: Partition) -> Run:

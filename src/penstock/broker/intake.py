@@ -202,8 +202,10 @@ class Intake:
         if subject is not None and not (run.headers or run.keys or refusals or run.partition is not None):
             topic = self._host.topics.owner(subject)
         if subject is not None and topic is not None and topic.topic.policy.dedup is not DedupMode.PAYLOAD:
-            self._append(topic.choose(subject, None), run, range(len(run)), receipt)
-            topic.turn()
+            partition = topic.fixed(subject, None)
+            places = topic.spread(len(run)) if partition is None else ((partition, range(len(run))),)
+            for target, indices in places:
+                self._append(target, run if len(indices) == len(run) else run.select(indices), indices, receipt)
         else:
             self._publish_each(run, receipt, publisher)
 
@@ -262,6 +264,8 @@ class Intake:
         parts: dict[Target, list[int]] = {}
         later: list[int] = []
         topics: dict[int, ServedTopic] = {}
+        # Messages that may go to any partition of their topic.
+        loose: dict[ServedTopic, list[int]] = {}
         for index, subject in enumerate(run.subjects):
             if index in receipt.failed:
                 continue
@@ -281,10 +285,15 @@ class Intake:
                 later.append(index)
             elif run.partition is not None:
                 parts.setdefault(topic.partitions[run.partition], []).append(index)
+            elif (fixed := topic.fixed(subject, run.keys.get(index))) is not None:
+                parts.setdefault(fixed, []).append(index)
             else:
-                parts.setdefault(topic.choose(subject, run.keys.get(index)), []).append(index)
-        for topic in set(topics.values()):
-            topic.turn()
+                loose.setdefault(topic, []).append(index)
+        for topic, indices in loose.items():
+            for partition, places in topic.spread(len(indices)):
+                chosen = parts.setdefault(partition, [])
+                chosen += indices[places.start : places.stop]
+                chosen.sort()
         identities = self._sift(run, topics, asked, receipt, now_us)
         for target, indices in parts.items():
             if target is self._live and publisher is not None and (len(parts) > 1 or publisher.is_waiting):

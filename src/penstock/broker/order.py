@@ -86,9 +86,10 @@ class Order:
 
     def note(self, publisher: Publisher, places: Sequence[tuple[Target, int, Sequence[int]]]) -> None:
         """Note where a run of a publisher went: place, first offset, and which messages of the run."""
-        if len(places) == 1:
-            [(target, offset, indices)] = places
-            self._go(publisher, target, offset, offset + len(indices))
+        if all(type(indices) is range for _, _, indices in places):
+            # Pieces of the run, in order.
+            for target, offset, indices in places:
+                self._go(publisher, target, offset, offset + len(indices))
             return
         steps: dict[int, tuple[Target, int]] = {}
         for target, offset, indices in places:

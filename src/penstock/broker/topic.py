@@ -2,12 +2,14 @@
 
 A topic stores the subjects at and below its name, and no topic's name lies at or below another's: so a subject has
 one owner for ever. Of a topic's partitions a message goes to the one of its key; without a key to that of its
-subject, if it lies below the topic's name, so that each subject keeps its order; else to each in turn, run by run.
+subject, if it lies below the topic's name, so that each subject keeps its order. Messages without a key at the topic's
+own name are spread evenly: a run of them is cut into a few pieces, each for the partition that was given least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import heapreplace
 from typing import Final
 
 from penstock import headers
@@ -26,6 +28,8 @@ from penstock.subject import is_subject, owns
 RESERVED: Final = b"$"
 # Subjects that begin so are never stored: inboxes, services (`$SRV`), and what nats-server keeps for itself (`$JS`, …).
 LIVE: Final = (b"_", RESERVED)
+# A piece of a run has at least so many messages: each costs as much as a run, so one of a few messages is not cut.
+PIECE_MESSAGES_MIN: Final = 16
 # Of subjects whose owner is remembered.
 _REMEMBERED_BYTES_MAX: Final = 16 << 20
 
@@ -33,7 +37,7 @@ _REMEMBERED_BYTES_MAX: Final = 16 << 20
 class ServedTopic:
     """A topic, its partitions, and what of them was already seen, where it is asked for."""
 
-    __slots__ = ("_turn", "dedup", "name", "partitions", "refusal", "topic")
+    __slots__ = ("_given", "dedup", "name", "partitions", "refusal", "topic")
 
     def __init__(self, topic: Topic, partitions: list[Partition], refusal: PenstockError | None = None) -> None:
         self.topic = topic
@@ -43,7 +47,8 @@ class ServedTopic:
         self.partitions = partitions
         # What was stored not long ago, once it was read from the logs because somebody asked for a repetition.
         self.dedup: Dedup | None = None
-        self._turn = 0
+        # A heap: how many messages without a key were given to which partition.
+        self._given: list[tuple[int, int]] = []
 
     @property
     def is_internal(self) -> bool:
@@ -69,6 +74,12 @@ class ServedTopic:
         return not (batch.asks or self.topic.policy.dedup is DedupMode.PAYLOAD)
 
     def choose(self, subject: bytes, key: bytes | None) -> Partition:
+        """Return the partition of one message, and count it there."""
+        fixed = self.fixed(subject, key)
+        return next(self.spread(1))[0] if fixed is None else fixed
+
+    def fixed(self, subject: bytes, key: bytes | None) -> Partition | None:
+        """Return the partition of a message, or None if it may go to any: `spread` tells where."""
         partitions = self.partitions
         if len(partitions) == 1:
             return partitions[0]
@@ -76,11 +87,20 @@ class ServedTopic:
             return partitions[hash_key(key) % len(partitions)]
         if subject != self.name:
             return partitions[hash_key(subject) % len(partitions)]
-        return partitions[self._turn % len(partitions)]
+        return None
 
-    def turn(self) -> None:
-        """The next run begins."""
-        self._turn += 1
+    def spread(self, count: int) -> Iterator[tuple[Partition, range]]:
+        """Cut so many messages that may go to any partition into pieces, in order, each for one partition."""
+        partitions, given = self.partitions, self._given
+        if len(given) != len(partitions):
+            # There are more than before: all begin anew, or the new ones would be given everything for a while.
+            given = self._given = [(0, number) for number in range(len(partitions))]
+        pieces = max(1, min(len(partitions), count // PIECE_MESSAGES_MIN))
+        for piece in range(pieces):
+            places = range(count * piece // pieces, count * (piece + 1) // pieces)
+            least, number = given[0]
+            heapreplace(given, (least + len(places), number))
+            yield partitions[number], places
 
 
 class Topics:

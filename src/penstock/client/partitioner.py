@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from penstock.headers import hash_key
+
+# So many messages that may go anywhere go to one partition before the next has its turn.
+PIECE_MESSAGES: Final = 16
 
 
 class Layout(NamedTuple):
@@ -19,7 +22,7 @@ class Layout(NamedTuple):
         return cls(found["topic"].encode(), found["id"], found["partitions"])
 
     def choose(self, subject: bytes, key: bytes | None) -> int | None:
-        """None: in turn, batch by batch."""
+        """None: any of them; a producer gives each some messages in turn."""
         if key is not None:
             return hash_key(key) % self.partitions
         if subject != self.name:

@@ -33,7 +33,7 @@ from typing import Any, Final
 from penstock.batch import Batch, Compression
 from penstock.client.ledger import Ledger
 from penstock.client.outgoing import Prepared, check_size, subject_bytes
-from penstock.client.partitioner import Layout
+from penstock.client.partitioner import PIECE_MESSAGES, Layout
 from penstock.errors import (
     AppendFailed,
     Closed,
@@ -160,11 +160,13 @@ class ServedTopic:
 class _Route:
     """Where the messages of a subject go that have no key."""
 
-    __slots__ = ("lane", "overhead", "subject")
+    __slots__ = ("lane", "left", "overhead", "subject")
 
-    def __init__(self, subject: bytes, lane: Lane) -> None:
+    def __init__(self, subject: bytes, lane: Lane, left: int = 0) -> None:
+        """`left`: so many messages until another lane has its turn; 0: never."""
         self.subject = subject
         self.lane = lane
+        self.left = left
         self.overhead = MESSAGE_BYTES + len(subject)
 
 
@@ -240,6 +242,8 @@ class Batcher:
             if lane.bytes >= self._batch_bytes:
                 self._seal(lane)
                 self._wake()
+            if route.left:
+                self._count(route)
             return True
 
     def add_prepared(self, message: Prepared) -> bool:
@@ -424,7 +428,20 @@ class Batcher:
         partition = topic.layout.choose(subject, key)
         if partition is not None:
             return self._lane(topic, partition)
-        return self._own_route(topic).lane
+        route = self._own_route(topic)
+        lane = route.lane
+        self._count(route)
+        return lane
+
+    def _count(self, route: _Route) -> None:
+        """A message of the topic's own name was given to its lane: after some the next lane has its turn."""
+        route.left -= 1
+        if not route.left:
+            self._turn(route)
+
+    def _turn(self, route: _Route) -> None:
+        topic = route.lane.topic
+        route.lane, route.left = self._lane(topic, topic.turn()), PIECE_MESSAGES
 
     def _lane(self, topic: ServedTopic, partition: int) -> Lane:
         lane = topic.lanes.get(partition)
@@ -434,7 +451,7 @@ class Batcher:
 
     def _own_route(self, topic: ServedTopic) -> _Route:
         if topic.own is None:
-            topic.own = _Route(topic.layout.name, self._lane(topic, topic.turn()))
+            topic.own = _Route(topic.layout.name, self._lane(topic, topic.turn()), PIECE_MESSAGES)
         return topic.own
 
     def _find_route(self, subject: str) -> _Route | None:
@@ -464,7 +481,7 @@ class Batcher:
         lane.sealed.append(Sealed(lane, batch, lane.bytes, lane.since))
         lane.begin()
         if topic.own is not None and topic.own.lane is lane:
-            topic.own.lane = self._lane(topic, topic.turn())
+            self._turn(topic.own)
 
     def _seal_due(self, lane: Lane, now: float, *, is_connected: bool) -> None:
         if lane.bytes and lane.due is None:

@@ -10,9 +10,10 @@ from typing import Any, Final, Protocol, Self
 from penstock.batch import Batch
 from penstock.client.link import Link
 from penstock.client.outgoing import ABSENT, Prepared, check_size, prepare
-from penstock.client.partitioner import Layout
+from penstock.client.partitioner import PIECE_MESSAGES, Layout
 from penstock.clock import Clock
 from penstock.errors import BadRequest, Closed, StaleLayout
+from penstock.headers import hash_key
 from penstock.run import Run
 from penstock.wire.binary import Append, Stage, stage_frame
 
@@ -114,7 +115,8 @@ class AsyncTransaction:
         self._once = once
         self._layouts: dict[str, Layout] = {}
         self._runs: dict[tuple[Layout, int], tuple[Run, bool]] = {}
-        self._turn = 0
+        # Messages that may go to any partition; each transaction begins with another one.
+        self._loose = (hash_key(name.encode()) + number) * PIECE_MESSAGES
         self._is_over = False
         # Whether it had been committed before: then nothing is stored.
         self.is_duplicate = False
@@ -149,7 +151,8 @@ class AsyncTransaction:
         check_size(len(message.value), self._link.hello.payload_bytes_max)
         partition = layout.choose(message.subject.encode(), message.key)
         if partition is None:
-            partition = self._turn % layout.partitions
+            partition = self._loose // PIECE_MESSAGES % layout.partitions
+            self._loose += 1
         place = (layout, partition)
         run, asks = self._runs.get(place) or (Run([], []), False)
         _add(run, message)
@@ -183,7 +186,6 @@ class AsyncTransaction:
     async def _send(self, place: tuple[Layout, int]) -> None:
         layout, partition = place
         run, asks = self._runs.pop(place)
-        self._turn += 1
         batch = run.encode(layout.name, self._clock.now_us(), asks=asks)
         await self._stage.append(layout.name.decode(), partition, batch)
 
