@@ -16,6 +16,9 @@ from penstock.storage.policy import Cleanup, Durability, Policy, Topic
 from penstock.storage.store import Settings, Store
 from penstock.testing import FaultyFiles, ManualClock
 from tests.logs import append, memory_meta, values
+from tests.registries import until
+from tests.server import Flux, Serve
+from tests.web import ask, metrics
 
 DATA = Path("/data")
 SECOND_US = 1_000_000
@@ -55,7 +58,7 @@ def test_an_idle_topic_ends_empty_with_one_segment(retain_s: int, durability: Du
         assert (values(log, log.start), log.start, log.end) == ([], 3, 3)
         assert files_of(disk, log) == [f"{3:020d}.log"]
         calls = disk.calls
-        log.roll_if_due()
+        log.roll()
         store.flush()
         assert disk.calls == calls, "an empty segment is not followed by another one"
         append_flushed(store, topic, b"d")
@@ -203,7 +206,7 @@ def test_what_arrives_while_a_log_rolls_is_stored_behind_it() -> None:
         log = store.log(topic.id)
         append_flushed(store, topic, b"a")
         clock.advance(900_000)
-        assert log.roll_if_due()
+        log.roll()
         roll = log.begin_write()
         assert roll is not None
         append(log, b"b")
@@ -238,10 +241,122 @@ def test_a_roll_that_the_disk_refuses_does_not_break_the_append_behind_it() -> N
         append_flushed(store, topic, b"a")
         clock.advance(30 * SECOND_US)
         refused: list[object] = []
-        assert log.roll_if_due()
+        log.roll()
         log.append(encode([b"b"], timestamp=0), done=lambda _, error: refused.append(error))
         disk.fail("create", errno.ENOSPC, path_suffix=".log")
         store.flush()
         assert [type(error) for error in refused] == [AppendFailed]
         append_flushed(store, topic, b"c")
         assert values(log) == [b"a", b"c"]
+
+
+# The limit of the whole store.
+
+
+def test_the_oldest_messages_of_all_topics_go_when_the_store_is_too_large() -> None:
+    """RE-02: those that the broker needs itself stay."""
+    clock, disk = ManualClock(), FaultyFiles()
+    with open_store(disk, clock, retain_bytes=100_000) as store:
+        own = store.create_topic("$delayed")
+        topics = [store.create_topic(name) for name in ("a", "b", "c")]
+        append_flushed(store, own, b"own:" + bytes(20_000))
+        appended: list[tuple[int, int]] = []  # the topic, and the number within it
+        for number in range(300):
+            topic = topics[number // 7 % 3]
+            appended.append((topic.id, store.log(topic.id).end))
+            append_flushed(store, topic, bytes(1000))
+            clock.advance(SECOND_US)
+            store.upkeep()
+            assert store.store_bytes <= 100_000 + 5000
+        assert store.store_bytes == sum(segment_bytes(disk, log) for log in store._logs.values())
+        present = [offset >= store.log(topic_id).start for topic_id, offset in appended]
+        oldest = present.index(True)
+        # Whole segments go, which hold a tenth of the limit at most.
+        assert 50 <= sum(present) <= 80
+        assert 0 <= sum(1 for found in present[oldest:] if not found) <= 15
+        assert values(store.log(own.id)) == [b"own:" + bytes(20_000)]
+        assert store.usage()["store_bytes"] == (store.store_bytes, 100_000)
+    with open_store(disk, clock, retain_bytes=100_000) as store:
+        assert 90_000 < store.store_bytes <= 105_000
+        assert [offset >= store.log(topic_id).start for topic_id, offset in appended] == present
+
+
+def segment_bytes(disk: FaultyFiles, log: Log) -> int:
+    return sum(size for name, size in disk.sizes(log.directory).items() if name.endswith(".log"))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_idle_topics_make_room_for_a_busy_one(restarts: bool) -> None:
+    clock, disk = ManualClock(), FaultyFiles()
+    store = open_store(disk, clock, retain_bytes=50_000)
+    idle = [store.create_topic(f"idle {number}") for number in range(20)]
+    busy = store.create_topic("busy")
+    for topic in idle:
+        append_flushed(store, topic, bytes(1000))
+        clock.advance(SECOND_US)
+    if restarts:
+        store.close()
+        store = open_store(disk, clock, retain_bytes=50_000)
+    with store:
+        for _ in range(30):
+            append_flushed(store, busy, bytes(1000))
+            clock.advance(SECOND_US)
+            store.upkeep()
+        left = [bool(values(store.log(topic.id), store.log(topic.id).start)) for topic in idle]
+        assert left == sorted(left), "the oldest go first"
+        assert not left[0]
+        assert left[-1]
+        assert len(values(store.log(busy.id), store.log(busy.id).start)) == 30
+
+
+def test_a_store_that_cannot_be_kept_within_its_limit_says_so_until_it_can() -> None:
+    clock, disk = ManualClock(), FaultyFiles()
+    with open_store(disk, clock, retain_bytes=10_000) as store:
+        own, topic = store.create_topic("$delayed"), store.create_topic("orders")
+        append_flushed(store, own, bytes(20_000))
+        append_flushed(store, topic, b"a")
+        store.upkeep()
+        store.upkeep()
+        assert values(store.log(topic.id), 1) == []
+        assert "storage.retain_bytes" in store.health.problems["store"]
+        store.delete_topic(own.id)
+        store.upkeep()
+        assert store.health.problems == {}
+
+
+def test_a_segment_that_cannot_be_removed_stops_neither_the_others_nor_the_log() -> None:
+    clock, disk = ManualClock(), FaultyFiles()
+    with open_store(disk, clock, retain_bytes=30_000) as store:
+        stuck, other = store.create_topic("stuck"), store.create_topic("other")
+        for topic in (stuck, other):
+            for _ in range(15):
+                append_flushed(store, topic, bytes(1000))
+                clock.advance(SECOND_US)
+                store._roll(store._due_to_roll())
+        disk.fail("remove", errno.EACCES, path_suffix=f"topics/{stuck.id}/0/" + "0" * 20 + ".log")
+        store.upkeep()
+        assert store.log(stuck.id).start == 0
+        assert store.log(other.id).start > 0
+        append_flushed(store, stuck, bytes(10_000))
+        store.upkeep()
+        assert store.log(stuck.id).start > 0
+
+
+def test_a_server_keeps_within_its_limit_and_tells_how_much_it_has(tmp_path: Path) -> None:
+    """RE-02, RE-03"""
+    limit = 16 << 20
+    settings: dict[str, Any] = {"storage_retain_bytes": limit, "storage_upkeep_ms": 20, "topic_durability": "flush"}
+    with Serve(tmp_path, **settings) as server, Flux(server) as flux:
+
+        def start(topic: str) -> int:
+            found: int = ask(server, "GET", f"/admin/topics/{topic}").json["positions"][0]["start"]
+            return found
+
+        for topic in ("old", "young"):
+            for _ in range(12):
+                assert flux.publish(topic, bytes(1_000_000)).startswith("+OK")
+        until(lambda: start("old") > 0 and metrics(server)["broker_store_bytes"] <= limit)
+        assert start("young") == 0
+        varz = ask(server, "GET", "/varz").json
+        assert varz["limits"]["store_bytes"] == {"used": varz["store_bytes"], "limit": limit}
+        assert metrics(server)["broker_store_limit_bytes"] == limit

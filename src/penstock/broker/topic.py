@@ -53,7 +53,7 @@ class ServedTopic:
     @property
     def is_internal(self) -> bool:
         """Whether it is the broker's own, which nobody reads or writes."""
-        return self.name.startswith(RESERVED)
+        return self.topic.is_internal
 
     @property
     def is_piped(self) -> bool:

@@ -125,6 +125,10 @@ class StorageConfig:
     flush_messages: int = field(default=500, metadata=_about("under flush: sync after so many messages", 1))
     flush_ms: int = field(default=100, metadata=_about("under flush: sync so long after the first", 1))
     upkeep_ms: int = field(default=10_000, metadata=_about("how often retention and compaction look", 1))
+    # With less, what the broker itself must remember would take much of it.
+    retain_bytes: int | None = field(
+        default=None, metadata=_about("drop the oldest segments of all topics when the store is larger", 16 << 20)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -481,7 +485,7 @@ _ALIASES: Final[dict[str, _Target]] = {
         "storage.dir": "storage.data_dir",
         "storage.max_segment_size": "topic.segment_bytes",
         "storage.retention.max_age": "topic.retain_ms",
-        "storage.retention.max_bytes": "topic.retain_bytes",
+        "storage.retention.max_bytes": "storage.retain_bytes",
         "storage.segment_size": "topic.segment_bytes",
         "storage.type": "storage.reader",
     }.items()

@@ -191,6 +191,10 @@ def _rounds(server: Server) -> Iterator[Metric]:
         figures.delivery_seconds,
     )
     yield GaugeMetricFamily("broker_unflushed_bytes", "Bytes that wait for a write.", store.unflushed_bytes)
+    yield GaugeMetricFamily("broker_store_bytes", "Bytes of all segments, as of the last upkeep.", store.store_bytes)
+    if store.settings.retain_bytes is not None:
+        about = "Bytes of all segments above which the oldest go."
+        yield GaugeMetricFamily("broker_store_limit_bytes", about, store.settings.retain_bytes)
     yield GaugeMetricFamily("broker_disk_free_bytes", "Bytes that are free on the disk of the data.", store.space.free)
     yield GaugeMetricFamily("broker_disk_total_bytes", "Bytes of the disk of the data.", store.space.total)
 

@@ -495,6 +495,7 @@ class Server:
             "topics": len(self.broker.topics),
             "groups": len(self.broker.groups),
             "delayed": len(self.broker.delays) if self.broker.delays is not None else 0,
+            "store_bytes": self._store.store_bytes,
             "unflushed_bytes": self._store.unflushed_bytes,
             "ids_checked": sum(topic.dedup.checked for topic in self.broker.topics if topic.dedup is not None),
             "duplicates": sum(topic.dedup.found for topic in self.broker.topics if topic.dedup is not None),
@@ -556,6 +557,7 @@ def _store_settings(config: Config) -> Settings:
         flush_messages=storage.flush_messages,
         flush_ms=storage.flush_ms,
         upkeep_ms=storage.upkeep_ms,
+        retain_bytes=storage.retain_bytes,
     )
 
 

@@ -355,15 +355,17 @@ class Log:
         if self.is_piped:
             raise ReadOnlyTopic(f"{self.directory}: the log is piped from another broker: publish there")
 
-    def roll_if_due(self) -> bool:
-        """Have the next write begin a new segment, if the active one is a large part of what is retained; whether it
-        will. Without new messages it writes only that."""
-        if self.state is not State.OPEN or self._oldest_us is None:
+    def is_roll_due(self, store_limit: int | None = None) -> bool:
+        """Return whether the active segment is a large part of what is retained, here or in the whole store."""
+        if self._oldest_us is None:
             return False
         age_us = self._clock.now_us() - self._oldest_us
-        if retention.fills_part(self.policy, age_us, self._segments[-1].size):
-            self._rolls = True
-        return self._rolls
+        return retention.fills_part(self.policy, store_limit, age_us, self._segments[-1].size)
+
+    def roll(self) -> None:
+        """Have the next write begin a new segment, unless the active one has no messages. Without new messages it
+        writes only that."""
+        self._rolls = self.state is State.OPEN and self._oldest_us is not None
 
     def begin_write(self) -> Write | None:
         """All that waits, for a worker to write; None if nothing does, or not now."""
@@ -557,17 +559,33 @@ class Log:
         unneeded = sum(following.base <= self.unneeded for following in segments[1:])
         expired = min(max(retention.expired(segments, self.policy, self._clock.now_us()), unneeded), complete)
         for _ in range(expired):
-            with self._segments_lock:
-                segment, self._segments = self._segments[0], self._segments[1:]
-            try:
-                self._files.remove(segment.path)
-            except OSError:
-                # It is still there, so it is not dropped: or the log would have a gap when it is opened again.
-                with self._segments_lock:
-                    self._segments = (segment, *self._segments)
-                raise
-            self._forget(segment)
+            self._drop_first()
         return expired
+
+    def oldest_segment_time(self) -> int | None:
+        """Return when the last message of the oldest segment was appended; None if no message can be dropped."""
+        segments = self._segments
+        if len(segments) > 1:
+            return segments[1].begun_at() if segments[1].base <= self.committed else None
+        return self._append_time if self._oldest_us is not None and self.state is State.OPEN else None
+
+    def drop_oldest(self) -> int:
+        """Drop the oldest sealed segment, whatever the policy says; return its bytes."""
+        self._finish_merge()
+        return self._drop_first()
+
+    def _drop_first(self) -> int:
+        with self._segments_lock:
+            segment, self._segments = self._segments[0], self._segments[1:]
+        try:
+            self._files.remove(segment.path)
+        except OSError:
+            # It is still there, so it is not dropped: or the log would have a gap when it is opened again.
+            with self._segments_lock:
+                self._segments = (segment, *self._segments)
+            raise
+        self._forget(segment)
+        return segment.size
 
     def compact(self, stopped: Callable[[], bool] = lambda: False) -> int:
         """Keep the latest message of each key; how many messages were dropped. Then merge small segments.

@@ -127,6 +127,11 @@ class Topic:
         if type(self.partitions) is not int or not 1 <= self.partitions <= PARTITIONS_MAX:
             raise ValueError(f"partitions is {self.partitions!r}, it must be a whole number from 1 to {PARTITIONS_MAX}")
 
+    @property
+    def is_internal(self) -> bool:
+        """Whether it is the broker's own: nobody else reads or writes it, and the broker drops what it has done."""
+        return self.name.startswith("$")
+
     def to_json(self) -> dict[str, Any]:
         origin = {} if self.origin is None else {"origin": self.origin}
         return {"name": self.name, "partitions": self.partitions, "policy": self.policy.to_json(), **origin}

@@ -34,14 +34,19 @@ def expired(segments: Sequence[Segment], policy: Policy, now_us: int) -> int:
     return count
 
 
-def fills_part(policy: Policy, age_us: int, size: int) -> bool:
-    """Return whether a segment whose oldest message is so old, and that is so large, is a part of its own."""
+def fills_part(policy: Policy, store_limit: int | None, age_us: int, size: int) -> bool:
+    """Return whether a segment whose oldest message is so old, and that is so large, is a part of its own; of what the
+    whole store retains (`store_limit` bytes), too."""
     span_us, bytes_max = part_limits(policy)
-    return (span_us is not None and age_us >= span_us) or (bytes_max is not None and size >= bytes_max)
+    limits = [limit for limit in (bytes_max, _part_bytes(store_limit)) if limit is not None]
+    return (span_us is not None and age_us >= span_us) or any(size >= limit for limit in limits)
 
 
 def part_limits(policy: Policy) -> tuple[int | None, int | None]:
     """Return the time and the bytes that one segment should span; None: any."""
     span_us = None if policy.retain_ms is None else policy.retain_ms * 1000 // _PARTS
-    bytes_max = None if policy.retain_bytes is None else max(policy.retain_bytes // _PARTS, SEGMENT_BYTES_MIN)
-    return span_us, bytes_max
+    return span_us, _part_bytes(policy.retain_bytes)
+
+
+def _part_bytes(retain_bytes: int | None) -> int | None:
+    return None if retain_bytes is None else max(retain_bytes // _PARTS, SEGMENT_BYTES_MIN)

@@ -59,6 +59,7 @@ from penstock.health import Health, Usage
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
 from penstock.storage.histogram import MESSAGES, SECONDS, Histogram
+from penstock.storage.limit import trim
 from penstock.storage.log import Done, Log
 from penstock.storage.log import State as LogState
 from penstock.storage.meta import Change, Meta, SegmentRow
@@ -78,6 +79,8 @@ _QUICK_BYTES: Final = 64 << 10
 _OPEN_SEGMENTS_MAX: Final = 1024
 _STATE_SEGMENTS_OPEN: Final = 8
 _SPACE_EVERY_S: Final = 1.0
+# The name of the problem that the store is larger than allowed, and nothing can go.
+_LIMIT_PROBLEM: Final = "store"
 
 # Small segments, so that most of the state topic can be compacted at any time. Nobody but the state itself reads it, so
 # tombstones need not stay.
@@ -105,6 +108,8 @@ class Settings:
     flush_messages: int = 500
     flush_ms: int = 100
     upkeep_ms: int = 10_000
+    # Bytes of all segments together; above that the oldest go. None: any.
+    retain_bytes: int | None = None
 
 
 class Store:
@@ -152,6 +157,8 @@ class Store:
         # Called when logs have given what was committed to their `on_commit`; not while a round is being finished.
         self.on_commit: Callable[[], None] | None = None
         self._is_finishing = False
+        # Bytes of all segments, as of the last upkeep.
+        self.store_bytes = 0
         # Changes of the topics that `run` has not begun, and whether there is one under way.
         self._turns: deque[_Turn] = deque()
         self._changing = False
@@ -170,6 +177,7 @@ class Store:
             self._state_log = self._logs[STATE_TOPIC, 0] = self._open_log((STATE_TOPIC, 0), _STATE_POLICY)
             self._state = State(self._state_log, self._meta)
             self._open_topics()
+            self._measure()
         except BaseException:
             self._let_go()
             raise
@@ -241,7 +249,9 @@ class Store:
 
     def usage(self) -> dict[str, Usage]:
         """How full each limited table is, by name."""
+        limit = self.settings.retain_bytes
         return {
+            **({} if limit is None else {"store_bytes": Usage(self.store_bytes, limit)}),
             "unflushed_bytes": Usage(self.unflushed_bytes, self.settings.unflushed_bytes_max),
             "tail_bytes": self._tail_budget.usage,
             "open_segments": self._open_segments.files_usage,
@@ -330,10 +340,9 @@ class Store:
 
     def upkeep(self) -> None:
         """Drop what the policies do not keep, compact, and bring `meta.db` up to date."""
-        rolling = self._roll_due()
-        if self._lanes is None:
-            self._drive(self._round([write for log in rolling if (write := log.begin_write())], [], sync=True))
+        self._roll(self._due_to_roll())
         self._upkeep(list(self._logs.values()))
+        self._roll(self._trim(self._trimmable()))
         self.space.check()
         self._project(self._take_projection())
 
@@ -755,22 +764,61 @@ class Store:
         while True:
             await asyncio.sleep(self.settings.upkeep_ms / 1000)
             try:
-                self._roll_due()
+                self._roll(self._due_to_roll())
                 await loop.run_in_executor(worker, self._upkeep, list(self._logs.values()))
+                self._roll(await loop.run_in_executor(worker, self._trim, self._trimmable()))
                 projection = self._take_projection()
                 if await loop.run_in_executor(worker, self._write_projection, projection):
                     self._state.projected(projection.changes)
             except Exception as fault:  # noqa: BLE001 - it is tried again the next time
                 self.health.fault("upkeep", str(self.directory), fault)
 
-    def _roll_due(self) -> list[Log]:
-        """Have the next rounds begin new segments where retention needs them; return the logs."""
-        rolling = [log for log in self._logs.values() if log.roll_if_due()]
-        for log in rolling:
+    def _due_to_roll(self) -> list[Log]:
+        """Return the logs that must begin a new segment, so that retention can drop parts of what they have."""
+        trimmable = set(self._trimmable())
+        limit = self.settings.retain_bytes
+        return [log for log in self._logs.values() if log.is_roll_due(limit if log in trimmable else None)]
+
+    def _roll(self, logs: list[Log]) -> None:
+        """Have these logs begin new segments: in the next rounds, or now if nobody drives any."""
+        for log in logs:
+            log.roll()
             self._dirty[log] = None
             if self._lanes is not None:
                 self._lanes.wake(log)
-        return rolling
+        if self._lanes is None:
+            self._drive(self._round([write for log in logs if (write := log.begin_write())], [], sync=True))
+
+    def _trimmable(self) -> list[Log]:
+        """Return the logs that the limit of the store may shorten: all but those that the broker needs itself."""
+        if self.settings.retain_bytes is None:
+            return []
+        internal = {STATE_TOPIC, *(topic.id for topic in self._topics.values() if topic.is_internal)}
+        return [log for (topic_id, _), log in self._logs.items() if topic_id not in internal]
+
+    def _trim(self, logs: list[Log]) -> list[Log]:
+        """Keep the store within its limit; return the logs that must be rolled for that. For the thread of upkeep."""
+        self._measure()
+        limit = self.settings.retain_bytes
+        if limit is None:
+            return []
+        excess = self.store_bytes - limit
+        unsealed, left = trim(logs, excess)
+        if excess > 0:
+            self._measure()
+            logger.info("the store had %d bytes more than storage.retain_bytes allows: dropped the oldest", excess)
+        if left:
+            self.health.report(
+                _LIMIT_PROBLEM,
+                f"the store has {self.store_bytes} bytes, {limit} are allowed (storage.retain_bytes), and all other "
+                f"topics are empty: what the broker itself needs takes the rest, allow more",
+            )
+        else:
+            self.health.clear(_LIMIT_PROBLEM)
+        return unsealed
+
+    def _measure(self) -> None:
+        self.store_bytes = sum(segment.size for log in list(self._logs.values()) for segment in log.segments)
 
     def _upkeep(self, logs: list[Log]) -> None:
         for log in logs:

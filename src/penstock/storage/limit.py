@@ -1,0 +1,58 @@
+"""The limit on the bytes of a whole store: the oldest segments go first, whichever log they are in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
+
+from penstock.errors import PenstockError
+from penstock.storage.log import Log, State
+
+logger = logging.getLogger(__name__)
+
+
+def trim(logs: Sequence[Log], excess: int) -> tuple[list[Log], int]:
+    """Drop the oldest segments of these logs until `excess` bytes are freed.
+
+    A segment is as old as its last message. Return the logs whose active segment is next, and must be sealed before it
+    can go, and how many bytes are too many even without those.
+    """
+    oldest = [(time, number) for number, log in enumerate(logs) if (time := _oldest_time(log)) is not None]
+    heapify(oldest)
+    unsealed: list[Log] = []
+    while excess > 0 and oldest:
+        number = oldest[0][1]
+        log = logs[number]
+        if len(log.segments) == 1:
+            unsealed.append(log)
+            excess -= log.segments[0].size
+            heappop(oldest)
+            continue
+        freed = _drop_oldest(log)
+        excess -= freed
+        time = _oldest_time(log)
+        if freed and time is not None:
+            heapreplace(oldest, (time, number))
+        else:
+            heappop(oldest)
+    return unsealed, max(0, excess)
+
+
+def _oldest_time(log: Log) -> int | None:
+    try:
+        return log.oldest_segment_time()
+    except (PenstockError, OSError) as error:
+        logger.error("%s: the age of its oldest segment is unknown, it is kept: %s", log.directory, error)
+        return None
+
+
+def _drop_oldest(log: Log) -> int:
+    with log.upkeep_lock:
+        if log.state is State.CLOSED:
+            return 0
+        try:
+            return log.drop_oldest()
+        except (PenstockError, OSError) as error:
+            logger.error("%s: its oldest segment cannot be dropped, tried again later: %s", log.directory, error)
+            return 0
