@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from penstock.app import App, Consumer, Retry
 from penstock.cli import app
+from penstock.client.channel import ChannelBroker, ChannelMessage, ChannelSubscriber
 from penstock.client.message import Message
 from penstock.client.qb import BrokerClient, BrokerMessage
 from penstock.client.sync import Client, Producer, Stage, Subscription, Transaction
@@ -73,13 +74,16 @@ _CLASSES: Final[tuple[type, ...]] = (
     DeadLetter,
     BrokerClient,
     BrokerMessage,
+    ChannelBroker,
+    ChannelSubscriber,
+    ChannelMessage,
     Broker,
     App,
     Retry,
     Consumer,
 )
 # Those that are not made by calling them.
-_MADE: Final = (Subscription, Producer, Transaction, Stage, Message, Retry, Consumer)
+_MADE: Final = (Subscription, Producer, Transaction, Stage, Message, ChannelSubscriber, Retry, Consumer)
 # Public, for other modules.
 _NOT_FOR_USERS: Final = ("from_json", "dial", "delay_s")
 

@@ -11,19 +11,32 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from penstock.app import App, Retry
     from penstock.client.aio import AsyncClient
+    from penstock.client.channel import ChannelBroker
     from penstock.client.message import Message
     from penstock.client.qb import BrokerClient
     from penstock.client.sync import Client
     from penstock.client.values import Outgoing, Receipt
     from penstock.embedded import Broker
 
-__all__ = ["App", "AsyncClient", "Broker", "BrokerClient", "Client", "Message", "Outgoing", "Receipt", "Retry"]
+__all__ = [
+    "App",
+    "AsyncClient",
+    "Broker",
+    "BrokerClient",
+    "ChannelBroker",
+    "Client",
+    "Message",
+    "Outgoing",
+    "Receipt",
+    "Retry",
+]
 
 _HOMES: Final = {
     "App": "penstock.app",
     "AsyncClient": "penstock.client.aio",
     "Broker": "penstock.embedded",
     "BrokerClient": "penstock.client.qb",
+    "ChannelBroker": "penstock.client.channel",
     "Client": "penstock.client.sync",
     "Message": "penstock.client.message",
     "Outgoing": "penstock.client.values",

@@ -20,6 +20,7 @@
     │   ├── StaleLayout        the topic has more partitions than the producer knew
     │   ├── UnknownGroup       no group has that name
     │   ├── GroupConflict      the group exists, and is another one
+    │   ├── ClaimConflict      another client has the name
     │   ├── StaleCommit        the group has been reset or shared out anew since
     │   ├── RefreshConflict    a member of the group does not understand a refresh
     │   ├── StageLost          what a transaction staged is not there any more
@@ -152,6 +153,10 @@ class UnknownGroup(PeerError):
 
 class GroupConflict(PeerError):
     code = "GROUP_CONFLICT"
+
+
+class ClaimConflict(PeerError):
+    code = "CLAIM_CONFLICT"
 
 
 class StaleCommit(PeerError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import threading
 from collections.abc import (
     AsyncGenerator,
@@ -87,10 +88,14 @@ class AsyncClient:
         password: str | None = None,
         token: str | None = None,
         timeout: float = TIMEOUT_S,
+        claim: str | None = None,
     ) -> None:
         """`servers`: "host:port", several of them to be tried in turn, or a `penstock.Broker`. `timeout`: in seconds,
-        for everything that is given none of its own."""
-        given = {"name": name, "user": user, "password": password, "token": token}
+        for everything that is given none of its own. `claim`: a name that one client has at a time; connecting raises
+        ClaimConflict while another one has it."""
+        given = {"name": name, "user": user, "password": password, "token": token, "claim": claim}
+        if claim is not None:
+            given["owner"] = secrets.token_hex(8)
         credentials = {field: text for field, text in given.items() if text is not None}
         self._link = Link(servers, credentials, timeout)
         self._clock = SystemClock()

@@ -78,11 +78,13 @@ class Client:
         password: str | None = None,
         token: str | None = None,
         timeout: float = TIMEOUT_S,
+        claim: str | None = None,
     ) -> None:
         """`servers`: "host:port", several of them to be tried in turn, or a `penstock.Broker`. `timeout`: in seconds,
-        for everything that is given none of its own."""
+        for everything that is given none of its own. `claim`: a name that one client has at a time; connecting raises
+        ClaimConflict while another one has it."""
         self._make = partial(
-            AsyncClient, servers, name=name, user=user, password=password, token=token, timeout=timeout
+            AsyncClient, servers, name=name, user=user, password=password, token=token, timeout=timeout, claim=claim
         )
         self._timeout = timeout
         self._async = self._make()

@@ -351,6 +351,8 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         self.is_hello = True
         self._reader.bytes_max = binary.FRAME_BYTES_MAX
         self.name = options.get("name")
+        if "claim" in options:
+            self.server.claims.take(self, options["claim"], options.get("owner"))
         config = self.server.config.server
         self.answer(
             number,

@@ -40,6 +40,7 @@ from penstock.pipe.topology import (
     read_urls,
 )
 from penstock.server.arrivals import Arrivals
+from penstock.server.claims import Claims
 from penstock.server.config import Config, TopicConfig
 from penstock.server.connection import WEBSOCKET, Connection
 from penstock.server.door import Door
@@ -149,6 +150,7 @@ class Server:
         self.scratch = bytearray(SCRATCH_BYTES)
         self.gate = Gate(self)
         self.arrivals = Arrivals(self.counters)
+        self.claims = Claims()
         self.turns = Turns()
         # Held while a large batch is opened and handed over: opened, it takes several times its size.
         self.large = asyncio.Lock()
@@ -366,6 +368,7 @@ class Server:
             del self._came[session.id]
             self.totals += session.traffic
         self.gate.leave(session)
+        self.claims.release(session)
         if self.is_leaving and not self._sessions:
             self._all_gone.set()
 

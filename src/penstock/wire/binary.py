@@ -4,7 +4,7 @@ Types 0x01 to 0x08 are the Provider's, with JSON in them. A client that knows on
 with SUBSCRIBE and is sent DATA, which it acknowledges. One that begins with HELLO has the others, and is told what
 went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its request; requests are pipelined.
 
-    HELLO        JSON: version, name, user, password, token                              → RESULT
+    HELLO        JSON: version, name, user, password, token, claim, owner                → RESULT
     PUBLISH      a batch in which every message says its subject                         → RESULT, a receipt for each
     APPEND       u64 topic · u32 partition · u32 partitions · a producer's batch         → RESULT: its offset
     STAGE        u64 topic · u32 partition · u32 partitions · u64 number · u16 length · the name of a transaction
