@@ -18,7 +18,7 @@ import yaml
 
 from penstock.errors import BadConfig
 from penstock.replica.config import load as load_replica
-from penstock.server.config import load
+from penstock.server.config import SETTINGS, load
 from penstock.web import Credentials
 from tests.docs import table
 from tests.server import Flux, Serve
@@ -218,6 +218,40 @@ def test_an_alert_is_raised_when_it_should_be_and_not_otherwise(
     done = run(promtool, "test", "rules", path)
 
     assert done.returncode == 0, done.stderr + done.stdout
+
+
+# ---- systemd
+
+
+def test_the_systemd_unit_is_valid(tmp_path: Path) -> None:
+    unit = tmp_path / "penstock.service"
+    # What it starts is not installed here.
+    unit.write_text(re.sub(r"/opt/penstock/bin/penstock", sys.executable, (OPS / "penstock.service").read_text()))
+
+    done = run(tool("systemd-analyze"), "verify", "--man=no", unit)
+
+    said = done.stderr + done.stdout
+    # It also tells of units of this machine.
+    assert (done.returncode, "penstock" in said) == (0, False), said
+
+
+def test_the_systemd_unit_starts_a_broker(tmp_path: Path) -> None:
+    """The command and the environment of the unit, with its directories elsewhere."""
+    unit = dict(re.findall(r"^(\w+)=(.*)$", (OPS / "penstock.service").read_text(), re.MULTILINE))
+    (tmp_path / "penstock.toml").write_text("[topic]\npartitions = 4\n")
+    command = unit["ExecStart"].replace("${CREDENTIALS_DIRECTORY}", str(tmp_path)).split()
+    name, _, value = unit["Environment"].partition("=")
+    assert value.startswith(unit["WorkingDirectory"])
+    assert command[:2] == ["/opt/penstock/bin/penstock", "serve"]
+
+    assert name == "PENSTOCK_STORAGE_DATA_DIR"
+
+    with Serve(tmp_path, flags=command[2:], storage_data_dir=tmp_path / "data") as server:
+        assert get(server, "/admin/config").json["settings"]["topic.partitions"]["value"] == 4
+
+    assert (tmp_path / "data" / "LOCK").exists()
+    # A clean stop fits.
+    assert int(unit["TimeoutStopSec"].removesuffix("s")) > SETTINGS["server.stop_s"].default
 
 
 # ---- containers
