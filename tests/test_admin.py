@@ -77,6 +77,10 @@ def test_a_group_is_made_reset_and_deleted(tmp_path: Path) -> None:
         made = ask(server, "POST", "/admin/groups", {"name": "clerks", "pattern": "orders", "start": "earliest"})
         reset = ask(server, "POST", "/admin/groups/clerks/reset", {"start": {"offset": 3}})
         again = ask(server, "POST", "/admin/groups/clerks/reset", {"start": {"time": "-1h"}})
+        whole = ask(server, "POST", "/admin/groups", {"name": "whole", "topic": "orders"})
+        neither = ask(server, "POST", "/admin/groups", {"name": "neither"})
+        both = ask(server, "POST", "/admin/groups", {"name": "both", "topic": "orders", "pattern": "orders"})
+        ask(server, "DELETE", "/admin/groups/whole")
         wrong = ask(server, "POST", "/admin/groups/clerks/reset", {"start": {"time": "soon"}})
         listed = get(server, "/admin/groups")
         deleted = ask(server, "DELETE", "/admin/groups/clerks")
@@ -85,6 +89,8 @@ def test_a_group_is_made_reset_and_deleted(tmp_path: Path) -> None:
     assert (made.status, made.json["lag"]) == (201, 5)
     assert (reset.status, reset.json["lag"]) == (200, 2)
     assert (again.status, again.json["lag"]) == (200, 5)
+    assert (whole.status, whole.json["pattern"]) == (201, "orders orders.>")
+    assert [neither.status, both.status] == [400, 400]
     assert (wrong.status, wrong.json["code"]) == (400, "BAD_REQUEST")
     assert [group["name"] for group in listed.json["groups"]] == ["clerks"]
     assert deleted.status == 204

@@ -566,6 +566,22 @@ def test_a_message_may_be_extended_and_done_in_one_breath(broker: Broker, topic:
     assert broker.lag(topic) == 0
 
 
+def test_a_consumer_of_a_whole_topic(broker: Broker, app: App) -> None:
+    topic = make_topic(broker)
+    seen = Seen()
+
+    @app.consumer(topic=topic, group=topic)
+    def handle(message: Message) -> None:
+        seen.put(message.subject)
+
+    for subject in (topic, f"{topic}.eu"):
+        broker.publish(subject, b"x")
+    with app.running():
+        assert set(seen.some(2)) == {topic, f"{topic}.eu"}
+    with pytest.raises(ValueError, match="either a pattern of subjects or a topic"):
+        app.consumer(group="neither")
+
+
 # Pauses
 
 

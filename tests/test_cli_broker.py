@@ -596,6 +596,33 @@ def test_a_group_is_made_shown_reset_and_deleted(penstock: Penstock, client: Cli
     assert "all-grouped" in gone.err
 
 
+def test_a_group_of_a_whole_topic(penstock: Penstock, client: Client) -> None:
+    publish(client, "wholesale", "one")
+    publish(client, "wholesale.eu", "two")
+
+    narrow = penstock("group", "create", "narrow", "wholesale", "--start", "earliest")
+    whole = penstock("group", "create", "whole", "--topic", "wholesale", "--start", "earliest", "--json")
+
+    hint = "hint: 'wholesale' reads only messages with the subject wholesale; the topic wholesale also holds subjects"
+    assert narrow.err.startswith(hint)
+    assert penstock("group", "describe", "narrow").err == narrow.err
+    assert (whole.err, whole.json["pattern"], whole.json["hint"]) == ("", "wholesale wholesale.>", None)
+    lines = penstock("subscribe", "--topic", "wholesale", "--group", "whole", "--count", 2).lines
+    assert sorted(line.split()[-1] for line in lines) == ["one", "two"]
+    assert client.lag("whole") == 0
+
+
+def test_a_subscription_is_told_what_it_misses(penstock: Penstock, client: Client) -> None:
+    publish(client, "partial", "one")
+    publish(client, "partial.eu", "two")
+    narrow = penstock("subscribe", "partial", "--start", "earliest", "--count", 1)
+    assert narrow.err.startswith("hint: 'partial' reads only messages with the subject partial;")
+    whole = penstock("subscribe", "--topic", "partial", "--start", "earliest", "--count", 2)
+    assert (whole.err, sorted(line.split()[-1] for line in whole.lines)) == ("", ["one", "two"])
+    for arguments in ((), ("partial", "--topic", "partial")):
+        assert "name either a pattern of subjects or a --topic" in wrong_usage("subscribe", *arguments)
+
+
 def test_members_of_a_group_are_shown(penstock: Penstock, client: Client) -> None:
     publish(client, "members", "one")
     with client.subscribe("members", group="crowd", start="earliest") as subscription:

@@ -439,6 +439,33 @@ class TestSubscribe:
         assert values(take(subscription, 2)) == [b"0", b"1"]
         assert (subscription.pattern, subscription.group, subscription.mode) == (f"{topic}.*", None, "shared")
 
+    @pytest.mark.parametrize("group", [None, "all"])
+    def test_a_whole_topic(self, client: Client, topic: str, group: str | None) -> None:
+        for subject in (topic, f"{topic}.eu", f"{topic}x"):
+            client.publish(subject, subject.encode())
+        group = group and f"{group}-{topic}"
+        with client.subscribe(topic=topic, group=group, start="earliest") as subscription:
+            found = values(take(subscription, 2))
+            client.publish(f"{topic}.eu.de", b"live")
+            assert sorted([*found, *values(take(subscription, 1))]) == sorted(
+                [topic.encode(), f"{topic}.eu".encode(), b"live"]
+            )
+            assert subscription.pattern == f"{topic} {topic}.>"
+
+    def test_a_pattern_that_misses_a_part_of_its_topic_is_hinted_at(
+        self, client: Client, topic: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        client.publish(topic, b"0")
+        with caplog.at_level("WARNING", "penstock.client"):
+            client.subscribe(topic).close()
+            assert not caplog.records
+            client.publish(f"{topic}.eu", b"1")
+            client.subscribe(topic).close()
+            client.subscribe(topic=topic).close()
+            client.subscribe(f"{topic}.>").close()
+        [record] = caplog.records
+        assert f"such as {topic}.eu: to read all of it, name the topic (--topic {topic}" in record.getMessage()
+
     def test_or_from_anywhere(self, client: Client, topic: str) -> None:
         client.publish(topic, b"0")
         client.publish(topic, b"1")

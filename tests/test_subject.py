@@ -9,7 +9,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.subject import SUBJECT_BYTES_MAX, covers, is_literal, is_pattern, is_subject, matches, meets, owns
+from penstock.subject import (
+    SUBJECT_BYTES_MAX,
+    covers,
+    is_literal,
+    is_pattern,
+    is_readable,
+    is_subject,
+    matches,
+    meets,
+    owns,
+    selection,
+    whole_topic,
+)
 
 TOKENS: Final = [b"a", b"b", b"*", b">"]
 WORDS: Final = [b"a", b"b", b"ab"]
@@ -195,3 +207,27 @@ def test_a_pattern_covers_a_topic_by_its_name_or_by_everything_below() -> None:
     assert covers(b"stock.>", b"stock")
     assert not covers(b"stock.*", b"stock")
     assert not covers(b"stock.eu", b"stock")
+
+
+def test_a_whole_topic_is_its_name_and_all_below() -> None:
+    pattern = whole_topic(b"orders.eu")
+
+    assert is_readable(pattern)
+    assert not is_pattern(pattern)
+    assert not is_literal(pattern)
+    matched = [b"orders.eu", b"orders.eu.de", b"orders.eu.de.berlin"]
+    assert all(matches(pattern, subject) for subject in matched)
+    assert not any(matches(pattern, subject) for subject in (b"orders", b"orders.us", b"orders.eux"))
+    assert [meets(pattern, topic) for topic in (b"orders", b"orders.eu", b"orders.us")] == [True, True, False]
+
+
+@pytest.mark.parametrize("pattern", [b"a b", b"a a", b"a.> a", b"a  a.>", b" a.>", b"a a.> a", b"a.* a.*.>", b"a "])
+def test_other_patterns_with_a_blank_cannot_be_read(pattern: bytes) -> None:
+    assert not is_readable(pattern)
+
+
+def test_who_reads_names_a_pattern_or_a_topic() -> None:
+    assert (selection("orders.*", None), selection(None, "orders")) == ("orders.*", "orders orders.>")
+    for pattern, topic in ((None, None), ("orders", "orders")):
+        with pytest.raises(ValueError, match="either a pattern of subjects or a topic"):
+            selection(pattern, topic)

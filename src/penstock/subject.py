@@ -2,6 +2,9 @@
 
 A subject is tokens with dots between them: `orders.eu.created`. A pattern may have `*` for exactly one token and, at
 its end, `>` for one or more. Both are bytes, as they are on the wire.
+
+Who reads a whole topic reads its name and all below it, which is one pattern here: `orders orders.>`, two patterns with
+a blank between them. No client can write this as a subject, or as a pattern of a text protocol.
 """
 
 from __future__ import annotations
@@ -29,6 +32,24 @@ def is_pattern(pattern: bytes) -> bool:
     return b">" not in pattern or b">" not in pattern.split(b".")[:-1]
 
 
+def is_readable(pattern: bytes) -> bool:
+    """Whether a subscription or a group can read this: a pattern, or a whole topic."""
+    topic, _, rest = pattern.partition(b" ")
+    return is_pattern(pattern) if not rest else is_subject(topic) and pattern == whole_topic(topic)
+
+
+def whole_topic(topic: bytes) -> bytes:
+    """Return the pattern of all subjects that a topic stores."""
+    return b"%b %b.>" % (topic, topic)
+
+
+def selection(pattern: str | None, topic: str | None) -> str:
+    """Return the pattern of a reader who named either one, or a whole topic."""
+    if (pattern is None) == (topic is None):
+        raise ValueError("name either a pattern of subjects or a topic, such as 'orders.*' or topic='orders'")
+    return whole_topic(topic.encode()).decode() if topic is not None else str(pattern)
+
+
 def is_route(pattern: bytes) -> bool:
     """Whether messages can be delivered by this pattern, though they may not be stored: no empty token, `>` only at the
     end."""
@@ -38,6 +59,8 @@ def is_route(pattern: bytes) -> bool:
 
 def is_literal(pattern: bytes) -> bool:
     """Whether it has no wildcard, so that it matches just the subject that is written the same."""
+    if b" " in pattern:
+        return False
     if b"*" not in pattern and b">" not in pattern:
         return True
     tokens = pattern.split(b".")
@@ -47,6 +70,8 @@ def is_literal(pattern: bytes) -> bool:
 def matches(pattern: bytes, subject: bytes) -> bool:
     if pattern == subject:
         return True
+    if b" " in pattern:
+        return any(matches(each, subject) for each in pattern.split(b" "))
     wanted, tokens = pattern.split(b"."), subject.split(b".")
     if wanted[-1] == b">":
         wanted.pop()
@@ -59,6 +84,8 @@ def matches(pattern: bytes, subject: bytes) -> bool:
 
 def meets(pattern: bytes, topic: bytes) -> bool:
     """Whether the pattern can match a subject at or below the topic's name."""
+    if b" " in pattern:
+        return any(meets(each, topic) for each in pattern.split(b" "))
     for want, token in zip(pattern.split(b"."), topic.split(b"."), strict=False):
         if want == b">":
             return True

@@ -17,6 +17,7 @@ from penstock.app.threads import call_in
 from penstock.app.worker import Worker
 from penstock.client.aio import AsyncClient, AsyncSubscription
 from penstock.client.link import Servers
+from penstock.subject import selection
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,9 @@ class App:
 
     def consumer(
         self,
-        pattern: str,
+        pattern: str | None = None,
         *,
+        topic: str | None = None,
         group: str,
         mode: Mode = "shared",
         retry: Retry = _RETRY,
@@ -65,12 +67,14 @@ class App:
         buffer: int = 100,
         name: str | None = None,
     ) -> Callable[[Handler], Handler]:
-        """The decorated function is called with each message, or with lists of up to `batch`. It may be plain, then it
-        runs in a thread, or `async def`; `concurrency` of it run at once. The function itself stays as it is.
+        """The decorated function is called with each message of a pattern or a whole topic (`topic="orders"`), or with
+        lists of up to `batch`. It may be plain, then it runs in a thread, or `async def`; `concurrency` of it run at
+        once. The function itself stays as it is.
 
         A message that it returns from is acknowledged. If it raises, `on_error` hears of it, and `retry` says what
         becomes of the message. `buffer`: so many messages are asked for ahead. `start` counts when the group is new.
         """
+        selected = selection(pattern, topic)
 
         def register(function: Handler) -> Handler:
             chosen = name or str(getattr(function, "__name__", type(function).__name__))
@@ -79,7 +83,7 @@ class App:
             self._consumers[chosen] = Consumer(
                 name=chosen,
                 function=function,
-                pattern=pattern,
+                pattern=selected,
                 group=group,
                 mode=mode,
                 retry=retry,

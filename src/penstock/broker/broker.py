@@ -12,6 +12,7 @@ import secrets
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count, groupby
@@ -29,7 +30,7 @@ from penstock.broker.intake import Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member, Sink
 from penstock.broker.order import Order, Publisher
-from penstock.broker.partition import LivePartition, Opened, Partition, Waiting
+from penstock.broker.partition import LivePartition, Opened, Partition, Waiting, is_large
 from penstock.broker.refresh import Refresh, Refreshes
 from penstock.broker.start import Begin, Start, offset_of
 from penstock.broker.subscription import Queue, Subscription, choose_readers
@@ -56,7 +57,7 @@ from penstock.storage.meta import Change
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.policy import Policy, Topic
 from penstock.storage.store import Store, outcome
-from penstock.subject import is_pattern, is_subject, is_text, matches, meets
+from penstock.subject import is_literal, is_readable, is_subject, is_text, matches, meets
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ T = TypeVar("T")
 
 # Groups are limited in number, so their names are in size.
 _GROUP_NAME_BYTES_MAX: Final = 4096
+# Partitions of a topic that are looked at for a hint: it is no more than that.
+_HINT_PARTITIONS: Final = 8
 
 _SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000
 # Messages that are dealt out in turn before it is looked who still takes some.
@@ -548,6 +551,31 @@ class Broker:
         subscription.wake()
         return subscription
 
+    async def hint(self, pattern: bytes) -> str | None:
+        """Return what a reader of this pattern may not know: that it misses a part of the topic that it names."""
+        topic = self.topics.get(pattern) if is_literal(pattern) else None
+        if topic is None or topic.is_internal:
+            return None
+        for partition in topic.partitions[:_HINT_PARTITIONS]:
+            for offset in {partition.start, partition.served - 1} if partition.start < partition.served else ():
+                below = await self._subject_below(partition, offset)
+                if below is not None:
+                    name = pattern.decode()
+                    return (
+                        f"{name!r} reads only messages with the subject {name}; the topic {name} also holds subjects "
+                        f"below it, such as {below.decode()}: to read all of it, name the topic (--topic {name}, "
+                        f"topic={name!r})"
+                    )
+        return None
+
+    async def _subject_below(self, partition: Partition, offset: int) -> bytes | None:
+        """Return a subject below the topic's name that is stored near an offset."""
+        with suppress(PenstockError):
+            for batch in await self.store.read(partition.log, offset, 1):
+                if batch.has("subject") and not is_large(batch):
+                    return next((each for each in batch.columns().distinct("subject") if each != partition.name), None)
+        return None
+
     def positions(self, subscription: Subscription) -> list[tuple[int, int, int]]:
         """Topic, partition and offset of what comes next, for each partition."""
         found = []
@@ -712,7 +740,7 @@ class Broker:
         self, name: bytes, pattern: bytes, mode: Mode = Mode.SHARED, *, start: Begin = Start.LATEST
     ) -> Group:
         """A group that is remembered, with its positions, from now on."""
-        if not is_pattern(pattern):
+        if not is_readable(pattern):
             raise BadSubject(f"{pattern.decode(errors='replace')!r} is not a pattern")
         if not is_text(name):
             raise BadSubject(f"a group cannot be named {name!r}")

@@ -35,27 +35,12 @@ class Interest(Generic[T]):
         self._remembered: Memo[tuple[T, ...]] = Memo(_REMEMBERED_BYTES_MAX, lambda found: 8 * len(found))
 
     def add(self, pattern: bytes, target: T) -> None:
-        node = self._root
-        for token in pattern.split(b"."):
-            following = node.below.get(token)
-            if following is None:
-                following = node.below[token] = _Node()
-            node = following
-        node.targets[target] = None
-        self._forget(pattern)
+        for each in pattern.split(b" "):
+            self._add(each, target)
 
     def remove(self, pattern: bytes, target: T) -> None:
-        path = [self._root]
-        tokens = pattern.split(b".")
-        for token in tokens:
-            path.append(path[-1].below[token])
-        del path[-1].targets[target]
-        # Branches that lead nowhere go with it.
-        for token, parent, node in zip(reversed(tokens), reversed(path[:-1]), reversed(path[1:]), strict=True):
-            if node.targets or node.below:
-                break
-            del parent.below[token]
-        self._forget(pattern)
+        for each in pattern.split(b" "):
+            self._remove(each, target)
 
     def match(self, subject: bytes) -> tuple[T, ...]:
         """Everyone whose pattern matches the subject, or those of them that are chosen; each once."""
@@ -68,6 +53,29 @@ class Interest(Generic[T]):
     @property
     def usage(self) -> Usage:
         return self._remembered.usage
+
+    def _add(self, pattern: bytes, target: T) -> None:
+        node = self._root
+        for token in pattern.split(b"."):
+            following = node.below.get(token)
+            if following is None:
+                following = node.below[token] = _Node()
+            node = following
+        node.targets[target] = None
+        self._forget(pattern)
+
+    def _remove(self, pattern: bytes, target: T) -> None:
+        path = [self._root]
+        tokens = pattern.split(b".")
+        for token in tokens:
+            path.append(path[-1].below[token])
+        del path[-1].targets[target]
+        # Branches that lead nowhere go with it.
+        for token, parent, node in zip(reversed(tokens), reversed(path[:-1]), reversed(path[1:]), strict=True):
+            if node.targets or node.below:
+                break
+            del parent.below[token]
+        self._forget(pattern)
 
     def _walk(self, subject: bytes) -> tuple[T, ...]:
         found: dict[T, None] = {}

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.options import PLACE, Address, GroupName, Json, Yes, complete_topic, confirm, options, read_place
+from penstock.cli.options import (
+    PLACE,
+    Address,
+    GroupName,
+    Json,
+    Yes,
+    check_selection,
+    complete_topic,
+    confirm,
+    options,
+    read_place,
+)
 from penstock.cli.text import counted, safe
 
 if TYPE_CHECKING:
@@ -20,8 +32,13 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 @options
 def create(
     name: Annotated[str, typer.Argument(metavar="GROUP", help="What its members call it.")],
-    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="The subjects that it reads, such as orders.>")],
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="[PATTERN]", help="The subjects that it reads, such as orders.>")
+    ] = None,
     *,
+    topic: Annotated[
+        str | None, typer.Option(autocompletion=complete_topic, help="All subjects of a topic, instead of PATTERN.")
+    ] = None,
     mode: Annotated[
         Literal["shared", "partitioned"],
         typer.Option(help="Each message to one member, or each partition to one."),
@@ -33,8 +50,11 @@ def create(
     at: Address,
 ) -> None:
     """Make a group before its first member comes."""
+    check_selection(pattern, topic)
     with at.client() as client:
-        _tell("made", client.create_group(name, pattern, mode=mode, start=start), as_json=json)
+        group = client.create_group(name, pattern, topic=topic, mode=mode, start=start)
+    _tell("made", group, as_json=json)
+    _tell_hint(group)
 
 
 @app.command("list")
@@ -74,6 +94,7 @@ def describe(name: GroupName, *, json: Json = False, at: Address) -> None:
         group = client.group(name)
     from penstock.cli import output
 
+    _tell_hint(group)
     if json:
         output.print_json(asdict(group))
         return
@@ -127,6 +148,11 @@ def _tell(deed: str, group: Group, *, as_json: bool) -> None:
         output.print_json(asdict(group))
     else:
         print(f"{deed} {_headline(group)}")
+
+
+def _tell_hint(group: Group) -> None:
+    if group.hint is not None:
+        print(safe(f"hint: {group.hint}"), file=sys.stderr, flush=True)
 
 
 def _headline(group: Group) -> str:

@@ -30,9 +30,9 @@ def read_message(line: bytes, common: Outgoing) -> Outgoing:
 
 
 def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
-    key = _key(fields, common.key)
+    key, subject = _key(fields, common.key), _text(fields, "subject", "")
     return Outgoing(
-        common.subject or _text(fields, "subject", ""),
+        common.subject or subject,
         _value(fields, has_key=key is not None),
         key=key,
         headers=_headers(fields, common.headers),

@@ -111,6 +111,11 @@ def confirm(question: str, *, yes: bool) -> None:
         typer.confirm(question, abort=True, err=True)
 
 
+def check_selection(pattern: str | None, topic: str | None) -> None:
+    if (pattern is None) == (topic is None):
+        raise typer.BadParameter("name either a pattern of subjects or a --topic", param_hint="'PATTERN'")
+
+
 def convert(setting: Setting, text: str, option: str) -> Any:
     """What is given on the command line is read as in a file of settings."""
     try:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from penstock.cli.options import PLACE, Address, JsonLines, complete_group, options, read_place
+from penstock.cli.options import (
+    PLACE,
+    Address,
+    JsonLines,
+    check_selection,
+    complete_group,
+    complete_topic,
+    options,
+    read_place,
+)
 from penstock.errors import TimedOut
 
 if TYPE_CHECKING:
@@ -27,8 +36,13 @@ _LOOK_UP_S: Final = 0.5
 @app.command()
 @options
 def subscribe(
-    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="Subjects: * is one token, > the rest.")],
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="[PATTERN]", help="Subjects: * is one token, > the rest.")
+    ] = None,
     *,
+    topic: Annotated[
+        str | None, typer.Option(autocompletion=complete_topic, help="All subjects of a topic, instead of PATTERN.")
+    ] = None,
     group: Annotated[
         str | None, typer.Option(autocompletion=complete_group, help="Share them with the other members of a group.")
     ] = None,
@@ -52,12 +66,15 @@ def subscribe(
     """
     if group is None and (mode or no_ack):
         raise typer.BadParameter("it is for a --group", param_hint="'--mode'" if mode else "'--no-ack'")
+    check_selection(pattern, topic)
     acks = group is not None and not no_ack
     # Of a group nothing is asked for that is not printed: others may be waiting for it.
     buffer = 1 if group is not None and count is not None and count <= _BUFFER else _BUFFER
     with (
         at.client() as client,
-        client.subscribe(pattern, group=group, mode=mode or "shared", start=start, buffer=buffer) as subscription,
+        client.subscribe(
+            pattern, topic=topic, group=group, mode=mode or "shared", start=start, buffer=buffer
+        ) as subscription,
     ):
         _print(subscription, count, acks=acks, as_json=json)
         if acks:

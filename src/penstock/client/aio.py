@@ -49,7 +49,7 @@ from penstock.errors import (
     UnknownTopic,
 )
 from penstock.moments import read_moment, read_place
-from penstock.subject import owns
+from penstock.subject import owns, selection
 from penstock.wire.binary import Append, Type, append_frame, json_frame, settle_frame
 
 SERVERS: Final = "127.0.0.1:4222"
@@ -233,8 +233,9 @@ class AsyncClient:
 
     async def subscribe(
         self,
-        pattern: str,
+        pattern: str | None = None,
         *,
+        topic: str | None = None,
         group: str | None = None,
         mode: str = SHARED,
         start: Place = "latest",
@@ -242,7 +243,7 @@ class AsyncClient:
         on_reset: Told | None = None,
         on_ready: Told | None = None,
     ) -> AsyncSubscription:
-        """Messages whose subject matches the pattern, as they come.
+        """Messages whose subject matches the pattern, or of a whole topic (`topic="orders"`), as they come.
 
         Without a group each subscriber gets all of them. With one, its members share them and acknowledge each
         (`mode="shared"`), or have partitions of their own (`"partitioned"`). `start`: "latest", "earliest", an offset
@@ -253,7 +254,7 @@ class AsyncClient:
         if it raises the subscription ends.
         """
         told = {"RESET": on_reset, "READY": on_ready}
-        subscription = self._subscription(pattern, group, mode, start, buffer, told)
+        subscription = self._subscription(selection(pattern, topic), group, mode, start, buffer, told)
         await self._begin(subscription)
         return subscription
 
@@ -368,9 +369,19 @@ class AsyncClient:
         """A group. Raises UnknownGroup if there is none."""
         return Group.from_json(await self._read("group", name=name))
 
-    async def create_group(self, name: str, pattern: str, *, mode: str = SHARED, start: Place = "latest") -> Group:
-        """Make a group before its first member comes: nothing is missed from now on."""
-        made = await self._call("create_group", name=name, pattern=pattern, mode=mode, start=self._start(start))
+    async def create_group(
+        self,
+        name: str,
+        pattern: str | None = None,
+        *,
+        topic: str | None = None,
+        mode: str = SHARED,
+        start: Place = "latest",
+    ) -> Group:
+        """Make a group of a pattern or a whole topic before its first member comes: nothing is missed from now on."""
+        made = await self._call(
+            "create_group", name=name, pattern=selection(pattern, topic), mode=mode, start=self._start(start)
+        )
         return Group.from_json(made)
 
     async def reset_group(
@@ -665,6 +676,8 @@ class AsyncSubscription:
     def _opened(self, answer: Answer) -> None:
         match answer:
             case dict():
+                if not self._is_open and (hint := answer.get("hint")) is not None:
+                    _LOG.warning("hint: %s", hint)
                 self._is_open = True
             case ConnectionLost():
                 pass

@@ -47,6 +47,7 @@ from penstock.client.outgoing import ABSENT
 from penstock.client.transaction import AsyncStage, AsyncTransaction
 from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Refresh, Topic, arguments
 from penstock.errors import Closed, PenstockError, TimedOut
+from penstock.subject import selection
 
 T = TypeVar("T")
 
@@ -227,8 +228,9 @@ class Client:
 
     def subscribe(
         self,
-        pattern: str,
+        pattern: str | None = None,
         *,
+        topic: str | None = None,
         group: str | None = None,
         mode: str = SHARED,
         start: Place = "latest",
@@ -236,7 +238,7 @@ class Client:
         on_reset: Told | None = None,
         on_ready: Told | None = None,
     ) -> Subscription:
-        """Messages whose subject matches the pattern, as they come.
+        """Messages whose subject matches the pattern, or of a whole topic (`topic="orders"`), as they come.
 
         Without a group each subscriber gets all of them. With one, its members share them and acknowledge each
         (`mode="shared"`), or have partitions of their own (`"partitioned"`). `start`: "latest", "earliest", an offset
@@ -247,7 +249,7 @@ class Client:
         out, and if it raises the subscription ends.
         """
         told = {"RESET": on_reset, "READY": on_ready}
-        opened = self._async._subscription(pattern, group, mode, start, buffer, told)
+        opened = self._async._subscription(selection(pattern, topic), group, mode, start, buffer, told)
         self._run(self._async._begin(opened))
         subscription = Subscription(self, opened)
         self._inherited.add(subscription)
@@ -364,9 +366,17 @@ class Client:
         """A group. Raises UnknownGroup if there is none."""
         return self._run(self._async.group(name))
 
-    def create_group(self, name: str, pattern: str, *, mode: str = SHARED, start: Place = "latest") -> Group:
-        """Make a group before its first member comes: nothing is missed from now on."""
-        return self._run(self._async.create_group(name, pattern, mode=mode, start=start))
+    def create_group(
+        self,
+        name: str,
+        pattern: str | None = None,
+        *,
+        topic: str | None = None,
+        mode: str = SHARED,
+        start: Place = "latest",
+    ) -> Group:
+        """Make a group of a pattern or a whole topic before its first member comes: nothing is missed from now on."""
+        return self._run(self._async.create_group(name, pattern, topic=topic, mode=mode, start=start))
 
     def reset_group(self, name: str, start: Place, *, topic: str | None = None, partition: int | None = None) -> Group:
         """Let a group begin anew somewhere else: in all it reads, or in one topic or partition."""

@@ -111,7 +111,8 @@ class GroupPosition:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`lag`: messages that are not done. `lost`: those that retention dropped before they were."""
+    """`lag`: messages that are not done. `lost`: those that retention dropped before they were. `pattern` is
+    `orders orders.>` if it reads a whole topic. `hint`: what it may miss, where this one group is asked for."""
 
     name: str
     pattern: str
@@ -124,6 +125,7 @@ class Group:
     lost: int
     members: list[GroupMember]
     positions: list[GroupPosition]
+    hint: str | None = None
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
@@ -139,6 +141,7 @@ class Group:
             found["lost"],
             [GroupMember.from_json(each) for each in found["members"]],
             [GroupPosition.from_json(each) for each in found["positions"]],
+            found.get("hint"),
         )
 
 

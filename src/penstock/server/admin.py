@@ -127,7 +127,8 @@ ENDPOINTS: Final = (
         answer=_call("create_group"),
         fields=(
             Field(name="name", kind="text", about="its name", required=True),
-            Field(name="pattern", kind="text", about="the subjects that it reads", required=True),
+            Field(name="pattern", kind="text", about="the subjects that it reads; this, or topic"),
+            Field(name="topic", kind="text", about="the topic that it reads, with all its subjects; this, or pattern"),
             Field(name="mode", kind="text", about="shared or partitioned", default="shared"),
             _START,
         ),

@@ -42,7 +42,7 @@ from penstock.server import calls, provider
 from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.gate import HANDSHAKE_BYTES_MAX, credentials
 from penstock.server.owing import SLICE_MESSAGES, Owing
-from penstock.subject import is_pattern, is_subject
+from penstock.subject import is_readable, is_subject
 from penstock.wire import binary
 from penstock.wire.binary import Frame, FrameReader, Type, Verb
 
@@ -566,7 +566,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         request = calls.Request(options)
         subscription, pattern = request.number("subscription"), request.name("pattern")
         group, credit = request.name_or_none("group"), request.number("credit", default=100)
-        if not is_pattern(pattern) or pattern.startswith(RESERVED):
+        if not is_readable(pattern) or pattern.startswith(RESERVED):
             raise BadSubject(f"{request.text('pattern')!r} is not a pattern that can be read")
         if subscription in self.subscriptions:
             raise GroupConflict(f"there is a subscription {subscription} already")
@@ -578,13 +578,16 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 raise BadRequest("only members of a group are told of a refresh: name a group")
             member.hears = self.guard(partial(self._tell, member))
         start = request.start(self.broker.clock.now_us())
+        hint = await self.broker.hint(pattern)
         reader: Subscription | Group
         if group is None:
             reader = await self.broker.subscribe_from(pattern, member, start)
-            answer = {"positions": self.broker.positions(reader), "generation": 0}
+            answer: dict[str, Any] = {"positions": self.broker.positions(reader), "generation": 0}
         else:
             reader = await self.broker.join(group, pattern, member, request.mode(), start=start)
             answer = {"positions": [], "generation": reader.generation}
+        if hint is not None:
+            answer["hint"] = hint
         self.subscriptions[subscription] = (member, reader)
         if not self.peer.is_connected:
             self.unsubscribe(subscription)

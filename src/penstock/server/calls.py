@@ -22,7 +22,7 @@ from penstock.moments import read_moment
 from penstock.server.rows import Rows
 from penstock.storage.policy import Policy
 from penstock.storage.store import outcome
-from penstock.subject import is_subject
+from penstock.subject import is_subject, whole_topic
 
 if TYPE_CHECKING:
     from penstock.server.server import Server
@@ -55,6 +55,15 @@ class Request:
 
     def name_or_none(self, name: str) -> bytes | None:
         return None if self._fields.get(name) is None else self.name(name)
+
+    def selection(self) -> bytes:
+        """What a group reads: a `pattern`, or all of a `topic`."""
+        topic = self.name_or_none("topic")
+        if topic is None:
+            return self.name("pattern")
+        if self._fields.get("pattern") is not None:
+            raise BadRequest("name either a pattern or a topic, not both")
+        return whole_topic(topic)
 
     def number(self, name: str, *, default: int | None = None) -> int:
         value = self._fields.get(name, default)
@@ -224,14 +233,14 @@ async def _groups(broker: Broker, request: Request) -> Json:
 
 
 async def _group(broker: Broker, request: Request) -> Json:
-    return _describe_group(broker.group(request.name("name")))
+    group = broker.group(request.name("name"))
+    return {**_describe_group(group), "hint": await broker.hint(group.pattern)}
 
 
 async def _create_group(broker: Broker, request: Request) -> Json:
-    name, pattern = request.name("name"), request.name("pattern")
-    return _describe_group(
-        await broker.create_group(name, pattern, request.mode(), start=request.start(broker.clock.now_us()))
-    )
+    name, pattern, start = request.name("name"), request.selection(), request.start(broker.clock.now_us())
+    group = await broker.create_group(name, pattern, request.mode(), start=start)
+    return {**_describe_group(group), "hint": await broker.hint(pattern)}
 
 
 async def _reset_group(broker: Broker, request: Request) -> Json:
