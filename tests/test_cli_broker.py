@@ -219,6 +219,20 @@ def test_altering_changes_only_what_is_given(penstock: Penstock, client: Client)
     assert after.policy == before | {"retain_ms": None}
 
 
+def test_more_partitions_are_warned_of_if_there_are_messages(penstock: Penstock, client: Client) -> None:
+    client.create_topic("moving")
+    assert penstock("topic", "alter", "moving", "--partitions", 2).err == ""
+    client.publish("moving", b"x", key="k")
+
+    altered = penstock("topic", "alter", "moving", "--partitions", 3, "--json")
+    again = penstock("topic", "alter", "moving", "--partitions", 3)
+
+    assert altered.err.startswith("warning: with 3 partitions instead of 2, most keys and subjects of moving move to ")
+    assert f"warning: {json.loads(altered.out)['warning']}\n" == altered.err
+    assert (again.code, again.err) == (0, "")
+    assert client.alter_topic("moving", retain_ms=60_000).warning is None
+
+
 def test_altering_nothing_is_wrong_usage() -> None:
     assert "say what to change" in wrong_usage("topic", "alter", "whatever")
 

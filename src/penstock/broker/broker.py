@@ -214,8 +214,22 @@ class Broker:
     async def alter_topic(self, name: bytes, *, partitions: int | None = None, policy: Policy | None = None) -> Topic:
         return await self._to_its_end(self._alter(name, partitions, policy))
 
+    def warning(self, name: bytes, partitions: int | None) -> str | None:
+        """Return what this number of partitions would mean for the messages of a topic; None if nothing."""
+        served = self.topic(name)
+        before = served.topic.partitions
+        if partitions is None or partitions <= before or not any(partition.end for partition in served.partitions):
+            return None
+        return (
+            f"with {partitions} partitions instead of {before}, most keys and subjects of {served.topic.name} move to "
+            "another one: messages from before and after the change have no order between them, and compaction keeps "
+            "the latest of each partition; to keep them together, fill a new topic of "
+            f"{partitions} partitions with a replay pipeline"
+        )
+
     async def _alter(self, name: bytes, partitions: int | None, policy: Policy | None) -> Topic:
         topic = self.topic(name).topic
+        warning = self.warning(name, partitions)
         if topic.origin is not None and partitions not in (None, topic.partitions):
             raise ReadOnlyTopic(f"the topic {topic.name} is piped: it has as many partitions as at its origin")
         topic = replace(
@@ -225,6 +239,8 @@ class Broker:
         )
         await self.store.alter_topic_async(topic)
         self._serve(topic)
+        if warning is not None:
+            logger.warning("%s", warning)
         return topic
 
     async def delete_topic(self, name: bytes) -> None:

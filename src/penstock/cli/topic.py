@@ -137,13 +137,22 @@ def describe(name: TopicName, *, json: Json = False, at: Address) -> None:
 
 @app.command("alter")
 @options
-def alter(name: TopicName, *, settings: TopicOptions, json: Json = False, at: Address) -> None:
-    """Change the policy of a topic, or give it more partitions. What is not given stays."""
+def alter(name: TopicName, *, settings: TopicOptions, yes: Yes = False, json: Json = False, at: Address) -> None:
+    """Change the policy of a topic, or give it more partitions. What is not given stays.
+
+    More partitions move keys: at a terminal it asks first if the topic has messages.
+    """
     given = settings.given()
     if not given:
         raise typer.BadParameter("say what to change; --help lists it")
     with at.client() as client:
-        _tell("changed", client.alter_topic(name, **given), as_json=json)
+        topic = client.topic(name)
+        if given.get("partitions", 0) > topic.partitions and any(each.end for each in topic.positions):
+            confirm(f"Give {name} more partitions? Its keys move to others, and their order is not kept.", yes=yes)
+        altered = client.alter_topic(name, **given)
+    _tell("changed", altered, as_json=json)
+    if altered.warning is not None:
+        print(safe(f"warning: {altered.warning}"), file=sys.stderr, flush=True)
 
 
 @app.command("delete")

@@ -325,7 +325,10 @@ class AsyncClient:
         return Topic.from_json(await self._call("create_topic", name=name, partitions=partitions, policy=policy))
 
     async def alter_topic(self, name: str, *, partitions: int | None = None, **policy: Any) -> Topic:
-        """Change a topic: give it more partitions, or another policy."""
+        """Change a topic: give it more partitions, or another policy.
+
+        More partitions move keys: what this means for messages that are stored is in `warning` of the answer.
+        """
         return Topic.from_json(await self._call("alter_topic", name=name, partitions=partitions, policy=policy))
 
     async def delete_topic(self, name: str) -> None:

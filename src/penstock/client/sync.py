@@ -326,7 +326,10 @@ class Client:
         return self._run(self._async.create_topic(name, partitions=partitions, **policy))
 
     def alter_topic(self, name: str, *, partitions: int | None = None, **policy: Any) -> Topic:
-        """Change a topic: give it more partitions, or another policy."""
+        """Change a topic: give it more partitions, or another policy.
+
+        More partitions move keys: what this means for messages that are stored is in `warning` of the answer.
+        """
         return self._run(self._async.alter_topic(name, partitions=partitions, **policy))
 
     def delete_topic(self, name: str) -> None:

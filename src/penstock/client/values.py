@@ -56,7 +56,8 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """`refused`: why it cannot be served, if it cannot."""
+    """`refused`: why it cannot be served, if it cannot. `warning`: what a change means for messages that are stored, in
+    the answer to `alter_topic`."""
 
     name: str
     id: int
@@ -64,11 +65,20 @@ class Topic:
     policy: dict[str, Any]
     refused: str | None
     positions: list[PartitionPosition]
+    warning: str | None = None
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         positions = [PartitionPosition.from_json(each) for each in found["positions"]]
-        return cls(found["name"], found["id"], found["partitions"], found["policy"], found["refused"], positions)
+        return cls(
+            found["name"],
+            found["id"],
+            found["partitions"],
+            found["policy"],
+            found["refused"],
+            positions,
+            found.get("warning"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,9 +179,10 @@ async def _create_topic(broker: Broker, request: Request) -> Json:
 
 async def _alter_topic(broker: Broker, request: Request) -> Json:
     name = request.name("name")
-    policy = request.policy(broker.topic(name).topic.policy)
-    await _checked(broker.alter_topic(name, partitions=request.number_or_none("partitions"), policy=policy))
-    return _describe_topic(broker.topic(name))
+    policy, partitions = request.policy(broker.topic(name).topic.policy), request.number_or_none("partitions")
+    warning = broker.warning(name, partitions)
+    await _checked(broker.alter_topic(name, partitions=partitions, policy=policy))
+    return {**_describe_topic(broker.topic(name)), "warning": warning}
 
 
 async def _delete_topic(broker: Broker, request: Request) -> Json:
