@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from penstock.batch import Batch
 from penstock.broker.broker import Broker, Settings
-from penstock.broker.deadletters import DeadLetter
+from penstock.broker.deadletters import DeadLetter, Wanted
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
 from penstock.broker.intake import Receipt, Refusals
@@ -326,14 +326,14 @@ class Life:
             letters = await self.broker.dead_letters()
             if letters is None:
                 return []
-            return [letter async for letter in letters.list(pattern, redriven=redriven)]
+            return [letter async for letter in letters.list(Wanted(pattern), redriven=redriven)]
 
         return await self.do(read())
 
-    async def redrive(self, pattern: bytes = b">", count: int | None = None) -> int:
+    async def redrive(self, pattern: bytes = b">", count: int | None = None, *, to_group: bool = False) -> int:
         async def redrive() -> int:
             letters = await self.broker.dead_letters()
-            return 0 if letters is None else await letters.redrive(pattern, count)
+            return 0 if letters is None else await letters.redrive(Wanted(pattern), count, to_group=to_group)
 
         return await self.do(redrive())
 

@@ -814,6 +814,31 @@ def test_a_partition_that_is_not_there_is_an_error(penstock: Penstock, spread: l
 # ---- dead letters
 
 
+def test_dead_letters_are_chosen_given_back_to_their_group_and_purged(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server:
+        penstock = Penstock(f"127.0.0.1:{server.port}")
+        with Client(f"127.0.0.1:{server.port}") as client:
+            client.publish_many(("orders.eu", b"%d" % number) for number in range(4))
+            with client.subscribe("orders.>", group="billing", start="earliest") as member:
+                for number in range(4):
+                    member.get(PATIENCE_S).reject(reason="bank away" if number % 2 else "no such account")
+                member.flush()
+            until(lambda: len(client.dead_letters()) == 4)
+            away = ("--group", "billing", "--reason", "BANK", "--since", "-1h", "--until", "1h")
+            assert [each["value"] for each in penstock("dlq", "list", *away, "--json").json] == ["1", "3"]
+            assert penstock("dlq", "list", "--since", "1h", "--json").json == []
+            one = ("--partition", 0, "--offset", 0)
+            assert penstock("dlq", "purge", *one).lines == ["purged 1 dead letter"]
+            given = penstock("dlq", "redrive", *away, "--to-group")
+            assert given.lines == ["gave 2 dead letters back to their groups"]
+            with client.subscribe("orders.>", group="billing") as member:
+                again = [member.get(PATIENCE_S) for _ in range(2)]
+            assert sorted((message.value, message.attempts) for message in again) == [(b"1", 1), (b"3", 1)]
+            assert penstock("dlq", "purge", "--json").json == {"purged": 1}
+            assert penstock("dlq", "list", "--json").json == []
+            assert client.topic("orders").positions[0].end == 4
+
+
 def test_dead_letters_are_listed_looked_at_and_redriven(tmp_path: Path) -> None:
     with Serve(tmp_path, topic_deliveries_max=1) as server:
         penstock = Penstock(f"127.0.0.1:{server.port}")
@@ -842,6 +867,7 @@ def test_dead_letters_are_listed_looked_at_and_redriven(tmp_path: Path) -> None:
         assert penstock("dlq", "list", "--json").json == []
         [again] = penstock("dlq", "list", "--redriven", "--json").json
         assert again["redriven"] is True
+        assert penstock("dlq", "list", "--since", "soon").code == 2
         values = [each["value"] for each in penstock("fetch", "orders", "--json").documents]
         assert values == ["bad order", "bad order"]
 

@@ -11,7 +11,8 @@ import pytest
 from penstock.broker import group as groups
 from penstock.broker import sources
 from penstock.broker.broker import Settings
-from penstock.errors import BadRequest, PenstockError, ReadFailed
+from penstock.broker.deadletters import Wanted
+from penstock.errors import BadRequest, PenstockError, ReadFailed, UnknownGroup
 from penstock.run import Run
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
@@ -427,6 +428,161 @@ async def test_a_redrive_goes_on_while_the_topic_of_dead_letters_is_altered() ->
         assert await life.do(life.broker.dead_letters()) is before
         assert await life.redrive() == 2
         assert (life.in_log(b"orders"), life.in_log(b"bills")) == ([b"a", b"a"], [b"b", b"b"])
+
+
+# Chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "values"),
+    [
+        (Wanted(), b"abcd"),
+        (Wanted(b"*.us"), b"c"),
+        (Wanted(group=b"bills"), b"b"),
+        (Wanted(group=b"nobody"), b""),
+        (Wanted(reason="BANK"), b"ab"),
+        (Wanted(reason="bank is away", group=b"orders"), b"a"),
+        (Wanted(partition=0, offsets=frozenset({1, 3, 9})), b"bd"),
+        (Wanted(partition=1), b""),
+        (Wanted(since_us=1), b"abcd"),
+        (Wanted(until_us=1), b""),
+    ],
+)
+@in_loop
+async def test_letters_are_chosen_by_every_condition(wanted: Wanted, values: bytes) -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        for name, subject, value, reason in (
+            (b"orders", b"orders.eu", b"a", "The bank is away"),
+            (b"bills", b"bills.eu", b"b", "the BANK is closed"),
+            (b"orders", b"orders.us", b"c", "TypeError: x"),
+            (b"orders", b"orders.eu", b"d", ""),
+        ):
+            member = Recorder()
+            group, joined = await life.join(name, name + b".>", member)
+            await life.stored(subject, value)
+            [message] = member.take()
+            assert group.kill(message.place, message.offset, reason=reason)
+            await life.settle()
+            life.broker.leave(group, joined)
+        letters = await life.broker.dead_letters()
+        assert letters is not None
+        assert b"".join([letter.value async for letter in letters.list(wanted)]) == values
+        times = {letter.value: letter.time_us for letter in await life.letters()}
+        since = Wanted(since_us=times[b"c"], until_us=times[b"d"] + 1)
+        assert [letter.value async for letter in letters.list(since)] == [
+            value for value, time_us in times.items() if time_us >= times[b"c"]
+        ]
+
+
+# Purged
+
+
+@in_loop
+async def test_a_purged_letter_is_gone_for_good() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"), (b"orders.eu", b"c"))
+        letters = await life.broker.dead_letters()
+        assert letters is not None
+        assert await life.do(letters.purge(Wanted(b"*.eu"), 1)) == 1
+        assert [letter.value for letter in await life.letters()] == [b"b", b"c"]
+    async with Life(disk, settings=SETTINGS) as life:
+        assert [letter.value for letter in await life.letters(redriven=True)] == [b"b", b"c"]
+        assert await life.redrive() == 2
+        assert life.in_log(b"orders")[3:] == [b"b", b"c"]
+        assert [letter.value for letter in await life.letters(redriven=True)] == [b"b", b"c"]
+
+
+@in_loop
+async def test_it_is_remembered_which_letters_were_purged_and_which_redriven_however_many() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        await die(life, *((b"orders.eu", b"%d" % number) for number in range(70)))
+        letters = await life.broker.dead_letters()
+        assert letters is not None
+        for number in range(70):
+            await life.do(letters.purge(count=1) if number % 2 else letters.redrive(count=1))
+    async with Life(disk, settings=SETTINGS) as life:
+        assert await life.letters() == []
+        redriven = [int(letter.value) for letter in await life.letters(redriven=True)]
+        assert redriven == list(range(0, 70, 2))
+
+
+# Back to their group
+
+
+@in_loop
+async def test_a_letter_that_goes_to_its_group_reaches_nobody_else() -> None:
+    disk = FaultyFiles()
+    async with Life(disk, settings=SETTINGS) as life:
+        everybody, other = Recorder(), Recorder()
+        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"))
+        life.subscribe(b"orders.>", everybody)
+        await life.join(b"other", b"orders.>", other)
+        assert await life.redrive(b"*.eu", to_group=True) == 1
+        assert [letter.value for letter in await life.letters()] == [b"b"]
+        assert [letter.value for letter in await life.letters(redriven=True)] == [b"a", b"b"]
+    async with Life(disk, settings=SETTINGS) as life:
+        ann = Recorder()
+        group, _ = await life.join(b"orders", b"orders.>", ann)
+        [message] = ann.take()
+        assert (message.value, message.attempts, message.offset) == (b"a", 1, 0)
+        assert group.ack(message.place, message.offset, lambda _: None)
+        await life.settle()
+        assert (group.lag(), life.in_log(b"orders")) == (0, [b"a", b"b"])
+        assert (everybody.got, other.got) == ([], [])
+        assert await life.redrive(b"*.eu", to_group=True) == 0
+
+
+@in_loop
+async def test_one_that_fails_again_after_it_went_to_its_group_is_a_dead_letter_again() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"))
+        assert await life.redrive(to_group=True) == 1
+        await die(life)
+        [letter] = await life.letters()
+        assert (letter.offset, letter.value, letter.attempts) == (1, b"a", 1)
+
+
+@in_loop
+async def test_a_letter_cannot_go_to_a_group_that_is_gone_or_a_message_that_is_another_one() -> None:
+    async with Life(FaultyFiles(), settings=SETTINGS) as life:
+        await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))
+        await life.do(life.broker.delete_topic(b"orders"))
+        with pytest.raises(BadRequest, match="not a shared group that reads orders"):
+            await life.redrive(b"orders.>", to_group=True)
+        await life.stored(b"orders.eu", b"another one")
+        with pytest.raises(BadRequest, match="not in its topic any more"):
+            await life.redrive(b"orders.>", to_group=True)
+        await life.do(life.broker.delete_group(b"bills"))
+        with pytest.raises(UnknownGroup):
+            await life.redrive(b"bills.>", to_group=True)
+        assert len(await life.letters()) == 2
+        assert await life.redrive() == 2
+
+
+@in_loop
+async def test_giving_letters_back_that_is_cut_anywhere_loses_nothing() -> None:
+    """A letter is listed still, or its group has its message again: never neither."""
+
+    async def give_back(life: Life) -> None:
+        await life.redrive(to_group=True)
+
+    given_back = 0
+    async for disk, clock, cut in each_cut(prepare_letters, give_back, settings=SETTINGS):
+        print(f"cut {cut}, which is the seed too")
+        async with Life(disk, clock=clock, settings=SETTINGS) as life:
+            listed = {letter.value for letter in await life.letters()}
+            back = [
+                await life.do(position.partition.message(offset))
+                for group in life.broker.groups.values()
+                for position in group.positions.values()
+                for offset in position.inflight.back(life.clock.monotonic_us(), 10)
+            ]
+            pending = {value for run in back if run is not None for value in run.values}
+            assert (listed | pending, listed & pending) == ({b"a", b"b", b"c"}, set())
+            given_back += bool(pending)
+    assert given_back
 
 
 # Interrupted

@@ -546,6 +546,21 @@ def test_after_a_restart_only_what_was_pending_is_delivered_again() -> None:
     assert again.attempts(1) == 2
 
 
+def test_what_is_revived_is_delivered_as_if_for_the_first_time_and_the_next_record_is_whole() -> None:
+    inflight = took(0, 1, 2, 3)
+    inflight.ack_many([0, 1, 2, 3])
+    inflight.take([4], 5, ANN, 100)
+    inflight.mark()
+    inflight.revive([2, 4, 7], 50)
+    check(inflight)
+    assert (inflight.floor, inflight.next, inflight.back(50, 9), inflight.owner(4)) == (2, 5, [2], ANN)
+    assert inflight.changes(50) is None
+    inflight.retake([2], BOB, 100)
+    assert inflight.attempts(2) == 1
+    inflight.ack_many([2, 4])
+    assert inflight.floor == 5
+
+
 def test_after_a_restart_the_dead_still_wait_for_their_letters() -> None:
     inflight = took(0, 1)
     inflight.kill(0)
@@ -844,6 +859,15 @@ class InflightMachine(RuleBasedStateMachine):
         for offset in dead:
             del self.pending[offset]
         self.buried += len(dead)
+
+    @rule(picks=PICKS)
+    def revive(self, picks: list[int]) -> None:
+        offsets = [self._offset(pick) for pick in picks]
+        self.inflight.revive(offsets, self.now_us)
+        revived = {offset for offset in offsets if offset < self.next and offset not in self.pending}
+        self.pending |= {offset: Message(0, self.now_us) for offset in revived}
+        self.taken += len(revived)
+        self.floor = min([self.floor, *revived])
 
     # Kept.
 

@@ -1,18 +1,26 @@
-"""Dead letters: messages that a group could not handle. They are listed, looked at, and sent to their subject again."""
+"""Dead letters: messages that a group could not handle. They are listed, redriven and purged.
+
+A redriven letter is published to its subject again, for everybody who reads that. One that is redriven to its group is
+not copied: its message is still in its topic, and the group goes back to it. A purged letter is not listed any more. It
+stays in the log until retention removes it, like all that is stored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
-from typing import NamedTuple, Protocol
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from penstock import headers
+from penstock.broker.group import Group, Mode, Position
 from penstock.broker.mover import Mover
 from penstock.broker.partition import Partition
 from penstock.broker.sources import pause
 from penstock.broker.topic import ServedTopic
 from penstock.clock import Clock
-from penstock.errors import BadRequest, PenstockError
+from penstock.errors import BadRequest, Overloaded, PenstockError
 from penstock.run import Run
+from penstock.storage.meta import Change
 from penstock.storage.store import Store
 from penstock.subject import is_subject, matches
 
@@ -22,6 +30,8 @@ class Host(Protocol):
     store: Store
 
     async def owner(self, subject: bytes) -> ServedTopic: ...
+
+    def group(self, name: bytes) -> Group: ...
 
     def partition(self, topic_id: int, number: int) -> Partition | None: ...
 
@@ -44,6 +54,43 @@ class DeadLetter(NamedTuple):
     is_redriven: bool
 
 
+class Wanted(NamedTuple):
+    """Which dead letters: those that meet every condition that is not None."""
+
+    # Of their own subjects.
+    pattern: bytes = b">"
+    group: bytes | None = None
+    # Part of the reason, in upper or lower case.
+    reason: str | None = None
+    # When they died: not before, and before.
+    since_us: int | None = None
+    until_us: int | None = None
+    # Where they are themselves.
+    partition: int | None = None
+    offsets: frozenset[int] | None = None
+
+    def meets(self, letter: DeadLetter) -> bool:
+        return (
+            (self.group is None or letter.group == self.group)
+            and (self.reason is None or self.reason.casefold() in letter.reason.decode(errors="replace").casefold())
+            and (self.since_us is None or letter.time_us >= self.since_us)
+            and (self.until_us is None or letter.time_us < self.until_us)
+            and (self.partition is None or letter.partition == self.partition)
+            and (self.offsets is None or letter.offset in self.offsets)
+        )
+
+
+_ALL: Final = Wanted()
+
+
+class _Origin(NamedTuple):
+    """Where the message of a letter is, for its group."""
+
+    group: Group
+    position: Position
+    offset: int
+
+
 class DeadLetters:
     def __init__(self, topic: ServedTopic, host: Host) -> None:
         self._host = host
@@ -58,8 +105,8 @@ class DeadLetters:
                 name = f"redriven {partition.topic_id} {partition.number}"
                 self._movers[partition] = Mover(name, partition, self._host, self._route, self._shape)
 
-    async def list(self, pattern: bytes = b">", *, redriven: bool = False) -> AsyncIterator[DeadLetter]:
-        """Those whose own subject matches, oldest first; with `redriven`, also those that were sent again."""
+    async def list(self, wanted: Wanted = _ALL, *, redriven: bool = False) -> AsyncIterator[DeadLetter]:
+        """Those that are wanted and not purged, oldest first; with `redriven`, also those that were redriven."""
         for partition, mover in list(self._movers.items()):
             offset = partition.start
             while (found := await partition.read(offset)) is not None:
@@ -67,9 +114,13 @@ class DeadLetters:
                 for index in range(len(run)):
                     await pause(index)
                     is_redriven = mover.has_arrived(run.offset(index))
-                    subject = None if is_redriven and not redriven else _subject(run.headers.get(index, b""))
-                    if subject is not None and matches(pattern, subject):
-                        yield _letter(partition, run, index, is_redriven)
+                    if is_redriven and (not redriven or mover.is_dropped(run.offset(index))):
+                        continue
+                    subject = _subject(run.headers.get(index, b""))
+                    if subject is not None and matches(wanted.pattern, subject):
+                        letter = _letter(partition, run, index, is_redriven=is_redriven)
+                        if wanted.meets(letter):
+                            yield letter
 
     async def peek(self, partition: int, offset: int) -> DeadLetter | None:
         async for letter in self.list(redriven=True):
@@ -77,30 +128,98 @@ class DeadLetters:
                 return letter
         return None
 
-    async def redrive(
-        self, pattern: bytes = b">", count: int | None = None, offsets: Iterable[int] | None = None
-    ) -> int:
+    async def redrive(self, wanted: Wanted = _ALL, count: int | None = None, *, to_group: bool = False) -> int:
         """Publish dead letters to their subjects again, and return how many. Each is published once, even if this is
-        interrupted and called again.
+        interrupted and called again. `to_group`: deliver each again to the group that failed, and to nobody else.
 
-        `offsets`: only those there. Raises if some of them cannot be published; then these are still listed.
+        Raises if some of them cannot be redriven; then these are still listed.
         """
-        wanted = None if offsets is None else frozenset(offsets)
-        chosen: dict[int, list[int]] = {}
-        taken = 0
-        async for letter in self.list(pattern):
-            if count is not None and taken >= count:
-                break
-            if wanted is not None and letter.offset not in wanted:
-                continue
-            chosen.setdefault(letter.partition, []).append(letter.offset)
-            taken += 1
+        chosen = await self._choose(wanted, count)
         failed: list[PenstockError] = []
         for partition, mover in list(self._movers.items()):
-            failed += (await mover.move(chosen.get(partition.number, []), retry=True)).values()
+            offsets = chosen.get(partition.number, [])
+            if to_group:
+                failed += await self._revive(mover, offsets)
+            else:
+                failed += (await mover.move(offsets, retry=True)).values()
         if failed:
             raise failed[0]
-        return taken
+        return sum(map(len, chosen.values()))
+
+    async def purge(self, wanted: Wanted = _ALL, count: int | None = None) -> int:
+        """Forget dead letters, and return how many."""
+        chosen = await self._choose(wanted, count)
+        for partition, mover in list(self._movers.items()):
+            await mover.drop(chosen.get(partition.number, []))
+        return sum(map(len, chosen.values()))
+
+    async def _choose(self, wanted: Wanted, count: int | None) -> dict[int, Sequence[int]]:
+        """Return the offsets of the first that are wanted, by partition."""
+        chosen: dict[int, list[int]] = {}
+        taken = 0
+        async for letter in self.list(wanted):
+            if count is not None and taken >= count:
+                break
+            chosen.setdefault(letter.partition, []).append(letter.offset)
+            taken += 1
+        return {**chosen}
+
+    async def _revive(self, mover: Mover, offsets: Sequence[int]) -> Sequence[PenstockError]:
+        """Let groups go back to the messages of these letters. Return why one of them cannot, if so."""
+        failed: list[PenstockError] = []
+        found: dict[int, _Origin] = {}
+        taken: Counter[Position] = Counter()
+        for index, offset in enumerate(offsets):
+            await pause(index)
+            try:
+                origin = await self._find_origin(mover.partition, offset)
+                if taken[origin.position] >= origin.position.inflight.room():
+                    raise Overloaded(
+                        f"dead letter {offset} is not redriven yet: too many messages of its group are pending;"
+                        " redrive it when the group has caught up"
+                    )
+            except PenstockError as error:
+                failed = failed or [error]
+                continue
+            taken[origin.position] += 1
+            found[offset] = origin
+
+        def revive(letters: Sequence[int]) -> list[Change]:
+            origins: dict[tuple[Group, Position], list[int]] = {}
+            for group, position, offset in map(found.__getitem__, letters):
+                origins.setdefault((group, position), []).append(offset)
+            return [group.revive(position, together) for (group, position), together in origins.items()]
+
+        await mover.replace(list(found), revive)
+        return failed
+
+    async def _find_origin(self, partition: Partition, offset: int) -> _Origin:
+        """Return where the message of a letter still is, for its group."""
+
+        def refused(reason: str) -> BadRequest:
+            return BadRequest(f"dead letter {offset} cannot be redriven to its group: {reason}")
+
+        stored = await partition.message(offset)
+        if stored is None:
+            raise refused("retention has removed it")
+        letter = _letter(partition, stored, 0, is_redriven=False)
+        group = self._host.group(letter.group)
+        position = next(
+            (
+                each
+                for each in group.positions.values()
+                if (each.partition.name, each.partition.number) == (letter.topic, letter.origin_partition)
+            ),
+            None,
+        )
+        if position is None or group.mode is not Mode.SHARED:
+            raise refused(f"{letter.group.decode()} is not a shared group that reads {letter.topic.decode()} any more")
+        run = await position.partition.message(letter.origin_offset)
+        if run is None or not _is_of(stored, run):
+            raise refused("its message is not in its topic any more; redrive it to its subject")
+        if position.inflight.is_dead(letter.origin_offset):
+            raise refused("the group is still storing it; try again")
+        return _Origin(group, position, letter.origin_offset)
 
     async def _route(self, run: Run) -> Partition:
         subject = _known_subject(run)
@@ -128,13 +247,19 @@ def _subject(block: bytes) -> bytes | None:
     return subject if subject is not None and is_subject(subject) else None
 
 
+def _is_of(letter: Run, run: Run) -> bool:
+    """Return whether a message is the one that a letter was made of, and not one of a topic that was made again."""
+    is_empty = headers.value_of(letter.headers[0], b"Dead-Letter-Is-Empty") is not None
+    return _subject(letter.headers[0]) == run.subjects[0] and (is_empty or letter.values[0] == run.values[0])
+
+
 def _known_subject(run: Run) -> bytes:
     subject = _subject(run.headers[0])
     assert subject is not None, "it was listed"
     return subject
 
 
-def _letter(partition: Partition, run: Run, index: int, is_redriven: bool) -> DeadLetter:
+def _letter(partition: Partition, run: Run, index: int, *, is_redriven: bool) -> DeadLetter:
     block = run.headers[index]
 
     def field(name: bytes) -> bytes:

@@ -396,6 +396,20 @@ class Group:
         self.wake()
         return True
 
+    def revive(self, position: Position, offsets: Sequence[int]) -> Change:
+        """Deliver messages that became dead letters again, as if for the first time.
+
+        Return the new position. Whoever calls this writes it in the same turn of the loop, or later changes are lost.
+        """
+        if not self._has(position):
+            raise StaleCommit(f"the group does not read {position.partition.name.decode()} any more")
+        now_us = self._host.clock.monotonic_us()
+        position.inflight.revive(offsets, now_us)
+        for offset in offsets:
+            position.graves.pop(offset, None)
+        self.wake()
+        return Change("position", self.key(position.partition), position.to_json(now_us))
+
     def _holding(self, place: tuple[int, int], offset: int, member: Member | None) -> Position | None:
         """The position of a message, unless another one than `member` has it now."""
         position = self.positions.get(place)

@@ -14,6 +14,7 @@ reads on at `next`. A pending message is in one of three states:
     kill            OUT or BACK → DEAD
     ack             OUT or BACK → done
     bury                   DEAD → done
+    revive                 done → BACK
 
 Messages are delivered in runs, and those of a run mostly share their lot: they expire, or go back with their member,
 all at once. So what is said of a message (attempts, member, moment) is said once for its lot; a message that fares
@@ -74,10 +75,11 @@ class Inflight:
         self.reset(floor)
 
     def reset(self, offset: int) -> None:
-        """Start again at `offset`, with nothing pending. Only this may move `floor` and `next` back."""
+        """Start again at `offset`, with nothing pending. Only this may move `next` back, and only this and `revive`
+        the floor."""
         self.floor = offset
         self.next = offset
-        # The lot of each message that is OUT or BACK. Ascending: offsets are taken in order, and never put in anew.
+        # The lot of each message that is OUT or BACK. Ascending: offsets are taken in order.
         self._lots: dict[int, _Lot] = {}
         self._dead: dict[int, int] = {}  # offset -> attempts
         self._order: deque[int] = deque()  # all pending, ascending, and some that are done; the first is pending
@@ -315,6 +317,23 @@ class Inflight:
         self._note(buried)
         self._raise_floor()
         return len(buried)
+
+    def is_dead(self, offset: int) -> bool:
+        """Return whether it is DEAD: its dead letter may be stored, but it is not done."""
+        return offset in self._dead
+
+    def revive(self, offsets: Iterable[int], now_us: int) -> None:
+        """Let messages that are done go BACK, due at once, as if they had never been delivered. Those that are pending
+        or were not read yet stay as they are. It sorts all that is pending, and the next record is a snapshot."""
+        revived = tuple(sorted({each for each in offsets if each < self.next and not self.is_pending(each)}))
+        if not revived:
+            return
+        self._begin(revived, 0, None, now_us)
+        self._lots = dict(sorted(self._lots.items()))
+        self._order = deque(sorted((*self._lots, *self._dead)))
+        self.floor = self._order[0]
+        # A record of changes does not list what is done below the floor that it was made at.
+        self._changed = None
 
     # Kept.
 

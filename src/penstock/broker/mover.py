@@ -6,6 +6,9 @@ interrupted is completed later. Finished ones are folded into one record now and
 
 A target that cannot take its messages delays only those: it is tried again after a while, and until it has taken what
 was decided nothing more is decided for it.
+
+Messages that are not to be moved any more are decided to go to a target that does not exist: they are dropped, or what
+becomes of them is written together with the decision.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ RETRY_US: Final = 1_000_000
 RETRY_US_MAX: Final = 30_000_000
 
 Place = tuple[int, int]  # the id of a topic, and a partition
+# Targets that do not exist: of messages that were dropped, and of those that something else was done with.
+_DROPPED: Final[Place] = (-1, 0)
+_ELSEWHERE: Final[Place] = (-1, 1)
 
 
 class Host(Protocol):
@@ -81,6 +87,8 @@ class Mover:
         # All messages below the floor were moved or are gone, and these above it. Moved means decided.
         self.floor: int = folded["floor"]
         self._moved = Ranges((first, last) for first, last in folded["ranges"])
+        # Those of them that were dropped.
+        self._dropped = Ranges((first, last) for first, last in folded.get("dropped", ()))
         self._number: int = folded["number"]
         # Moves that are not folded yet.
         self._numbers: list[int] = []
@@ -131,6 +139,9 @@ class Mover:
     def has_arrived(self, offset: int) -> bool:
         return self.is_moved(offset) and offset not in self._on_the_way
 
+    def is_dropped(self, offset: int) -> bool:
+        return offset in self._dropped
+
     def skip(self, first: int, last: int) -> None:
         """There is nothing to move from offset `first` to `last`."""
         self._moved.add(first, last)
@@ -146,11 +157,7 @@ class Mover:
         why. `retry`: also try targets again that failed a moment ago."""
         async with self._lock:
             await self._finish_all(retry=retry)
-            if len(self._moved) > RANGES_MAX:
-                raise Overloaded(
-                    f"messages of {self.partition.name.decode()} were moved from {len(self._moved)} separate ranges of"
-                    f" offsets, the limit is {RANGES_MAX}: move the oldest ones first"
-                )
+            self._check_ranges()
             failed: dict[int, PenstockError] = {}
             targets: dict[Place, list[int]] = {}
             count = size = 0
@@ -181,6 +188,38 @@ class Mover:
             late = {offset: self._on_the_way[offset] for offset in offsets if offset in self._on_the_way}
             return failed | {offset: self._stuck[place].error for offset, place in late.items()}
 
+    async def drop(self, offsets: Sequence[int]) -> None:
+        """Never move these messages, unless they were moved before."""
+        await self._end(offsets, _DROPPED, lambda _: [])
+
+    async def replace(self, offsets: Sequence[int], changes: Callable[[Sequence[int]], list[Change]]) -> None:
+        """Count these messages as moved, unless they were before. `changes` does with some of them what is done
+        instead, and returns what of it is written together with that decision."""
+        await self._end(offsets, _ELSEWHERE, changes)
+
+    async def _end(
+        self, offsets: Sequence[int], place: Place, changes: Callable[[Sequence[int]], list[Change]]
+    ) -> None:
+        async with self._lock:
+            self._check_ranges()
+            left = [offset for offset in dict.fromkeys(offsets) if not self.is_moved(offset)]
+            for begin in range(0, len(left), sources.DECISION_MESSAGES_MAX):
+                part = left[begin : begin + sources.DECISION_MESSAGES_MAX]
+                number = self._number + 1
+                decision = Change(_KIND, f"{self._name}/{number}", [[*place, part]])
+                await self._host.store.write_state([decision, *changes(part)])
+                self._begin(number, {place: part})
+                self._end_first(place)
+            await self._fold()
+
+    def _check_ranges(self) -> None:
+        count = len(self._moved) + len(self._dropped)
+        if count > RANGES_MAX:
+            raise Overloaded(
+                f"messages of {self.partition.name.decode()} were moved from {count} separate ranges of"
+                f" offsets, the limit is {RANGES_MAX}: move the oldest ones first"
+            )
+
     async def _plan(self, offset: int) -> tuple[Place, int] | None:
         """Return the target of a message and its size there, or None if it is gone. Raises if it cannot be moved now:
         all that can go wrong with it alone does so here, before it is decided."""
@@ -210,6 +249,8 @@ class Mover:
             for offset in offsets:
                 self._on_the_way[offset] = place
                 self._moved.add(offset, offset)
+                if place == _DROPPED:
+                    self._dropped.add(offset, offset)
         self._raise_floor()
 
     def _end_first(self, place: Place) -> None:
@@ -268,6 +309,7 @@ class Mover:
 
     def _raise_floor(self) -> None:
         self.floor = self._moved.pop_below(max(self.floor, self.partition.start))
+        self._dropped.drop_below(self.partition.start)
 
     async def _fold(self) -> None:
         """Write one record in place of many."""
@@ -276,7 +318,12 @@ class Mover:
         if len(finished) < _MOVES_MAX + len(self._moved) // _RANGES_PER_MOVE:
             return
         changes = [Change(_KIND, f"{self._name}/{number}", None) for number in finished]
-        folded = {"number": self._number, "floor": self.floor, "ranges": list(self._moved)}
+        folded = {
+            "number": self._number,
+            "floor": self.floor,
+            "ranges": list(self._moved),
+            "dropped": list(self._dropped),
+        }
         try:
             await self._host.store.write_state([Change(_KIND, self._name, folded), *changes])
         except PenstockError as error:

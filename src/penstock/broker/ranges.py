@@ -39,6 +39,12 @@ class Ranges:
         self._firsts[begin:end] = [first]
         self._lasts[begin:end] = [last]
 
+    def drop_below(self, floor: int) -> None:
+        """Remove the ranges that lie below `floor`."""
+        count = bisect_left(self._lasts, floor)
+        del self._firsts[:count]
+        del self._lasts[:count]
+
     def pop_below(self, floor: int) -> int:
         """Remove all offsets below `floor`. Return the first offset from `floor` on that is not in the set, after
         removing those before it."""

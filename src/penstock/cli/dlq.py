@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from penstock.cli.options import Address, Json, Yes, confirm, options
+from penstock.cli.options import Address, Json, Yes, complete_group, confirm, options
 from penstock.cli.text import Document, counted, iso, put, shown
+from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.moments import iso_or_none
+from penstock.moments import iso_or_none, read_moment
 
 if TYPE_CHECKING:
-    from penstock.client.values import DeadLetter
+    from penstock.client.values import DeadLetter, LetterFilter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Pattern = Annotated[str, typer.Argument(metavar="[PATTERN]", help="Those of these subjects.")]
+Count = Annotated[int | None, typer.Option(min=1, help="At the most so many, oldest first.")]
+_PANEL = "Which"
+
+
+def _read_moment(text: str) -> str:
+    """Return a time that is one, as the client reads it."""
+    try:
+        read_moment(text, SystemClock().now_us())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Which:
+    """Conditions that dead letters meet, all of them."""
+
+    group: Annotated[
+        str | None, typer.Option(autocompletion=complete_group, help="Of this group.", rich_help_panel=_PANEL)
+    ] = None
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="With this in their reason.", rich_help_panel=_PANEL)
+    ] = None
+    since: Annotated[
+        Any, typer.Option(parser=_read_moment, metavar="TIME", help="Died then or later.", rich_help_panel=_PANEL)
+    ] = None
+    until: Annotated[
+        Any, typer.Option(parser=_read_moment, metavar="TIME", help="Died before.", rich_help_panel=_PANEL)
+    ] = None
+    partition: Annotated[
+        int | None, typer.Option(min=0, help="In this partition of theirs.", rich_help_panel=_PANEL)
+    ] = None
+    offset: Annotated[
+        list[int] | None, typer.Option(min=0, help="At this offset. Repeat it for several.", rich_help_panel=_PANEL)
+    ] = None
+
+    def filter(self) -> LetterFilter:
+        given = asdict(self)
+        given["offsets"] = given.pop("offset") or None
+        return cast("LetterFilter", {name: value for name, value in given.items() if value is not None})
 
 
 @app.command("list")
@@ -27,12 +68,13 @@ def list_letters(
     *,
     count: Annotated[int, typer.Option(min=1, help="At the most so many, oldest first.")] = 100,
     redriven: Annotated[bool, typer.Option("--redriven", help="Also those that were sent again.")] = False,
+    which: Which,
     json: Json = False,
     at: Address,
 ) -> None:
     """Show dead letters: where they are, where they were, and why they died."""
     with at.client() as client:
-        letters = client.dead_letters(pattern, limit=count, redriven=redriven)
+        letters = client.dead_letters(pattern, limit=count, redriven=redriven, **which.filter())
     from penstock.cli import output
 
     if json:
@@ -88,21 +130,58 @@ def peek(
 def redrive(
     pattern: Pattern = ">",
     *,
-    count: Annotated[int | None, typer.Option(min=1, help="At the most so many, oldest first.")] = None,
+    count: Count = None,
+    to_group: Annotated[
+        bool, typer.Option("--to-group", help="Deliver each to the group that failed, and to nobody else.")
+    ] = False,
+    which: Which,
     yes: Yes = False,
     json: Json = False,
     at: Address,
 ) -> None:
     """Publish dead letters to their subjects again, each once."""
     with at.client() as client:
-        confirm(f"Publish the dead letters of {pattern} to their subjects again?", yes=yes)
-        redriven = client.redrive(pattern, count=count)
+        wanted, where = which.filter(), "groups" if to_group else "subjects"
+        confirm(f"Send {_described(pattern, count, wanted)} to their {where} again?", yes=yes)
+        redriven = client.redrive(pattern, count=count, to_group=to_group, **wanted)
+    letters = counted(redriven, "dead letter")
+    _tell(
+        json, "redriven", redriven, f"gave {letters} back to their groups" if to_group else f"published {letters} again"
+    )
+
+
+@app.command("purge")
+@options
+def purge(
+    pattern: Pattern = ">",
+    *,
+    count: Count = None,
+    which: Which,
+    yes: Yes = False,
+    json: Json = False,
+    at: Address,
+) -> None:
+    """Forget dead letters: they are not listed and cannot be redriven any more. Their bytes go with retention."""
+    with at.client() as client:
+        wanted = which.filter()
+        confirm(f"Forget {_described(pattern, count, wanted)}?", yes=yes)
+        purged = client.purge_dead_letters(pattern, count=count, **wanted)
+    _tell(json, "purged", purged, f"purged {counted(purged, 'dead letter')}")
+
+
+def _described(pattern: str, count: int | None, wanted: LetterFilter) -> str:
+    """Say which dead letters something is done to."""
+    letters = "all dead letters" if count is None else f"at most {counted(count, 'dead letter')}"
+    return f"{letters} of {pattern}{''.join(f', {name} {value}' for name, value in wanted.items())}"
+
+
+def _tell(json: bool, name: str, number: int, line: str) -> None:
     if json:
         from penstock.cli import output
 
-        output.print_json({"redriven": redriven})
+        output.print_json({name: number})
     else:
-        print(f"published {counted(redriven, 'dead letter')} again")
+        print(line)
 
 
 def _document(letter: DeadLetter) -> Document:

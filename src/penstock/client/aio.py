@@ -23,7 +23,7 @@ from collections.abc import (
 from contextlib import aclosing
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Final, Literal, Self, overload
+from typing import Any, Final, Literal, Self, Unpack, overload
 
 from penstock.batch import BATCH_BYTES_MAX, Compression
 from penstock.client.bell import Bell, Within
@@ -37,7 +37,7 @@ from penstock.client.producer import Batcher, Sealed, ServedTopic
 from penstock.client.protocol import Answer, Request
 from penstock.client.reader import Part, PartitionPlace, messages_of, read, record_batches_of
 from penstock.client.transaction import AsyncStage, AsyncTransaction
-from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Refresh, Topic, arguments
+from penstock.client.values import DeadLetter, Group, LetterFilter, Outgoing, Owner, Receipt, Refresh, Topic, arguments
 from penstock.clock import SystemClock
 from penstock.errors import (
     BadRequest,
@@ -407,18 +407,44 @@ class AsyncClient:
         """How many messages a group has not done yet."""
         return (await self.group(group)).lag
 
-    async def dead_letters(self, pattern: str = ">", *, limit: int = 100, redriven: bool = False) -> list[DeadLetter]:
-        """Messages that a group could not handle, oldest first; with `redriven`, also those that were sent again."""
-        found = await self._read("dead_letters", pattern=pattern, limit=limit, redriven=redriven)
+    async def dead_letters(
+        self, pattern: str = ">", *, limit: int = 100, redriven: bool = False, **wanted: Unpack[LetterFilter]
+    ) -> list[DeadLetter]:
+        """Return messages that a group could not handle, oldest first; with `redriven`, also those that were redriven.
+        Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`."""
+        fields = self._letter_fields(wanted)
+        found = await self._read("dead_letters", pattern=pattern, limit=limit, redriven=redriven, **fields)
         return [DeadLetter.from_json(each) for each in found["letters"]]
 
     async def redrive(
-        self, pattern: str = ">", *, count: int | None = None, offsets: Sequence[int] | None = None
+        self, pattern: str = ">", *, count: int | None = None, to_group: bool = False, **wanted: Unpack[LetterFilter]
     ) -> int:
-        """Send dead letters to their subjects again, each once; how many. `offsets`: only those, in their topic."""
-        chosen = None if offsets is None else list(offsets)
-        found = await self._call("redrive", pattern=pattern, count=count, offsets=chosen)
+        """Send dead letters to their subjects again, each once, and return how many. `to_group`: deliver each only to
+        the group that failed. Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`."""
+        fields = self._letter_fields(wanted)
+        found = await self._call("redrive", pattern=pattern, count=count, to_group=to_group, **fields)
         return int(found["redriven"])
+
+    async def purge_dead_letters(
+        self, pattern: str = ">", *, count: int | None = None, **wanted: Unpack[LetterFilter]
+    ) -> int:
+        """Forget dead letters, and return how many. Choose by `group`, `reason`, `since`, `until`, `partition` and
+        `offsets`."""
+        found = await self._call("purge_dead_letters", pattern=pattern, count=count, **self._letter_fields(wanted))
+        return int(found["purged"])
+
+    def _letter_fields(self, wanted: LetterFilter) -> dict[str, Any]:
+        """Return the fields of a call. Times become µs since 1970."""
+        known = {*LetterFilter.__annotations__}
+        if unknown := wanted.keys() - known:
+            raise TypeError(f"no such condition: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+        fields: dict[str, Any] = {**wanted}
+        for name in ("since", "until"):
+            if (moment := fields.pop(name, None)) is not None:
+                fields[f"{name}_us"] = max(0, read_moment(moment, self._clock.now_us()))
+        if fields.get("offsets") is not None:
+            fields["offsets"] = list(fields["offsets"])
+        return fields
 
     async def statistics(self) -> dict[str, Any]:
         """The broker's figures."""

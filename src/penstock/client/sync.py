@@ -22,7 +22,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar, overload
+from typing import Any, Final, Literal, Self, TypeVar, Unpack, overload
 
 from penstock.batch import Batch
 from penstock.client.aio import (
@@ -45,7 +45,7 @@ from penstock.client.link import Servers
 from penstock.client.message import Message
 from penstock.client.outgoing import ABSENT
 from penstock.client.transaction import AsyncStage, AsyncTransaction
-from penstock.client.values import DeadLetter, Group, Outgoing, Owner, Receipt, Refresh, Topic, arguments
+from penstock.client.values import DeadLetter, Group, LetterFilter, Outgoing, Owner, Receipt, Refresh, Topic, arguments
 from penstock.errors import Closed, PenstockError, TimedOut
 from penstock.subject import selection
 
@@ -397,13 +397,26 @@ class Client:
         """How many messages a group has not done yet."""
         return self._run(self._async.lag(group))
 
-    def dead_letters(self, pattern: str = ">", *, limit: int = 100, redriven: bool = False) -> list[DeadLetter]:
-        """Messages that a group could not handle, oldest first; with `redriven`, also those that were sent again."""
-        return self._run(self._async.dead_letters(pattern, limit=limit, redriven=redriven))
+    def dead_letters(
+        self, pattern: str = ">", *, limit: int = 100, redriven: bool = False, **wanted: Unpack[LetterFilter]
+    ) -> list[DeadLetter]:
+        """Return messages that a group could not handle, oldest first; with `redriven`, also those that were redriven.
+        Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`."""
+        return self._run(self._async.dead_letters(pattern, limit=limit, redriven=redriven, **wanted))
 
-    def redrive(self, pattern: str = ">", *, count: int | None = None, offsets: Sequence[int] | None = None) -> int:
-        """Send dead letters to their subjects again, each once; how many. `offsets`: only those, in their topic."""
-        return self._run(self._async.redrive(pattern, count=count, offsets=offsets))
+    def redrive(
+        self, pattern: str = ">", *, count: int | None = None, to_group: bool = False, **wanted: Unpack[LetterFilter]
+    ) -> int:
+        """Send dead letters to their subjects again, each once, and return how many. `to_group`: deliver each only to
+        the group that failed. Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`."""
+        return self._run(self._async.redrive(pattern, count=count, to_group=to_group, **wanted))
+
+    def purge_dead_letters(
+        self, pattern: str = ">", *, count: int | None = None, **wanted: Unpack[LetterFilter]
+    ) -> int:
+        """Forget dead letters, and return how many. Choose by `group`, `reason`, `since`, `until`, `partition` and
+        `offsets`."""
+        return self._run(self._async.purge_dead_letters(pattern, count=count, **wanted))
 
     def statistics(self) -> dict[str, Any]:
         """The broker's figures."""

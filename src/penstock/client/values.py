@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypedDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,18 @@ class Refresh:
     def is_over(self) -> bool:
         """Whether nothing is under way."""
         return self.state in ("IDLE", "COMPLETED", "ABORTED")
+
+
+class LetterFilter(TypedDict, total=False):
+    """Which dead letters: those that meet every condition that is given. `reason`: part of it, in upper or lower case.
+    `since` and `until`: when they died. `partition` and `offsets`: where they are themselves."""
+
+    group: str
+    reason: str
+    since: str | datetime | timedelta | float
+    until: str | datetime | timedelta | float
+    partition: int
+    offsets: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Literal
 
 from penstock.errors import BadRequest
 from penstock.server import calls
@@ -28,6 +28,25 @@ _START: Final = Field(
     about='"earliest", "latest", {"offset": n}, {"time": "2030-01-31T12:00:00Z"} (or seconds since 1970, or "-5m"), '
     '{"time_us": n} or {"positions": [[topic id, partition, offset], ...]}',
     default="latest",
+)
+
+
+def _conditions(place: Literal["body", "query"]) -> tuple[Field, ...]:
+    """Return the conditions that dead letters meet."""
+    return (
+        Field(name="group", kind="text", about="of this group", place=place),
+        Field(name="reason", kind="text", about="with this in their reason", place=place),
+        Field(name="since_us", kind="number", about="died then or later, in µs since 1970", place=place),
+        Field(name="until_us", kind="number", about="died before, in µs since 1970", place=place),
+        Field(name="partition", kind="number", about="only those in this partition of theirs", place=place),
+    )
+
+
+_LETTERS: Final = (
+    Field(name="pattern", kind="text", about="of their own subjects", required=True),
+    *_conditions("body"),
+    Field(name="offsets", kind="numbers", about="only those at these offsets"),
+    Field(name="count", kind="number", about="at most so many; all, if it is not said"),
 )
 
 
@@ -172,6 +191,7 @@ ENDPOINTS: Final = (
         answer=_letters,
         fields=(
             Field(name="pattern", kind="text", about="of their own subjects", place="query", default=">"),
+            *_conditions("query"),
             Field(
                 name="limit",
                 kind="number",
@@ -189,10 +209,17 @@ ENDPOINTS: Final = (
         about="Publish dead letters to their subjects again",
         answer=_call("redrive"),
         fields=(
-            Field(name="pattern", kind="text", about="of their own subjects", required=True),
-            Field(name="count", kind="number", about="at most so many; all, if it is not said"),
-            Field(name="offsets", kind="numbers", about="only those at these offsets"),
+            *_LETTERS,
+            Field(name="to_group", kind="flag", about="deliver each only to the group that failed", default=False),
         ),
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/dead-letters/purge",
+        about="Forget dead letters",
+        answer=_call("purge_dead_letters"),
+        fields=_LETTERS,
         guarded=True,
     ),
     Endpoint(

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.broker.broker import Broker
-from penstock.broker.deadletters import DeadLetter
+from penstock.broker.deadletters import DeadLetter, Wanted
 from penstock.broker.group import Group, Mode
 from penstock.broker.partition import Partition
 from penstock.broker.refresh import Refresh, State
@@ -128,6 +128,19 @@ class Request:
                 )
             found.append((topic.partitions[number], offset))
         return found
+
+    def wanted(self) -> Wanted:
+        """Which dead letters."""
+        offsets = self.numbers_or_none("offsets")
+        return Wanted(
+            self.name("pattern"),
+            self.name_or_none("group"),
+            None if self._fields.get("reason") is None else self.text("reason"),
+            self.number_or_none("since_us"),
+            self.number_or_none("until_us"),
+            self.number_or_none("partition"),
+            None if offsets is None else frozenset(offsets),
+        )
 
     def policy(self, base: Policy) -> Policy:
         """`base`, with what is given."""
@@ -286,11 +299,11 @@ async def _abort_transaction(broker: Broker, request: Request) -> Json:
 
 
 async def _dead_letters(broker: Broker, request: Request) -> Json:
-    pattern, limit = request.name("pattern"), min(request.number("limit", default=100), LETTERS_MAX)
+    wanted, limit = request.wanted(), min(request.number("limit", default=100), LETTERS_MAX)
     found: list[Json] = []
     size = 0
     if (letters := await broker.dead_letters()) is not None:
-        async for letter in letters.list(pattern, redriven=request.flag("redriven")):
+        async for letter in letters.list(wanted, redriven=request.flag("redriven")):
             if len(found) >= limit or size >= LETTERS_BYTES_MAX:
                 break
             found.append(_describe_letter(letter))
@@ -301,10 +314,15 @@ async def _dead_letters(broker: Broker, request: Request) -> Json:
 
 
 async def _redrive(broker: Broker, request: Request) -> Json:
-    pattern, count = request.name("pattern"), request.number_or_none("count")
-    offsets = request.numbers_or_none("offsets")
+    wanted, count, to_group = request.wanted(), request.number_or_none("count"), request.flag("to_group")
     letters = await broker.dead_letters()
-    return {"redriven": 0 if letters is None else await letters.redrive(pattern, count, offsets)}
+    return {"redriven": 0 if letters is None else await letters.redrive(wanted, count, to_group=to_group)}
+
+
+async def _purge_dead_letters(broker: Broker, request: Request) -> Json:
+    wanted, count = request.wanted(), request.number_or_none("count")
+    letters = await broker.dead_letters()
+    return {"purged": 0 if letters is None else await letters.purge(wanted, count)}
 
 
 _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
@@ -329,6 +347,7 @@ _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "abort_transaction": _abort_transaction,
     "dead_letters": _dead_letters,
     "redrive": _redrive,
+    "purge_dead_letters": _purge_dead_letters,
 }
 
 
