@@ -48,6 +48,7 @@
     └── DiskError              the data directory is in the way: look at it
         ├── DirectoryInUse     another process has it open
         ├── BadDirectory       files that do not belong there, or do not fit together
+        ├── UnsupportedFormat  a newer version of penstock wrote it
         ├── LogDamaged         bytes that were durable are not what was written
         ├── ReadFailed         the disk does not give back what is there
         ├── AppendFailed       a write failed and was taken back; there may be room again later
@@ -272,6 +273,10 @@ class DirectoryInUse(DiskError):
 
 class BadDirectory(DiskError):
     code = "BAD_DIRECTORY"
+
+
+class UnsupportedFormat(DiskError):
+    code = "UNSUPPORTED_FORMAT"
 
 
 class LogDamaged(DiskError):

@@ -18,12 +18,13 @@ from typing import Any, Final
 from penstock.errors import BadDirectory, LogDamaged, PenstockError
 from penstock.storage import recovery
 from penstock.storage.files import OsFiles
+from penstock.storage.format import FORMAT_NAME, check_format
 from penstock.storage.policy import Topic
 from penstock.storage.recovery import Examined
 from penstock.storage.segment import Found, OpenSegments, Segment
 from penstock.storage.state import STATE_TOPIC, read_changes
 
-_DATA_NAMES: Final = frozenset({"LOCK", "meta.db", "topics"})
+_DATA_NAMES: Final = frozenset({"LOCK", FORMAT_NAME, "meta.db", "topics"})
 
 
 class Health(Enum):
@@ -161,6 +162,7 @@ def _held(data_directory: Path | None) -> Iterator[None]:
 
 
 def _inspect_data(files: OsFiles, directory: Path) -> Inspection:
+    check_format(files, directory)
     topics = directory / "topics"
     state = _inspect_log(files, topics / str(STATE_TOPIC) / "0", STATE_TOPIC, None, 0)
     known, deleted = _read_topics(state)

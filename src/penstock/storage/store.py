@@ -1,6 +1,7 @@
 """The store: a data directory with all its logs, and the rounds that make them durable together.
 
     <data>/LOCK                             who has the directory open
+    <data>/FORMAT                           the version of all that follows
     <data>/meta.db                          a projection for queries
     <data>/topics/<topic id>/<partition>/   a log; topic 0 is the state topic
 
@@ -58,6 +59,7 @@ from penstock.errors import (
 from penstock.health import Health, Usage
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
+from penstock.storage.format import claim_format
 from penstock.storage.histogram import MESSAGES, SECONDS, Histogram
 from penstock.storage.limit import trim
 from penstock.storage.log import Done, Log
@@ -169,6 +171,11 @@ class Store:
         self._readers: ThreadPoolExecutor | None = None
         self._files.make_directory(directory)
         self._lock = self._files.lock(directory / "LOCK")
+        try:
+            claim_format(self._files, directory)
+        except BaseException:
+            self._lock.close()
+            raise
         self.space = DiskSpace(self._files, directory, self.settings.disk_reserve_bytes, self.health)
         # The state topic may use the reserve.
         self._open_state_segments = OpenSegments(_STATE_SEGMENTS_OPEN, self.space.release)

@@ -1,0 +1,72 @@
+"""The version of a data directory's format: `<data>/FORMAT`, a line with one number.
+
+It grows when a broker begins to store what earlier ones would not understand, or would take for something else. A
+broker opens its own format and all earlier ones; it writes its own number before it writes anything else, so that from
+then on an earlier broker refuses the directory instead of misreading it. A directory without the file is of format 1.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import AppendFailed, BadDirectory, UnsupportedFormat
+from penstock.storage.files import Files
+
+logger = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+FORMAT_NAME: Final = "FORMAT"
+_ASIDE_NAME: Final = "FORMAT.aside"
+_UNNAMED: Final = 1  # directories that have no such file
+# A number, and a newline. More than that is no version.
+_BYTES_MAX: Final = 16
+
+
+def check_format(files: Files, directory: Path) -> int:
+    """Return the format of a data directory. Raises UnsupportedFormat if it is newer than this broker."""
+    path = directory / FORMAT_NAME
+    if FORMAT_NAME not in files.sizes(directory):
+        return _UNNAMED
+    file = files.open(path)
+    try:
+        text = file.read(_BYTES_MAX, 0)
+    finally:
+        file.close()
+    if not text.strip().isdigit():
+        raise BadDirectory(f"{path} says {text!r}, it must be the number of a format: restore it from a copy")
+    found = int(text)
+    if found > FORMAT:
+        raise UnsupportedFormat(
+            f"{directory} has format {found}, and this version of penstock opens formats up to {FORMAT}: nothing was "
+            f"changed; install the version that wrote it or a later one, or restore a backup from before the upgrade"
+        )
+    return found
+
+
+def claim_format(files: Files, directory: Path) -> None:
+    """Make a data directory one of this format, durably, unless it is newer. It must be locked."""
+    found = check_format(files, directory)
+    if found == FORMAT and FORMAT_NAME in files.sizes(directory):
+        return
+    if found < FORMAT:
+        logger.warning("%s: format %d becomes %d; earlier versions will refuse it", directory, found, FORMAT)
+    try:
+        _write(files, directory)
+    except OSError as error:
+        raise AppendFailed(
+            f"{directory / FORMAT_NAME}: cannot be written: {error.strerror}: look at the disk"
+        ) from error
+
+
+def _write(files: Files, directory: Path) -> None:
+    aside = directory / _ASIDE_NAME
+    file = files.create(aside)
+    try:
+        file.write(b"%d\n" % FORMAT, 0)
+        file.sync()
+    finally:
+        file.close()
+    files.rename(aside, directory / FORMAT_NAME)
+    files.sync_directory(directory)
