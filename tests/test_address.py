@@ -39,7 +39,7 @@ def test_an_address_is_read(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", ":", ":4222", "a:", "a:b", "a:-1", "a:65536", "a:²", "a b:1", "a,b:1", "nats://a:1", "user@a:1"),
+        *("", ":", ":4222", "a:", "a:b", "a:-1", "a:65536", "a:²", "a b:1", "a,b:1", "http://a:1", "user@a:1"),
         *("[::1", "::1]", "[::1]4222", "[::1]:", "[::1]:x", "[a]:1", "[]:1", "::1::", "a:b:c", "1:2:3:4222"),
     ],
 )
@@ -166,3 +166,24 @@ def test_a_client_tries_all_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch)
     with bound(["127.0.0.1"]) as [(_, port)]:
         _resolve_to(monkeypatch, "::1", "127.0.0.1")
         assert asyncio.run(dial(port)) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "login"),
+    [
+        ("nats://broker", "broker", 7, {}),
+        ("NATS://broker:4222/", "broker", 4222, {}),
+        ("nats://[::1]:4222", "::1", 4222, {}),
+        ("nats://ann:p%40ss@broker:4222", "broker", 4222, {"user": "ann", "password": "p@ss"}),
+        ("nats://secret@broker", "broker", 7, {"token": "secret"}),
+    ],
+)
+def test_a_url_is_an_address_and_may_have_credentials(text: str, host: str, port: int, login: dict[str, str]) -> None:
+    assert (address.split(text, 7), address.login(text)) == ((host, port), login)
+
+
+def test_an_error_does_not_show_the_credentials_of_a_url() -> None:
+    with pytest.raises(ValueError, match="invalid address 'host:x'"):
+        address.split("nats://ann:secret@host:x", 7)
+    with pytest.raises(ValueError, match="it must be host:port"):
+        address.split("http://host:8222", 7)

@@ -1052,18 +1052,47 @@ class TestConnecting:
                     attempt()
                 assert str(caught.value) == told
 
-    def test_somebody_else_there(self, shell: Shell) -> None:
-        def answer(listener: socket.socket) -> None:
-            taken, _ = listener.accept()
-            with taken:
-                taken.recv(100)
-                taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    @pytest.mark.parametrize(
+        ("greeting", "answer", "told"),
+        [
+            (
+                b"",
+                b"HTTP/1.1 400 Bad Request\r\n\r\n",
+                "is an HTTP port: connect to the broker's text port (4222",
+            ),
+            (b'INFO {"version":"2.10.0"}\r\n', b"", "is another NATS server, not a Penstock broker: name another"),
+            (b"SSH-2.0-x\r\n", b"", "is another service, not a Penstock broker (it says b'SSH-2.0-x\\r\\n')"),
+            (b"", b"", "is another service, not a Penstock broker (closed before HELLO was answered): check the port"),
+        ],
+    )
+    def test_somebody_else_there(self, shell: Shell, greeting: bytes, answer: bytes, told: str) -> None:
+        def serve(listener: socket.socket) -> None:
+            # The client comes twice: as to a broker, then to find out what is there.
+            for _ in range(2):
+                taken, _ = listener.accept()
+                with taken:
+                    taken.sendall(greeting)
+                    taken.recv(100)
+                    taken.sendall(answer)
 
         with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-            answered = pool.submit(answer, listener)
-            with pytest.raises(NoBroker, match="no Penstock broker"):
+            served = pool.submit(serve, listener)
+            with pytest.raises(NoBroker) as caught:
                 shell.client(f"127.0.0.1:{listener.getsockname()[1]}").connect()
-            answered.result(PATIENCE_S)
+            served.result(PATIENCE_S)
+        assert told in str(caught.value)
+
+    def test_the_brokers_http_port(self, shell: Shell, server: Serve) -> None:
+        with pytest.raises(NoBroker, match=r"is an HTTP port: connect to the broker's text port"):
+            shell.client(f"127.0.0.1:{server.ports['http']}").connect()
+
+    def test_urls(self, shell: Shell, tmp_path: Path) -> None:
+        with Serve(tmp_path, auth_user="ann", auth_password="p@ss:1") as server:
+            shell.client(f"nats://ann:p%40ss%3A1@{address_of(server)}/").publish("t", b"x")
+            with pytest.raises(Unauthorized):
+                shell.client(f"nats://ann:other@{address_of(server)}").connect()
+            shell.client(f"nats://ann:other@{address_of(server)}", user="ann", password="p@ss:1").topics()
+            shell.close()
 
     @pytest.mark.parametrize("servers", ["host:port", "", ":1", "a:99999", []])
     def test_what_is_no_address(self, shell: Shell, servers: Any) -> None:

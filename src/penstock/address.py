@@ -1,4 +1,5 @@
-"""Addresses as people write them, and sockets that listen at them: `127.0.0.1:4222`, `[::1]:4222`, `localhost`."""
+"""Addresses as people write them, and sockets that listen at them: `127.0.0.1:4222`, `[::1]:4222`, `localhost`,
+`nats://user:password@host:4222`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
+from urllib.parse import unquote
 
 PORT_MAX: Final = 65535
 # Connections that the system keeps for us until we take them.
@@ -17,6 +19,8 @@ BACKLOG: Final = 4096
 _TRIES: Final = 20
 # What a machine says of an address that it does not have.
 _MISSING: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+# What a URL of a broker may begin with.
+_SCHEME: Final = "nats://"
 # All addresses of the machine. `::` stands for both, as in most servers.
 _ANY: Final = "0.0.0.0"
 _ANY_6: Final = "::"
@@ -27,8 +31,9 @@ class _InUse(OSError):
 
 
 def split(text: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of `host`, `host:port`, `[::1]`, `[::1]:port` or `::1`; ValueError if it is none of them."""
-    text = text.strip()
+    """Return host and port of `host`, `host:port`, `[::1]`, `[::1]:port` or `::1`, or of such a URL (`nats://host:port`);
+    ValueError if it is none of them."""
+    text = _without_login(text)[1]
     if text.startswith("["):
         host, bracket, port = text[1:].partition("]")
         is_valid = bool(bracket) and is_ip(host) and (not port or port.startswith(":"))
@@ -44,6 +49,24 @@ def split(text: str, default_port: int) -> tuple[str, int]:
             f"invalid address {text!r}: it must be host:port, such as 127.0.0.1:{default_port} or [::1]:{default_port}"
         )
     return host, int(port) if port else default_port
+
+
+def login(text: str) -> dict[str, str]:
+    """Return the credentials in a URL, `nats://user:password@host` or `nats://token@host`, by their names."""
+    found, _ = _without_login(text)
+    if not found:
+        return {}
+    user, colon, password = found.partition(":")
+    return {"user": unquote(user), "password": unquote(password)} if colon else {"token": unquote(user)}
+
+
+def _without_login(text: str) -> tuple[str, str]:
+    """Return the credentials of an address, and the rest; nothing that is shown has them."""
+    text = text.strip()
+    if not text.lower().startswith(_SCHEME):
+        return "", text
+    found, _, rest = text[len(_SCHEME) :].rpartition("@")
+    return found, rest.removesuffix("/")
 
 
 def join(host: str, port: int) -> str:

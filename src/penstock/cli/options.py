@@ -70,7 +70,7 @@ class Address:
         typer.Option(
             metavar="HOST:PORT[,…]",
             envvar="PENSTOCK_SERVERS",
-            help="Where it is; several are tried in turn.",
+            help="Where it is, also as nats://…; several are tried in turn.",
             rich_help_panel=_PANEL,
         ),
     ] = "127.0.0.1:4222"
@@ -92,10 +92,8 @@ class Address:
         try:
             with made as client:
                 yield client
-        except NoBroker:
-            raise NoBroker(
-                f"no broker at {self.servers}: start one with `penstock serve`, or name another with --servers"
-            ) from None
+        except NoBroker as error:
+            raise NoBroker(str(error).replace("servers=", "--servers")) from None
         except Unauthorized as error:
             raise Unauthorized(f"{error}: give --user and --password, or --token") from None
 

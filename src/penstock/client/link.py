@@ -6,6 +6,8 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from socket import gaierror
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from penstock import address
@@ -23,6 +25,10 @@ BACKOFF_S: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
 
 PORT: Final = 4222
+_LOGIN: Final = {"user", "password", "token"}
+# How long something that is not a broker is given to say what it is, before it is asked and after.
+_GREETING_S: Final = 0.5
+_ANSWER_S: Final = 2.0
 
 # Not the one that programs seed, and draw from in an order of their own.
 _RANDOM: Final = random.Random()
@@ -70,7 +76,7 @@ class Link:
     def __init__(self, servers: Servers, credentials: Mapping[str, str], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._servers = _read_servers(servers)
-        self._credentials = credentials
+        self._credentials = credentials if _LOGIN & credentials.keys() else {**_login(servers), **credentials}
         self._scratch = bytearray(SCRATCH_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
@@ -250,10 +256,15 @@ class Link:
             try:
                 async with asyncio.timeout(DIAL_S):
                     return await self._greet(server)
-            except (OSError, ConnectionLost):
+            except gaierror as error:
+                refusal = NoBroker(f"unknown host {server} ({error.strerror}): check the name, or the network")
+            except TimeoutError:
+                refusal = NoBroker(f"no answer from {server} within {DIAL_S:g} s: check the address, or a firewall")
+            except OSError:
                 continue
-            except BadFrame as error:
-                refusal = NoBroker(f"what answers at {server} is no Penstock broker: {error}")
+            except (BadFrame, ConnectionLost) as error:
+                # Who was connected before knows what is there, and wants to be connected again soon.
+                refusal = error if self._hello is not None else await _identify(server, error)
             except PenstockError as error:
                 refusal = error
             except Exception as error:  # noqa: BLE001
@@ -419,6 +430,48 @@ def _read_servers(servers: Servers) -> list[Dials]:
             raise ValueError("servers is empty: name at least one")
         return [Address.read(server) for server in servers]
     return [servers]
+
+
+def _login(servers: Servers) -> dict[str, str]:
+    """Return the credentials in the first URL that has some."""
+    texts = [servers] if isinstance(servers, str) else servers if isinstance(servers, Sequence) else []
+    return next((found for found in map(address.login, texts) if found), {})
+
+
+async def _identify(server: Dials, error: PenstockError) -> NoBroker:
+    """Return what listens at an address that did not greet as a broker does, and what to do."""
+    said = b""
+    if isinstance(server, Address):
+        with suppress(OSError):
+            said = await _overhear(server)
+    if said.startswith(b"INFO ") and b"penstock" in said:
+        return NoBroker(f"the broker at {server} closed the connection ({error}): it may be stopping, try again")
+    if said.startswith(b"INFO "):
+        what = "is another NATS server, not a Penstock broker: name another address, or use a NATS client with it"
+    elif said.startswith(b"HTTP/"):
+        what = (
+            f"is an HTTP port: clients connect to the broker's text port ({PORT} by default) or its client-first port"
+        )
+    else:
+        reason = f"it says {said[:40]!r}" if said else str(error)
+        what = f"is another service, not a Penstock broker ({reason}): check the port ({PORT} by default)"
+    return NoBroker(f"what listens at {server} {what}")
+
+
+async def _overhear(server: Address) -> bytes:
+    """Return what something says by itself, or to a request of HTTP."""
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    try:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GREETING_S):
+                return await reader.read(4096)
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                return await reader.read(4096)
+        return b""
+    finally:
+        writer.close()
 
 
 def _closed() -> Closed:
