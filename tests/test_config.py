@@ -45,6 +45,7 @@ DEFAULTS = {
     "server.test_endpoints": False,
     "server.test_data_dir": None,
     "server.log_level": "info",
+    "log.format": "text",
     "auth.user": None,
     "auth.password": None,
     "auth.token": None,
@@ -224,6 +225,7 @@ def test_a_configuration_cannot_be_changed(place: Place) -> None:
     ("key", "choices"),
     [
         ("server.log_level", ["debug", "info", "warning", "error"]),
+        ("log.format", ["text", "json"]),
         ("storage.reader", ["pread", "mmap"]),
         ("topic.durability", ["fsync", "flush"]),
         ("topic.cleanup", ["delete", "compact"]),

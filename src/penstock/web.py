@@ -66,6 +66,8 @@ class WebPort:
         config = uvicorn.Config(
             app,
             http=partial(_Connection, idle_s=idle_s, connections_max=connections_max),  # type: ignore[arg-type]
+            # It logs as the process does, and configures nothing.
+            log_config=None,
             log_level="warning",
             lifespan="off",
             ws="none",

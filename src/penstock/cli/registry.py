@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
 from functools import partial
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.address import hosts, join
+from penstock.cli import logs
 from penstock.errors import BadConfig
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def registry(
     from penstock.clock import SystemClock
     from penstock.registry.watched import Watched
 
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logs.configure()
     try:
         watched = Watched(file, clock=SystemClock())
     except BadConfig as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -11,6 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+
+from penstock.cli import logs
 
 if TYPE_CHECKING:
     from penstock.replica.replica import Replica
@@ -95,7 +96,7 @@ def _run(flags: dict[str, str | None], user: str | None, password: str | None, t
     from penstock.storage.inspect import explain
     from penstock.web import Credentials
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logs.configure()
     problems: list[str] = []
     try:
         credentials = Credentials(user=user, password=password, token=token)

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvloop
 
+from penstock.cli import logs
 from penstock.errors import BadConfig, PenstockError
 from penstock.server.config import load
 from penstock.server.server import Server
@@ -31,11 +32,7 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return False
-    logging.basicConfig(
-        level=loaded.config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
-    # It tells of every request that is made, and a registry is asked for ever.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.configure(loaded.config.server.log_level, loaded.config.log.format)
     for warning in loaded.warnings:
         logger.warning(warning)
     # The workers that write and sync need the interpreter for some µs at a time, and all who wait for the disk wait for

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from importlib import import_module
 from types import ModuleType
 
 from penstock.app import App
+from penstock.cli import logs
 from penstock.client.link import Address
 from penstock.errors import PenstockError
 
@@ -27,7 +27,7 @@ def run(target: str, servers: str | None) -> bool:
     except _Refused as refused:
         print(f"error: {refused}", file=sys.stderr)
         return False
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logs.configure()
     done = False
     try:
         app.run()

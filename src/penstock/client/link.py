@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ _LOGIN: Final = {"user", "password", "token"}
 # How long something that is not a broker is given to say what it is, before it is asked and after.
 _GREETING_S: Final = 0.5
 _ANSWER_S: Final = 2.0
+
+_LOG: Final = logging.getLogger("penstock.client")
 
 # Not the one that programs seed, and draw from in an order of their own.
 _RANDOM: Final = random.Random()
@@ -243,6 +246,8 @@ class Link:
                     return
             else:
                 pause = BACKOFF_S
+                if self._hello is not None:
+                    _LOG.info("connected to %s again", self.address)
                 self._hello = socket.connection.hello
                 if not socket.is_lost:
                     await self._use(socket)
@@ -303,6 +308,8 @@ class Link:
         why = f": {socket.problem}" if socket.problem else ""
         what = "the client was closed" if self._is_closed else f"the connection to {self.address} was lost{why}"
         self._problem = ConnectionLost(what)
+        if not self._is_closed:
+            _LOG.warning("%s; connecting again", what)
         for attached in list(self._attached):
             attached.disconnected()
         again = socket.connection.lost(str(self._problem))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
@@ -45,9 +44,6 @@ ERROR_BYTES_MAX: Final = 64 << 10
 # Between two polls for records: longer while there are none.
 DELAY_FIRST_S: Final = 0.1
 DELAY_LONGEST_S: Final = 5.0
-
-# A line for each request is a line for each message.
-logging.getLogger("httpx").setLevel(logging.WARNING)
 
 Query = Mapping[str, str | int]
 # A topic, from which offset on, and how many at the most: records.

@@ -444,7 +444,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.answer(number, {"offset": offset, "duplicate": was_there})
             else:
                 self.answer_error(number, error)
-            self._owing.end(0 if error is None else batch.count)
+            self._owing.end(0 if error is None else batch.count, error)
 
         self._owing.begin(batch.count, len(batch.data))
         try:
@@ -476,7 +476,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.answer(number, {"offset": offset})
             else:
                 self.answer_error(number, error)
-            self._owing.end(0 if error is None else batch.count)
+            self._owing.end(0 if error is None else batch.count, error)
 
         self._owing.begin(batch.count, len(batch.data))
         try:
@@ -516,7 +516,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             parts.append(json.dumps(receipts, separators=(",", ":"))[1:-1])
             await asyncio.sleep(0)
         self.answer_frame(binary.frame(Type.RESULT, number, f'{{"receipts":[{",".join(parts)}]}}'.encode()))
-        self._owing.end(0)
+        self._owing.end()
 
     def _tell_appended(self, number: int, receipt: Receipt) -> None:
         if receipt.error is not None:

@@ -99,6 +99,13 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    format: Literal["text", "json"] = field(
+        default="text", metadata=_about("how `penstock serve` writes its log: lines of text, or of JSON")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuthConfig:
     """What is not shown when it is printed is a secret."""
 
@@ -248,6 +255,7 @@ class PipeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     topic: TopicConfig = field(default_factory=TopicConfig)

@@ -114,6 +114,11 @@ class Connection:
                 "send less, or raise server.payload_bytes_max"
             )
 
+    def refused_publishes(self, count: int, error: PenstockError | str) -> None:
+        """Count messages that are not stored, and whose publisher is told."""
+        self.server.counters.failed_publishes += count
+        self.server.journal.refused_publish(self, count, error)
+
     # From the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -331,7 +331,7 @@ class Cursus:
             async with self._broker.epochs.publishing(topic.topic.id, claim.producer, claim.epoch):
                 return await self._store(run)
         except PenstockError as error:
-            self._session.server.counters.failed_publishes += len(run)
+            self._session.refused_publishes(len(run), error)
             return [error] * len(run)
 
     async def _store(self, run: Run) -> list[Stored | PenstockError]:

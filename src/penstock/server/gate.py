@@ -69,7 +69,7 @@ class Gate:
         """Return whether the connection's first command admits it. `credentials`: those in the command, if it can carry
         any, as NATS names them."""
         if self.needs_auth and (credentials is None or not self._server.authorizes(credentials)):
-            self._server.counters.unauthorized += 1
+            self._refuse(connection)
             return False
         self.leave(connection)
         connection.is_admitted = True
@@ -83,11 +83,15 @@ class Gate:
         pending.bytes += count
         self._bytes += count
         if self.needs_auth and pending.bytes > HANDSHAKE_BYTES_MAX:
-            self._server.counters.unauthorized += 1
+            self._refuse(connection)
             return False
         while self._bytes > self._bytes_max:
             self._expire_oldest()
         return True
+
+    def _refuse(self, connection: Connection) -> None:
+        self._server.counters.unauthorized += 1
+        self._server.journal.failed_login(connection.type, connection.address)
 
     def sweep(self, now: float) -> None:
         """Close the connections whose handshake has taken too long."""

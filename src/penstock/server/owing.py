@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.broker.intake import Receipt, Refusals
+from penstock.errors import PenstockError
 from penstock.run import Run, payload_bytes
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ class Owing:
         self._session.peer.in_bytes += size
         self._count += 1
 
-    def end(self, failed: int) -> None:
-        """It was given; so many of them are not stored."""
-        self._session.server.counters.failed_publishes += failed
+    def end(self, failed: int = 0, error: PenstockError | None = None) -> None:
+        """It was given; so many of them are not stored, for this reason."""
+        if error is not None:
+            self._session.refused_publishes(failed, error)
         self._count -= 1
         if self.is_stopping and not self._count:
             self._paid()
@@ -54,7 +56,7 @@ class Owing:
         """Nothing more is published."""
         self._count += 1
         self.is_stopping = True
-        self.end(0)
+        self.end()
 
     def publish(
         self, run: Run, told: Callable[[Receipt], None], refusals: Refusals | None = None
@@ -80,7 +82,7 @@ class Owing:
             begin += len(piece)
             await asyncio.sleep(0)
         receipt.close()
-        self.end(0)
+        self.end()
 
     async def _publish_later(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals) -> None:
         self._publish(run, told, {**await self._session.broker.make_ready(run), **refusals})
@@ -88,7 +90,7 @@ class Owing:
     def _publish(self, run: Run, told: Callable[[Receipt], None], refusals: Refusals) -> None:
         def done(receipt: Receipt) -> None:
             told(receipt)
-            self.end(len(receipt.failed))
+            self.end(len(receipt.failed), receipt.error)
 
         self.begin(len(run), payload_bytes(run))
         self._session.broker.publish(run, self._session.guard(done), refusals or None)

@@ -73,10 +73,12 @@ class Peer:
     def pause(self) -> None:
         """It has too much unsent."""
         self.is_open = False
+        self._server.journal.paused(self)
 
     def resume(self) -> None:
         """It has read."""
         self.is_open = True
+        self._server.journal.resumed(self)
         self._unread_answers = 0
         self._end_drain()
 

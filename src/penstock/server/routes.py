@@ -194,6 +194,8 @@ def authorize(server: Server, request: Request) -> None:
     """Raise unless it may ask."""
     if server.needs_auth and not server.credentials.accepts_header(request.headers.get("authorization", "")):
         server.counters.unauthorized += 1
+        client = request.client
+        server.journal.failed_login("HTTP", "" if client is None else f"{client.host}:{client.port}")
         raise Unauthorized("credentials required: a user and a password (Basic), or a token (Bearer)")
 
 

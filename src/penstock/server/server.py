@@ -46,6 +46,7 @@ from penstock.server.connection import WEBSOCKET, Connection
 from penstock.server.door import Door
 from penstock.server.gate import Gate
 from penstock.server.http import http_port
+from penstock.server.journal import Journal
 from penstock.server.memory import Memory, resident_bytes
 from penstock.server.network import Listen, Listener
 from penstock.server.peer import Traffic
@@ -148,6 +149,7 @@ class Server:
         self._came: dict[int, Came] = {}
         # What binary connections are read into: one at a time, since they are all of one loop.
         self.scratch = bytearray(SCRATCH_BYTES)
+        self.journal = Journal(clock)
         self.gate = Gate(self)
         self.arrivals = Arrivals(self.counters)
         self.claims = Claims()
@@ -321,6 +323,7 @@ class Server:
 
     def _look_after_sessions(self, now: float) -> None:
         self.gate.sweep(now)
+        self.journal.sweep(self._sessions)
         self.arrivals.sweep(now)
         for session in [session for session in self._sessions if session.ping_at <= now]:
             session.ping_at = now + self.config.server.heartbeat_s
@@ -369,6 +372,7 @@ class Server:
             self.totals += session.traffic
         self.gate.leave(session)
         self.claims.release(session)
+        self.journal.resumed(session.peer)
         if self.is_leaving and not self._sessions:
             self._all_gone.set()
 

@@ -392,7 +392,8 @@ class Session(Connection, asyncio.Protocol):
     def _told(self, receipt: Receipt, subjects: Sequence[bytes]) -> bytes:
         """What a publisher is told of messages with these subjects, before the next PONG: so that says of each message
         before it that it is stored, or was named in an error."""
-        self.server.counters.failed_publishes += len(receipt.failed)
+        if receipt.error is not None:
+            self.refused_publishes(len(receipt.failed), receipt.error)
         reasons = {index: _reason(error) for index, error in receipt.failed.items()}
         if not self._parser.is_nats:
             return text.acknowledgements(receipt.count, list(receipt.duplicates), reasons)
@@ -727,7 +728,8 @@ class Session(Connection, asyncio.Protocol):
 
     def _refused(self, event: Refused) -> None:
         self.server.counters.protocol_errors += 1
-        self.server.counters.failed_publishes += event.publish
+        if event.publish:
+            self.refused_publishes(event.publish, event.reason)
         self._answer(text.error(event.reason, is_nats=self._parser.is_nats), closes=event.closes)
 
     def _refuse(self, reason: str) -> None:

@@ -834,15 +834,21 @@ class Store:
             try:
                 with log.upkeep_lock:
                     if log.state is not LogState.CLOSED:
-                        log.retain()
+                        self._tell(log, "retention", log.retain(), "segments")
                         if log.compaction_due:
-                            log.compact(lambda: self._is_ending)
+                            self._tell(log, "compaction", log.compact(lambda: self._is_ending), "messages")
             except Closed as error:
                 logger.info("%s", error)
             except (PenstockError, OSError) as error:
                 logger.error("%s: upkeep failed, tried again later: %s", log.directory, error)
             except Exception as fault:  # noqa: BLE001 - the other logs are kept up all the same
                 self.fault("upkeep", log, fault)
+
+    def _tell(self, log: Log, what: str, count: int, of: str) -> None:
+        """Log what upkeep did; what it does all the time in the state topic is for whoever looks closely."""
+        if count:
+            level = logging.DEBUG if log is self._state_log else logging.INFO
+            logger.log(level, "%s: %s dropped %d %s, it begins at offset %d", log.directory, what, count, of, log.start)
 
     def _take_projection(self) -> _Projection:
         changes, offset = self._state.unprojected()
