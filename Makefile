@@ -46,7 +46,7 @@ format: $(READY) ## put the code into its one form
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(READY) ## measure against the machine's own limits, nats-server and Redis
+bench: $(READY) ## measure against the machine's own limits, nats-server, Redis and what documents promise
 	@$(BIN)/python -m bench
 
 soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 NATS=20000 HOSTILE=3600

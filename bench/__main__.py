@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from bench import append, batch, clients, doors, pipe, read, spark, spark_start, upkeep
-from bench.measure import Bench, Line
+from bench import append, batch, clients, doors, pipe, promised, read, spark, spark_start, upkeep
+from bench.measure import MORE_IS_BETTER, Bench, Line
 
 SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "append": append.measure,
@@ -33,6 +33,7 @@ SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "request": doors.measure_request,
     "idle": doors.measure_idle,
     "many": doors.measure_many,
+    "promised": promised.measure,
     "producer": clients.measure_producer,
     "consumer": clients.measure_consumer,
     "fetch": clients.measure_fetch,
@@ -124,7 +125,7 @@ def _target(line: Line) -> str:
     if line.target is None:
         return "n/a"
     unit = f" {line.unit}" if line.target_of == "figure" else ""
-    return f"{'≥' if line.ratio_of == 'speed' else '≤'} {line.target}{unit}"
+    return f"{'≥' if line.ratio_of in MORE_IS_BETTER else '≤'} {line.target}{unit}"
 
 
 def _figures(lines: list[Line], *, quick: bool) -> dict[str, object]:

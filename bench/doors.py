@@ -40,7 +40,7 @@ _TOUCHED_MIB: Final = 5000
 _JETSTREAM: Final = "JetStream, sync always"
 _REDIS: Final = "Redis, appendfsync always"
 # Beside its connections a server has files open, and so has this process.
-_OTHER_FILES: Final = 500
+OTHER_FILES: Final = 500
 
 
 def measure_live(bench: Bench) -> Iterator[Line]:
@@ -77,7 +77,7 @@ def _live(bench: Bench, ours: Peer, theirs: Peer, pairs: int, size: int) -> Line
     blocks = max(1, messages // block_messages(size) // pairs)
     messages = blocks * block_messages(size) * pairs
     what = f"live, {pairs} → {pairs}, {_say(size)}, flush"
-    with _pairs(ours, pairs, size, blocks) as penstock, _pairs(theirs, pairs, size, blocks) as nats:
+    with run_pairs(ours, pairs, size, blocks) as penstock, run_pairs(theirs, pairs, size, blocks) as nats:
         our_seconds, their_seconds = bench.processor(what, penstock, nats, bench.choose(20, 1))
     return Line(
         section="live",
@@ -92,7 +92,7 @@ def _live(bench: Bench, ours: Peer, theirs: Peer, pairs: int, size: int) -> Line
 
 
 @contextmanager
-def _pairs(peer: Peer, pairs: int, size: int, blocks: int) -> Iterator[Callable[[], float]]:
+def run_pairs(peer: Peer, pairs: int, size: int, blocks: int) -> Iterator[Callable[[], float]]:
     """Publishers, each with a subject and a subscriber of its own. A round is so many blocks from each.
 
     It lasts from the first send until the last subscriber has its last byte and every publisher was told that the
@@ -261,8 +261,8 @@ def measure_latency(bench: Bench) -> Iterator[Line]:
     with (
         peers.penstock(directory / "penstock", "flush") as ours,
         peers.nats(directory / "nats") as theirs,
-        _paced(ours, rate) as penstock,
-        _paced(theirs, rate) as nats,
+        paced(ours, rate) as penstock,
+        paced(theirs, rate) as nats,
     ):
         our_times, their_times = [], []
         penstock(rate // 10)  # the first of each finds cold caches
@@ -285,7 +285,7 @@ def measure_latency(bench: Bench) -> Iterator[Line]:
 
 
 @contextmanager
-def _paced(peer: Peer, rate: int) -> Iterator[Callable[[int], list[float]]]:
+def paced(peer: Peer, rate: int) -> Iterator[Callable[[int], list[float]]]:
     with Connection(peer.port) as publisher, Connection(peer.port) as subscriber:
         subscriber.subscribe("latency")
         yield lambda count: run_paced(publisher, subscriber, "latency", count, rate=rate)
@@ -339,14 +339,14 @@ def measure_idle(bench: Bench) -> Iterator[Line]:
     if not _has(bench, "nats-server"):
         return
     wanted = bench.choose(10_000, 200)
-    connections = min(wanted, _allow_open_files(wanted + _OTHER_FILES) - _OTHER_FILES)
+    connections = min(wanted, allow_open_files(wanted + OTHER_FILES) - OTHER_FILES)
     if connections < wanted:
         bench.note(f"Idle: {connections:,} connections and not {wanted:,}, `ulimit -Hn` allows no more open files.")
     what = f"idle, {connections:,} connections, each"
     with peers.penstock(bench.directory / "penstock", "flush") as peer:
-        ours = _connection_bytes(bench, what, peer, connections)
+        ours = connection_bytes(bench, what, peer, connections)
     with peers.nats(bench.directory / "nats") as peer:
-        theirs = _connection_bytes(bench, what, peer, connections)
+        theirs = connection_bytes(bench, what, peer, connections)
     yield Line(
         section="idle",
         what=what,
@@ -360,7 +360,7 @@ def measure_idle(bench: Bench) -> Iterator[Line]:
     )
 
 
-def _connection_bytes(bench: Bench, what: str, peer: Peer, connections: int) -> float:
+def connection_bytes(bench: Bench, what: str, peer: Peer, connections: int) -> float:
     with ExitStack() as stack:
         # What a server loads for the first of them is not what one costs.
         stack.enter_context(Connection(peer.port))
@@ -372,7 +372,7 @@ def _connection_bytes(bench: Bench, what: str, peer: Peer, connections: int) -> 
         return (peer.memory_bytes() - before) / connections
 
 
-def _allow_open_files(wanted: int) -> int:
+def allow_open_files(wanted: int) -> int:
     """Raise the limit of this process, which servers started later inherit, as far as it may; what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in (soft, hard):

@@ -12,7 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
+
+RatioOf = Literal["speed", "count", "time", "memory"]
+MORE_IS_BETTER: Final = ("speed", "count")
 
 # One round: seconds that it took, what came before and after them left out.
 Round = Callable[[], float]
@@ -22,9 +25,9 @@ Round = Callable[[], float]
 class Line:
     """One line of the table.
 
-    `penstock` and `limit`, the machine's or a peer's, are in `unit`: a speed (…/s), a time or memory. The ratio is of
-    their speeds, and the target is to reach at least that much, or of their times or memory, and the target is to take
-    at most that much. A target of the figure is for `penstock` itself.
+    `penstock` and `limit`, the machine's, a peer's or a promised one, are in `unit`: a speed (…/s), a count, a time or
+    memory. The ratio is of their speeds or counts, and the target is to reach at least that much, or of their times or
+    memory, and the target is to take at most that much. A target of the figure is for `penstock` itself.
     """
 
     section: str
@@ -33,7 +36,7 @@ class Line:
     unit: str
     penstock: float
     limit: float
-    ratio_of: Literal["speed", "time", "memory"]
+    ratio_of: RatioOf
     target: float | None = None
     target_of: Literal["ratio", "figure"] = "ratio"
 
@@ -47,7 +50,7 @@ class Line:
         if self.target is None:
             return None
         reached = self.ratio if self.target_of == "ratio" else self.penstock
-        return reached >= self.target if self.ratio_of == "speed" else reached <= self.target
+        return reached >= self.target if self.ratio_of in MORE_IS_BETTER else reached <= self.target
 
 
 @dataclass(frozen=True, slots=True)

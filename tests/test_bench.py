@@ -47,6 +47,9 @@ def test_prints_every_line_and_writes_the_same_as_json(tmp_path: Path, sections:
             assert math.isfinite(line[name])
             assert line[name] >= 0
         assert (line["met"] is None) == (line["target"] is None)
+    if "promised" in sections:
+        promised = [line["against"] for line in figures["lines"] if line["section"] == "promised"]
+        assert set(promised) == {"promised: Cursus", "promised: Provider", "promised: PulsyFlux"}
     assert not list(directory.iterdir()), "its files were left behind"
 
 
