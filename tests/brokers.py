@@ -18,7 +18,7 @@ from penstock.broker.deadletters import DeadLetter, Wanted
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
 from penstock.broker.intake import Receipt, Refusals
-from penstock.broker.member import Member, Place
+from penstock.broker.member import Deliveries, Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
 from penstock.errors import PenstockError
@@ -298,8 +298,10 @@ class Life:
         mode: Mode = Mode.SHARED,
         buffer: int = 1000,
         sid: bytes = b"1",
+        deliveries: Deliveries | None = None,
     ) -> tuple[Group, Member]:
         member = Member(sid, sink, Flow(buffer=buffer))
+        member.deliveries = deliveries or member.deliveries
         group = await self.do(self.broker.join(name, pattern, member, mode))
         await self.settle()
         return group, member

@@ -357,6 +357,36 @@ def test_after_the_last_delivery_of_the_topic_it_is_a_dead_letter(broker: Broker
     assert broker.lag(topic) == 0
 
 
+def test_forever_is_forever_whatever_the_topic_says(broker: Broker, app: App) -> None:
+    topic, seen = make_topic(broker, deliveries_max=1), Seen()
+
+    @app.consumer(topic, group=topic, retry=Retry.forever(initial=0.001, maximum=0.01))
+    def handle(message: Message) -> None:
+        seen.put(message.value)
+        if message.attempts < 6:
+            raise ValueError("not yet")
+
+    with app.running():
+        publish(broker, topic, b"x")
+        assert seen.some(6) == [b"x"] * 6
+        until(lambda: broker.lag(topic) == 0)
+    assert broker.dead_letters(topic) == []
+
+
+def test_more_attempts_than_the_topic_has_deliveries_are_made(broker: Broker, app: App) -> None:
+    topic = make_topic(broker, deliveries_max=1)
+
+    @app.consumer(topic, group=topic, retry=Retry.exponential(initial=0.001, attempts=3))
+    def handle(message: Message) -> None:
+        raise ValueError("never")
+
+    with app.running():
+        publish(broker, topic, b"x")
+        until(lambda: bool(broker.dead_letters(topic)))
+    (letter,) = broker.dead_letters(topic)
+    assert (letter.value, letter.attempts, app.consumers[0].failed) == (b"x", 3, 3)
+
+
 def test_after_the_last_attempt_of_the_policy_it_is_a_dead_letter_at_once(broker: Broker, app: App, topic: str) -> None:
     @app.consumer(topic, group=topic, retry=Retry.exponential(initial=0.01, attempts=2))
     def handle(message: Message) -> None:

@@ -73,7 +73,7 @@ DEFAULTS = {
     "topic.dedup": "id",
     "topic.dedup_window_ms": None,
     "topic.ack_deadline_ms": 5000,
-    "topic.deliveries_max": 4,
+    "topic.deliveries_max": None,
     "topic.dead_letters": True,
     "topic.refresh_wait_ms": 60_000,
     "flow.rate": 0,

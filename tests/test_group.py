@@ -11,7 +11,7 @@ import pytest
 from penstock.broker.broker import Settings
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
-from penstock.broker.member import Member
+from penstock.broker.member import Deliveries, Member
 from penstock.broker.start import Start
 from penstock.errors import AppendFailed, BadSubject, GroupConflict, PenstockError, StaleCommit, UnknownGroup
 from penstock.storage.policy import Policy
@@ -502,6 +502,62 @@ async def test_a_refused_message_is_a_dead_letter_without_further_tries() -> Non
         assert (letter.value, letter.reason, letter.attempts) == (b"a", b"refused", 1)
         await life.advance(DEADLINE)
         assert attempts(ann) == [(b"b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("deliveries", "deliveries_max", "delivered"),
+    [
+        (Deliveries(limit=0), 2, 8),
+        (Deliveries(limit=0), None, 8),
+        (Deliveries(limit=3), 2, 3),
+        (Deliveries(limit=1), 2, 1),
+        (Deliveries(default=0), None, 8),
+        (Deliveries(default=0), 2, 2),
+        (Deliveries(), None, 4),
+    ],
+)
+@in_loop
+async def test_a_member_limits_deliveries_before_its_topic_does(
+    deliveries: Deliveries, deliveries_max: int | None, delivered: int
+) -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.create_topic(b"orders", policy=Policy(deliveries_max=deliveries_max)))
+        ann = Recorder()
+        await life.join(b"g", b"orders", ann, deliveries=deliveries)
+        await life.stored(b"orders", b"a")
+        for _ in range(7):
+            await life.advance(DEADLINE)
+        assert [message.attempts for message in ann.got] == list(range(1, delivered + 1))
+        assert life.in_log(b"DLQ") == ([b"a"] if delivered < 8 else [])
+
+
+@in_loop
+async def test_what_a_patient_member_gives_back_by_leaving_or_in_a_crash_is_not_dead() -> None:
+    disk = FaultyFiles()
+    settings = Settings(policy=Policy(deliveries_max=2))
+    async with Life(disk, settings=settings) as life:
+        ann = Recorder()
+        group, member = await life.join(b"g", b"orders", ann, deliveries=Deliveries(limit=0))
+        await life.stored(b"orders", b"a")
+        for _ in range(3):
+            await life.advance(DEADLINE)
+        life.broker.leave(group, member)
+        await life.advance(DEADLINE)
+        assert not life.in_log(b"DLQ")
+        disk = await by_kill(life)
+    async with Life(disk, settings=settings) as life:
+        await life.advance(DEADLINE)
+        assert not life.in_log(b"DLQ")
+        bob = Recorder()
+        # The most patient member decides, and then the next.
+        group, member = await life.join(b"g", b"orders", bob, deliveries=Deliveries(limit=0))
+        assert attempts(bob) == [(b"a", 5)]
+        await life.join(b"g", b"orders", Recorder())
+        await life.advance(DEADLINE)
+        assert not life.in_log(b"DLQ")
+        life.broker.leave(group, member)
+        await life.advance(DEADLINE)
+        assert life.in_log(b"DLQ") == [b"a"]
 
 
 @in_loop

@@ -53,7 +53,7 @@ def test_what_was_written_before_a_name_was_known_has_its_default() -> None:
     policy = Policy.from_json(older)
     assert (policy.durability, policy.segment_bytes, policy.retain_bytes) == (Durability.FLUSH, 5000, 2)
     assert (policy.dedup, policy.dedup_window_ms, policy.ack_deadline_ms) == (Dedup.ID, None, 5000)
-    assert (policy.deliveries_max, policy.dead_letters) == (4, True)
+    assert (policy.deliveries_max, policy.dead_letters) == (None, True)
     assert Policy.from_json({}) == Policy()
 
 

@@ -327,6 +327,30 @@ def test_what_is_not_acknowledged_comes_again_to_the_next_consumer(server: Serve
         assert [record["data"] for record in consumer.records(5)] == PRICES
 
 
+def test_what_is_never_acknowledged_comes_again_without_end_unless_the_topic_has_a_limit(tmp_path: Path) -> None:
+    with (
+        Serve(tmp_path, config="[topics.limited]\ndeliveries_max = 2\n", topic_ack_deadline_ms=20) as server,
+        Client(server) as client,
+        Client(server) as consumer,
+        Frames(server) as asker,
+    ):
+        client.publish("endless", "x")
+        consumer.subscribe("endless")
+        for _ in range(6):
+            number, records = consumer.data()
+            assert [record["data"] for record in records] == ["x"]
+        assert asker.call("dead_letters", pattern=">")["letters"] == []
+        consumer.write(ACK, number)
+        wait_committed(server, "endless", 1)
+
+        client.publish("limited", "y")
+        consumer.subscribe("limited")
+        until = time.monotonic() + 20
+        while not (letters := asker.call("dead_letters", pattern=">")["letters"]):
+            assert time.monotonic() < until, "there is no dead letter"
+        assert [(letter["subject"], letter["attempts"]) for letter in letters] == [("limited", 2)]
+
+
 def test_a_commit_ends_all_below_it_and_is_there_after_a_kill(tmp_path: Path) -> None:
     """DE-19, WI-34"""
     with Serve(tmp_path) as server:

@@ -36,6 +36,13 @@ def test_a_bound_beyond_the_doublings_holds_too() -> None:
     assert delays(Retry.exponential(doublings=1, then=7, attempts=4), 5) == [1, 7, 7, None, None]
 
 
+def test_forever_has_no_last_attempt() -> None:
+    assert delays(Retry.forever(initial=2, maximum=9), 5) == [2, 4, 8, 9, 9]
+    assert Retry.forever().delay_s(1_000_000) == 30
+    policies = (Retry.forever(), Retry.exponential(), Retry.exponential(attempts=3), Retry.skip(), Retry.pause())
+    assert [retry.deliveries_max for retry in policies] == [0, None, 3, None, None]
+
+
 def test_skip_and_pause_never_try_again_by_themselves() -> None:
     assert (Retry.skip().failed, delays(Retry.skip(), 2)) == (Failed.SKIP, [None, None])
     assert (Retry.pause().failed, delays(Retry.pause(), 2)) == (Failed.PAUSE, [None, None])

@@ -199,7 +199,12 @@ async def _subscribe(client: AsyncClient, consumer: Consumer) -> AsyncSubscripti
         consumer.concurrency,
     )
     return await client.subscribe(
-        consumer.pattern, group=consumer.group, mode=consumer.mode, start=consumer.start, buffer=consumer.buffer
+        consumer.pattern,
+        group=consumer.group,
+        mode=consumer.mode,
+        start=consumer.start,
+        buffer=consumer.buffer,
+        deliveries_max=consumer.retry.deliveries_max if consumer.mode == "shared" else None,
     )
 
 

@@ -24,7 +24,7 @@ class Failed(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Made by `exponential`, `skip` or `pause`. Delays are seconds; attempts are counted from 1."""
+    """Made by `exponential`, `forever`, `skip` or `pause`. Delays are seconds; attempts are counted from 1."""
 
     failed: Failed
     initial: float = 1.0
@@ -32,6 +32,7 @@ class Retry:
     doublings: int = 10
     then: float = 30.0
     attempts: int | None = None
+    is_endless: bool = False
 
     def __post_init__(self) -> None:
         for name in ("initial", "maximum", "then"):
@@ -53,12 +54,27 @@ class Retry:
         attempts: int | None = None,
     ) -> Retry:
         """Again after `initial`, then each time after twice as long, up to `maximum`; when that was done for
-        `doublings` attempts, every `then`, for ever or until there were so many `attempts`.
+        `doublings` attempts, every `then`, until there were so many `attempts`.
 
-        In a shared group the topic has a bound of its own, `deliveries_max`, which holds too.
+        Without `attempts`, a shared group dead-letters a message after the topic's `deliveries_max`, and a partitioned
+        group retries forever.
         """
         return cls(
             failed=Failed.RETRY, initial=initial, maximum=maximum, doublings=doublings, then=then, attempts=attempts
+        )
+
+    @classmethod
+    def forever(cls, initial: float = 1.0, maximum: float = 30.0) -> Retry:
+        """Again after `initial`, then each time after twice as long, up to `maximum`, until it succeeds, whatever the
+        topic's `deliveries_max`. It never becomes a dead letter.
+        """
+        return cls(
+            failed=Failed.RETRY,
+            initial=initial,
+            maximum=maximum,
+            doublings=_DOUBLINGS_MAX,
+            then=maximum,
+            is_endless=True,
         )
 
     @classmethod
@@ -70,6 +86,13 @@ class Retry:
     def pause(cls) -> Retry:
         """Keep the message, and take no others, until the consumer is resumed: then it is tried again."""
         return cls(failed=Failed.PAUSE, attempts=1)
+
+    @property
+    def deliveries_max(self) -> int | None:
+        """For a shared group: after how many deliveries it dead-letters a message; 0: never, None: the topic says."""
+        if self.is_endless:
+            return 0
+        return self.attempts if self.failed is Failed.RETRY else None
 
     def delay_s(self, attempt: int) -> float | None:
         """How long to wait when attempt number `attempt` has failed; None: it was the last."""

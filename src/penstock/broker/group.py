@@ -27,7 +27,7 @@ from penstock.batch import BATCH_BYTES_MAX
 from penstock.broker import sources
 from penstock.broker.flow import Backlog
 from penstock.broker.inflight import Inflight, Record, weight
-from penstock.broker.member import Member, share_out
+from penstock.broker.member import Deliveries, Member, share_out
 from penstock.broker.partition import Partition
 from penstock.broker.sources import Completion, Source
 from penstock.broker.subscription import Loop, select_matching
@@ -35,6 +35,7 @@ from penstock.broker.topic import ServedTopic
 from penstock.errors import OffsetOutOfRange, PenstockError, StaleCommit
 from penstock.run import Run, batch_bytes, message_bytes
 from penstock.storage.meta import Change
+from penstock.storage.policy import Policy
 from penstock.storage.state import Addition
 from penstock.storage.store import Store
 from penstock.subject import meets
@@ -190,6 +191,8 @@ class Group:
         # begins with the time, so that those from before a restart do not either.
         self.generation = host.clock.now_us()
         self.members: list[Member] = []
+        # Of the member that left last.
+        self._deliveries = Deliveries()
         # When there were members again, after there was none.
         self._since_us = 0
         self.positions: dict[tuple[int, int], Position] = {}
@@ -233,6 +236,7 @@ class Group:
         if member not in self.members:
             return
         self.members.remove(member)
+        self._deliveries = member.deliveries
         now_us = self._host.clock.monotonic_us()
         for position in self.positions.values():
             if self.mode is Mode.SHARED:
@@ -252,6 +256,15 @@ class Group:
             for position in self.positions.values():
                 position.inflight.reset(position.inflight.floor)
         self.wake()
+
+    def _deliveries_max(self, policy: Policy) -> int:
+        """Return after how many deliveries a message becomes a dead letter; 0: never.
+
+        The most patient member decides, and while there is none, the last one that was there: what it gave back by
+        leaving is not dead for that.
+        """
+        limits = [member.deliveries.of(policy) for member in self.members] or [self._deliveries.of(policy)]
+        return 0 if 0 in limits else max(limits)
 
     # Its positions.
 
@@ -526,8 +539,10 @@ class Group:
             position.failed += expired
             self._save(position, None)
         is_shared = self.mode is Mode.SHARED
-        if is_shared and partition.policy.dead_letters and not self._host.is_dead_letters(partition.name):
-            inflight.doom(partition.policy.deliveries_max)
+        limit = self._deliveries_max(partition.policy) if is_shared and self._numbers else 0
+        if limit and partition.policy.dead_letters and not self._host.is_dead_letters(partition.name):
+            # Once somebody has joined since the start: they may have more patience than the topic.
+            inflight.doom(limit)
         dying = position.burying or inflight.dead()
         is_due = bool(dying) and self._retry_us <= self._host.clock.monotonic_us()
         if is_due and dying[-1][0] < partition.served:
@@ -756,7 +771,7 @@ class Group:
                 continue
             subject = self._host.dead_letter_subject(run.subjects[0])
             target = topic.choose(subject, run.keys.get(0))
-            reason = _reason(attempts, position.inflight.reason(offset), origin.policy.deliveries_max)
+            reason = _reason(attempts, position.inflight.reason(offset), self._deliveries_max(origin.policy))
             await completion.add(target, index, self._letter(origin, run, subject, attempts, reason))
         await completion.end()
 
@@ -870,8 +885,9 @@ class Group:
 
 
 def _reason(attempts: int, failed: tuple[int, str] | None, deliveries_max: int) -> str:
-    """Return why a message is a dead letter. `failed`: the last delivery that failed for a known reason, and that."""
+    """Return why a message is a dead letter. `failed`: the last delivery that failed for a known reason, and that.
+    `deliveries_max`: 0 for no limit."""
     if failed is not None and failed[0] == attempts:
         return failed[1]
-    how = "not acknowledged" if attempts >= deliveries_max else "refused"
+    how = "not acknowledged" if 0 < deliveries_max <= attempts else "refused"
     return how if failed is None else f"{how}; delivery {failed[0]} failed: {failed[1]}"

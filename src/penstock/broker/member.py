@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from penstock.broker.flow import Flow, TokenBucket
 from penstock.errors import PenstockError
 from penstock.run import Run
+from penstock.storage.policy import DELIVERIES_DEFAULT, Policy
 
 
 class Place(Protocol):
@@ -67,11 +68,25 @@ class Notice:
     answered: Callable[[], None]
 
 
+class Deliveries(NamedTuple):
+    """How often a message is delivered before it becomes a dead letter. 0: no limit."""
+
+    # Whatever the topic says; None: the topic decides.
+    limit: int | None = None
+    # If the topic says nothing either.
+    default: int = DELIVERIES_DEFAULT
+
+    def of(self, policy: Policy) -> int:
+        limits = (self.limit, policy.deliveries_max, self.default)
+        return next(limit for limit in limits if limit is not None)
+
+
 class Member:
     __slots__ = (
         "bucket",
         "credit",
         "delivered",
+        "deliveries",
         "dropped",
         "expires_us",
         "flow",
@@ -100,6 +115,8 @@ class Member:
         self.expires_us: int | None = None
         # How it is told of a refresh; None: it would not understand.
         self.hears: Callable[[Notice], None] | None = None
+        # In a shared group: after how many deliveries it gives a message up.
+        self.deliveries = Deliveries()
         self.delivered = 0
         self.dropped = 0
 

@@ -49,7 +49,7 @@ class TopicOptions:
         str | None, typer.Option(metavar="5s", help="Deliver again what is not acknowledged by then.")
     ] = None
     deliveries_max: Annotated[
-        str | None, typer.Option(metavar="4", help="Deliveries of a message, with the first.")
+        str | None, typer.Option(metavar="4|none", help="Deliveries of a message, with the first.")
     ] = None
     dead_letters: Annotated[bool | None, typer.Option(help="Keep what was delivered so often in vain.")] = None
     refresh_wait: Annotated[

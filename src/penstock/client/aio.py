@@ -240,6 +240,7 @@ class AsyncClient:
         mode: str = SHARED,
         start: Place = "latest",
         buffer: int = BUFFER,
+        deliveries_max: int | None = None,
         on_reset: Told | None = None,
         on_ready: Told | None = None,
     ) -> AsyncSubscription:
@@ -248,13 +249,15 @@ class AsyncClient:
         Without a group each subscriber gets all of them. With one, its members share them and acknowledge each
         (`mode="shared"`), or have partitions of their own (`"partitioned"`). `start`: "latest", "earliest", an offset
         or a time; of a group that exists it counts for nothing. At most `buffer` messages are here unread.
+        `deliveries_max`: a shared group dead-letters a message after this many deliveries, 0 for never; without it, as
+        the topic says. Of several members the most patient one decides.
 
         `on_reset` and `on_ready` are for a refresh, and are awaited with a topic by whoever reads: forget what you have
         of it, all of it comes again; it has come. Each may be called twice. While it runs no message is given out, and
         if it raises the subscription ends.
         """
         told = {"RESET": on_reset, "READY": on_ready}
-        subscription = self._subscription(selection(pattern, topic), group, mode, start, buffer, told)
+        subscription = self._subscription(selection(pattern, topic), group, mode, start, buffer, told, deliveries_max)
         await self._begin(subscription)
         return subscription
 
@@ -458,8 +461,9 @@ class AsyncClient:
         start: Place,
         buffer: int,
         told: Mapping[str, Callable[[str], Any] | None],
+        deliveries_max: int | None,
     ) -> AsyncSubscription:
-        return AsyncSubscription(self, pattern, group, mode, self._start(start), buffer, told)
+        return AsyncSubscription(self, pattern, group, mode, self._start(start), buffer, told, deliveries_max)
 
     def _start(self, start: Place) -> Start:
         match read_place(start, self._clock.now_us()):
@@ -551,6 +555,7 @@ class AsyncSubscription:
         start: Start,
         buffer: int,
         told: Mapping[str, Callable[[str], Any] | None],
+        deliveries_max: int | None = None,
     ) -> None:
         """`AsyncClient.subscribe` makes them. `told`: who is told of what the broker says, by word."""
         self._client = client
@@ -563,6 +568,7 @@ class AsyncSubscription:
             start,
             buffer,
             refreshes=any(told.values()),
+            deliveries_max=deliveries_max,
             lock=threading.Lock(),
             wake=self._wake,
             arrived=self._bell.ring,

@@ -173,17 +173,23 @@ class Feed:
         buffer: int,
         *,
         refreshes: bool = False,
+        deliveries_max: int | None = None,
         lock: AbstractContextManager[Any],
         wake: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:
-        """`refreshes`: it wants to be told of a refresh. `wake` is called when there is something for the broker: see
-        `credit`, `settlements` and `answers`; `arrived` when there is something for a reader, or will be nothing more.
+        """`refreshes`: it wants to be told of a refresh. `deliveries_max`: see `AsyncClient.subscribe`. `wake` is
+        called when there is something for the broker: see `credit`, `settlements` and `answers`; `arrived` when there
+        is something for a reader, or will be nothing more.
         """
         if refreshes and group is None:
             raise ValueError("on_reset and on_ready are for groups: subscribe with group=")
         if mode not in (SHARED, PARTITIONED):
             raise ValueError(f"mode is {mode!r}, it must be {SHARED!r} or {PARTITIONED!r}")
+        if deliveries_max is not None and (group is None or mode != SHARED):
+            raise ValueError("deliveries_max is for shared groups: only they count deliveries")
+        if deliveries_max is not None and deliveries_max < 0:
+            raise ValueError(f"deliveries_max is {deliveries_max}, it must be at least 1, or 0 for no limit")
         if buffer < 1:
             raise ValueError(f"buffer is {buffer}, it must be at least 1")
         self.pattern = pattern
@@ -197,6 +203,7 @@ class Feed:
         self.is_closed = False
         self.arrived = arrived
         self._refreshes = refreshes
+        self._deliveries_max = deliveries_max
         self._start = start
         self._lock = lock
         self._wake = wake
@@ -239,7 +246,11 @@ class Feed:
             "start": start,
             "credit": self._credit,
         }
-        return opening | {"refresh": True} if self._refreshes else opening
+        if self._refreshes:
+            opening["refresh"] = True
+        if self._deliveries_max is not None:
+            opening["deliveries_max"] = self._deliveries_max
+        return opening
 
     def opened(self, number: int, positions: list[list[int]]) -> None:
         self.number = number

@@ -235,6 +235,7 @@ class Client:
         mode: str = SHARED,
         start: Place = "latest",
         buffer: int = BUFFER,
+        deliveries_max: int | None = None,
         on_reset: Told | None = None,
         on_ready: Told | None = None,
     ) -> Subscription:
@@ -243,13 +244,15 @@ class Client:
         Without a group each subscriber gets all of them. With one, its members share them and acknowledge each
         (`mode="shared"`), or have partitions of their own (`"partitioned"`). `start`: "latest", "earliest", an offset
         or a time; of a group that exists it counts for nothing. At most `buffer` messages are here unread.
+        `deliveries_max`: a shared group dead-letters a message after this many deliveries, 0 for never; without it, as
+        the topic says. Of several members the most patient one decides.
 
         `on_reset` and `on_ready` are for a refresh, and are called with a topic by the thread that reads: forget what
         you have of it, all of it comes again; it has come. Each may be called twice. While it runs no message is given
         out, and if it raises the subscription ends.
         """
         told = {"RESET": on_reset, "READY": on_ready}
-        opened = self._async._subscription(selection(pattern, topic), group, mode, start, buffer, told)
+        opened = self._async._subscription(selection(pattern, topic), group, mode, start, buffer, told, deliveries_max)
         self._run(self._async._begin(opened))
         subscription = Subscription(self, opened)
         self._inherited.add(subscription)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from penstock import headers
 from penstock.batch import BATCH_BYTES_MAX, HEADER_BYTES, Batch, Buffer, accept_columns
 from penstock.broker.flow import Flow
-from penstock.broker.group import Group, Saved
+from penstock.broker.group import Group, Mode, Saved
 from penstock.broker.intake import Receipt, Refusals, Stored
-from penstock.broker.member import Member, Notice, Place
+from penstock.broker.member import Deliveries, Member, Notice, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
 from penstock.broker.topic import RESERVED, ServedTopic, check_lines
@@ -578,6 +578,10 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 raise BadRequest("only members of a group are told of a refresh: name a group")
             member.hears = self.guard(partial(self._tell, member))
         start = request.start(self.broker.clock.now_us())
+        deliveries_max = request.number_or_none("deliveries_max")
+        if deliveries_max is not None and (group is None or request.mode() is not Mode.SHARED):
+            raise BadRequest("deliveries_max is for shared groups: only they count deliveries")
+        member.deliveries = Deliveries(deliveries_max)
         hint = await self.broker.hint(pattern)
         reader: Subscription | Group
         if group is None:

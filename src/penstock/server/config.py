@@ -166,7 +166,12 @@ class TopicConfig:
         default=None, metadata=_about("how long it is remembered; none: 5 minutes by id, 30 by payload", 1)
     )
     ack_deadline_ms: int = field(default=5000, metadata=_about("deliver again without an ack by then", 1))
-    deliveries_max: int = field(default=4, metadata=_about("deliveries of a message, with the first", 1, 1000))
+    deliveries_max: int | None = field(
+        default=None,
+        metadata=_about(
+            "deliveries of a message, with the first; none: 4, and no limit for the Provider's clients", 1, 1000
+        ),
+    )
     dead_letters: bool = field(default=True, metadata=_about("keep what was delivered so often in vain"))
     refresh_wait_ms: int = field(default=60_000, metadata=_about("a refresh waits so long for a consumer", 1))
 

@@ -7,7 +7,8 @@
     RESET, READY   to a client {topic} → ACK, or RESET_ACK and READY_ACK: forget the topic, it comes anew; it has come
 
 A group is one of Penstock's, named `<topic>:<group>`: it is shared, remembered, and begins with the first message that
-is there. All clients are told of a refresh.
+is there. What a client does not ACK comes again until it does: the protocol knows no dead letters, so there are some
+only if the topic has a `deliveries_max`. All clients are told of a refresh.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.broker.group import Group
 from penstock.broker.intake import Receipt
-from penstock.broker.member import Member, Notice, Place
+from penstock.broker.member import Deliveries, Member, Notice, Place
 from penstock.broker.start import Start
 from penstock.errors import BadRequest, BadSubject, PenstockError, UnknownGroup
 from penstock.pipe import document
@@ -133,6 +134,8 @@ class Provider:
         subscription = self._subscriptions
         member = Member(b"%d" % subscription, session, session.server.flow)
         member.hears = session.guard(self._tell)
+        # Its protocol knows no dead letters: unless the topic limits deliveries, they go on until there is an ACK.
+        member.deliveries = Deliveries(default=0)
         group = await session.broker.join(_group_name(topic, name), pattern, member, start=Start.EARLIEST)
         session.subscriptions[subscription] = (member, group)
         if not session.is_connected:

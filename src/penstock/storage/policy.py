@@ -14,6 +14,8 @@ SEGMENT_BYTES_MAX: Final = 2 << 30
 PARTITIONS_MAX: Final = 256
 # A message that still fails after so many deliveries will not be taken at the next one either.
 DELIVERIES_MAX: Final = 1000
+# Where a topic does not say.
+DELIVERIES_DEFAULT: Final = 4
 
 
 class Durability(StrEnum):
@@ -48,7 +50,7 @@ _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
     "deliveries_max": (1, DELIVERIES_MAX),
     "refresh_wait_ms": (1, None),
 }
-_OPTIONAL: Final = frozenset({"retain_ms", "retain_bytes", "dedup_window_ms"})
+_OPTIONAL: Final = frozenset({"retain_ms", "retain_bytes", "dedup_window_ms", "deliveries_max"})
 _DEDUP_WINDOW_MS: Final = {Dedup.OFF: 0, Dedup.ID: 5 * 60 * 1000, Dedup.PAYLOAD: 30 * 60 * 1000}
 
 
@@ -65,9 +67,9 @@ class Policy:
     # How long a message is remembered for that; None: 5 minutes by id, 30 minutes by payload.
     dedup_window_ms: int | None = None
     # A message that is not acknowledged within this time is delivered again, so many times in all; then it
-    # goes to the dead letters. Without those it is delivered again for ever.
+    # goes to the dead letters. Without those it is delivered again forever. None: what the members of a group expect.
     ack_deadline_ms: int = 5_000
-    deliveries_max: int = 4
+    deliveries_max: int | None = None
     dead_letters: bool = True
     # A consumer that does not answer in a refresh, or is away, is waited for so long.
     refresh_wait_ms: int = 60_000
