@@ -95,11 +95,13 @@ def test_messages_keep_their_order_in_each_partition_whatever_their_size(
 
 def test_one_with_a_name_is_stored_once(client: Client, topics: tuple[str, str]) -> None:
     orders, _ = topics
+    assert client.last_transaction(f"job {orders}") is None
     for number in (0, 0, 1, 0, 1):
         with client.transaction(f"job {orders}", number) as transaction:
             transaction.publish(orders, b"%d" % number)
     assert values(client, orders) == [b"0", b"1"]
     assert transaction.is_duplicate
+    assert client.last_transaction(f"job {orders}") == 1
 
 
 def test_an_empty_one_is_nothing(client: Client) -> None:

@@ -213,7 +213,7 @@ def calls_of_all_kinds(source: random.Random, target: Target) -> Iterator[Step]:
     strange: list[Any] = ["", ".", "$delayed", "x" * 5000, 0, -1, 1 << 63, 1.5, None, [], {}, "\ud800", True]
     names = ("resolve", "topics", "topic", "create_topic", "alter_topic", "offset_at", "offset_after", "wait", "groups",
              "group", "create_group", "reset_group", "delete_group", "commit", "commit_transaction", "dead_letters",
-             "abort_transaction", "redrive", "refresh_status", "statistics", "nothing", "")  # fmt: skip
+             "transaction", "abort_transaction", "redrive", "refresh_status", "statistics", "nothing", "")  # fmt: skip
     fields = ("name", "subject", "pattern", "group", "partition", "partitions", "offset", "limit", "topic_id",
               "time_us", "places", "number", "parts", "policy", "mode", "start", "count", "offsets", "wait_ms",
               "bytes")  # fmt: skip

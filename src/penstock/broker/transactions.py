@@ -163,6 +163,10 @@ class Transactions:
                     since_us = run.time_us(index)
                     self._add(key, self._open.get(key, _Open(since_us)), run.offset(index), (topic_id, partition))
 
+    def last(self, name: bytes) -> int | None:
+        """Return the number of the last committed transaction of this name."""
+        return self._last.get(name)
+
     def is_decided(self, name: bytes, number: int) -> bool:
         return self._last.get(name, -1) >= number
 

@@ -32,14 +32,13 @@ _PANEL: Final = "Broker"
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A pipeline file: `penstock pipeline init` writes one.")]
 Data = Annotated[
-    Path,
+    Path | None,
     typer.Option(
         metavar="DIR",
         envvar="PENSTOCK_STORAGE_DATA_DIR",
-        help="Where it keeps how far it is: below pipelines/ in the data directory of the server, or in any other.",
+        help="Keep the state below pipelines/ in this directory.  [default: data, beside FILE]",
     ),
 ]
-_DATA: Final = Path("data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +127,11 @@ def run(
         str | None,
         typer.Option(metavar="URL", help="A Spark master, such as spark://host:7077.  [default: local\\[*]]"),
     ] = None,
-    data: Data = _DATA,
+    data: Data = None,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Discard the state and start over: rows in the sink are stored again."),
+    ] = False,
     json: JsonLines = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show what Spark logs, and the whole stack of an error.")
@@ -138,6 +141,7 @@ def run(
     """Run a pipeline until all that is there is done, or with --follow until Ctrl-C.
 
     It goes on where the last run ended, also after an error or a crash: nothing is lost, and nothing is stored twice.
+    If the broker or the sink is further than its state, it is refused.
     """
     with _problems_told():
         pipeline = at.of(_load(path))
@@ -148,11 +152,13 @@ def run(
                 done = run_pipeline(
                     pipeline,
                     data=data,
+                    restart=restart,
                     master=master,
                     follow=follow,
                     config=_logging(verbose),
                     tell=tell,
                     show=_print_rows if json else _print_table,
+                    warn=lambda what: print(safe(what), file=sys.stderr),
                 )
         except BadConfig:
             raise
@@ -168,16 +174,29 @@ def run(
 @app.command("status")
 @options
 def status(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name in its file.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="The pipeline file, or the name in it.")],
     *,
-    data: Data = _DATA,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            envvar="PENSTOCK_STORAGE_DATA_DIR",
+            help="The directory with the state.  [default: data, beside FILE or here]",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show how far a pipeline is, and how its last run ended."""
     from penstock.cli import output
+    from penstock.spark.home import DATA, home_of
     from penstock.spark.home import status as status_of
 
-    found = status_of(name, data)
+    if Path(name).is_file():
+        with _problems_told():
+            home = home_of(_loaded(Path(name)), data)
+        found = status_of(home.name, home.data)
+    else:
+        found = status_of(name, data or DATA)
     if json:
         output.print_json(found.document())
     else:
@@ -186,7 +205,13 @@ def status(
 
 @app.command("list")
 @options
-def list_pipelines(*, data: Data = _DATA, json: Json = False) -> None:
+def list_pipelines(
+    *,
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", envvar="PENSTOCK_STORAGE_DATA_DIR", help="The directory with their state.")
+    ] = Path("data"),
+    json: Json = False,
+) -> None:
     """Show all pipelines that have run with a data directory."""
     from penstock.cli import output
     from penstock.spark.home import statuses
@@ -203,10 +228,14 @@ def list_pipelines(*, data: Data = _DATA, json: Json = False) -> None:
     output.console().print(output.table(names, rows, numbers=("batch", "lag")))
 
 
-def _load(path: Path) -> Pipeline:
+def _loaded(path: Path) -> Pipeline:
     from penstock.spark.file import load
 
-    pipeline = load(path)
+    return load(path)
+
+
+def _load(path: Path) -> Pipeline:
+    pipeline = _loaded(path)
     if find_spec("pyspark") is None or find_spec("pyarrow") is None:
         raise PenstockError("Spark is not installed: pip install 'penstock[spark]'")
     return pipeline

@@ -213,6 +213,11 @@ class AsyncClient:
         """A part of a transaction that is committed elsewhere, by who has all of its parts."""
         return AsyncStage(self, self._link, name, number)
 
+    async def last_transaction(self, name: str) -> int | None:
+        """Return the number of the last committed transaction of this name, or None if there is none."""
+        number: int | None = (await self._read("transaction", name=name))["number"]
+        return number
+
     async def commit_transaction(self, name: str, number: int, offsets: Sequence[int], *, once: bool = False) -> bool:
         """Let readers have what was staged, all at once; False if the transaction had been committed before.
 

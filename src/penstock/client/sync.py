@@ -210,6 +210,10 @@ class Client:
         """A part of a transaction that is committed elsewhere, by who has all of its parts."""
         return Stage(self, self._async.stage(name, number))
 
+    def last_transaction(self, name: str) -> int | None:
+        """Return the number of the last committed transaction of this name, or None if there is none."""
+        return self._run(self._async.last_transaction(name))
+
     def commit_transaction(self, name: str, number: int, offsets: Sequence[int], *, once: bool = False) -> bool:
         """Let readers have what was staged, all at once; False if the transaction had been committed before.
 

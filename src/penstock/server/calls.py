@@ -283,6 +283,11 @@ async def _commit(broker: Broker, request: Request) -> Json:
 # Transactions.
 
 
+async def _transaction(broker: Broker, request: Request) -> Json:
+    name = request.name("name")
+    return {"number": None if broker.transactions is None else broker.transactions.last(name)}
+
+
 async def _commit_transaction(broker: Broker, request: Request) -> Json:
     name, number, offsets = request.name("name"), request.number("number"), request.numbers("offsets")
     transactions = await broker.open_transactions()
@@ -343,6 +348,7 @@ _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "reset_group": _reset_group,
     "delete_group": _delete_group,
     "commit": _commit,
+    "transaction": _transaction,
     "commit_transaction": _commit_transaction,
     "abort_transaction": _abort_transaction,
     "dead_letters": _dead_letters,

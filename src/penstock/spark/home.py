@@ -1,4 +1,7 @@
-"""The directory of a pipeline, in a data directory: who runs it, which pipeline it belongs to, and how far that is.
+"""The state of a pipeline: who runs it, which pipeline it belongs to, and how far that is.
+
+It is kept beside the pipeline's file, in `data`, so that the same file finds it from wherever it is run; or in another
+data directory that is named.
 
     <data>/pipelines/<name>/
            LOCK                  held by the process that runs it
@@ -6,7 +9,6 @@
            progress.json         how far it is
            checkpoint/           Spark's: offsets, commits, state
 
-Only this directory tells how far a pipeline is: whoever removes it begins anew.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,16 +25,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
-from penstock.errors import PenstockError
-from penstock.spark.file import Pipeline
+from penstock.errors import BadConfig, PenstockError
+from penstock.spark.file import Pipeline, load
+from penstock.spark.offsets import Offsets
+from penstock.spark.options import Place
 from penstock.spark.progress import KILLED, RUNNING, Progress
 
 logger = logging.getLogger(__name__)
 
+# Of a pipeline beside its file; and, where it was run, of one that ran with an earlier version.
+DATA: Final = "data"
+
 _LOCK_S: Final = 0.2
 
 
-def status(name: str, data: str | Path = "data") -> Progress:
+def home_of(pipeline: Pipeline, data: str | Path | None = None) -> Home:
+    """Where its state is: in `data`, else beside its file."""
+    return Home(pipeline.directory / DATA if data is None else Path(data), pipeline.name)
+
+
+def status(name: str, data: str | Path = DATA) -> Progress:
     """Of the last run, or of the one that is under way."""
     home = Home(Path(data), name)
     found = home.load()
@@ -40,13 +53,14 @@ def status(name: str, data: str | Path = "data") -> Progress:
         raise PenstockError(
             f"no pipeline {name!r} has run with the data in {data}"
             + (f": there are {', '.join(there)}" if there else ", nor any other")
+            + ". Name its file instead, or its data directory with --data"
         )
     if found.state == RUNNING and not home.is_locked:
         return replace(found, state=KILLED)
     return found
 
 
-def statuses(data: str | Path = "data") -> list[Progress]:
+def statuses(data: str | Path = DATA) -> list[Progress]:
     """Of all that have run with this data directory, by name."""
     found = sorted(Path(data).glob("pipelines/*/progress.json"))
     return [status(path.parent.name, data) for path in found]
@@ -101,25 +115,91 @@ class Home:
         """The checkpoint is this pipeline's, or nothing is in it yet; else it is refused."""
         path = self.directory / "pipeline.json"
         ours = json.loads(json.dumps(pipeline.identity))
-        if not self._has_begun:
+        if not self.has_begun:
             _write_durably(path, json.dumps(ours, indent=2) + "\n")
             return
         try:
             theirs = json.loads(path.read_text())
         except (FileNotFoundError, ValueError):
             raise PenstockError(
-                f"{path} does not say which pipeline the checkpoint belongs to: remove {self.directory} to begin anew"
+                f"{path} does not say which pipeline the checkpoint belongs to: use --restart to start over"
             ) from None
         if differing := list(_differences(theirs, ours, "")):
             raise PenstockError(
                 f"the checkpoint in {self.directory} belongs to another pipeline: {'; '.join(differing)}. "
-                "Give this one another name, or remove that directory to begin anew"
+                "Give this one another name, or use --restart to start over"
+            )
+
+    def refuse_namesake(self, pipeline: Pipeline) -> None:
+        """Refuse a second file that has the same name and another sink: it would go on with the state of the first.
+
+        A file that was renamed, moved or deployed anew is the same pipeline.
+        """
+        before = self.before()
+        other = None if before is None else _loaded(before.file)
+        if other is not None and other.name == self.name and _target(other) != _target(pipeline):
+            if other.path.samefile(pipeline.path):
+                return
+            raise PenstockError(
+                f"the state in {self.directory} belongs to {other.path}, a pipeline with the same name, {self.name!r}, "
+                f"and another sink: give one of them another name, or remove {other.path}"
+            )
+
+    def refuse_left_behind(self, pipeline: Pipeline) -> None:
+        """Refuse to start from scratch beside the file if the state of this file lies in the working directory."""
+        old = Home(Path(DATA), self.name)
+        if self.has_begun or not old.has_begun or old.directory.resolve() == self.directory.resolve():
+            return
+        before = old.before()
+        other = None if before is None else _loaded(before.file)
+        if other is None or other.name != self.name or other.path.samefile(pipeline.path):
+            raise PenstockError(
+                f"pipeline {self.name} has its state in {old.directory.resolve()}, and it is now looked for beside the "
+                f"file: move that directory to {self.directory}, or name it with --data {old.data.resolve()}"
             )
 
     @property
-    def _has_begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether a batch was ever planned: a run that failed before that binds nobody."""
         return any(self.checkpoint.glob("*/offsets/[0-9]*"))
+
+    # What is in the checkpoint.
+
+    def planned(self) -> dict[Place, int]:
+        """Where the last batch of rows ends that was planned, in each partition."""
+        batch = self.batch("rows")
+        if batch is None:
+            return {}
+        found: dict[Place, int] = {}
+        for end in read_ends(self.checkpoint / "rows" / "offsets" / str(batch)):
+            for place, offset in Offsets.from_json(end).ends.items():
+                found[place] = max(offset, found.get(place, 0))
+        return found
+
+    def batch(self, query: str) -> int | None:
+        """The number of the last batch of a query that was planned."""
+        return max((int(path.name) for path in self._offsets(query) if path.name.isdecimal()), default=None)
+
+    def queries(self) -> list[tuple[str, int]]:
+        """The id of each query, and the number of the last batch that was planned."""
+        found = []
+        for metadata in sorted(self.checkpoint.glob("*/metadata")):
+            batch = self.batch(metadata.parent.name)
+            found.append((str(json.loads(metadata.read_text())["id"]), -1 if batch is None else batch))
+        return found
+
+    def _offsets(self, query: str) -> Iterator[Path]:
+        return self.checkpoint.glob(f"{query}/offsets/[0-9]*")
+
+    def discard(self) -> None:
+        """Forget all of it, at once: half of a checkpoint is worse than none."""
+        aside = self.directory / "discarded"
+        shutil.rmtree(aside, ignore_errors=True)
+        if self.checkpoint.exists():
+            self.checkpoint.replace(aside)
+        for name in ("pipeline.json", "progress.json"):
+            (self.directory / name).unlink(missing_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
     # How far it is.
 
@@ -149,6 +229,25 @@ class Home:
     @property
     def _progress(self) -> Path:
         return self.directory / "progress.json"
+
+
+def read_ends(path: Path) -> list[dict[str, Any]]:
+    """The ends of a batch, of each source, from Spark's offset log."""
+    # A version, what Spark notes for itself, and then a line for each source.
+    return [json.loads(line) for line in path.read_text().splitlines()[2:] if line.startswith("{")]
+
+
+def _loaded(file: str) -> Pipeline | None:
+    """None if it is not there any more, or is no pipeline."""
+    try:
+        return load(file)
+    except BadConfig:
+        return None
+
+
+def _target(pipeline: Pipeline) -> tuple[str | None, ...]:
+    sink = pipeline.sink
+    return () if sink is None else (sink.servers, sink.topic, sink.parquet, sink.archive)
 
 
 def _takes(lock: IO[str]) -> bool:

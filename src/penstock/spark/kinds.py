@@ -48,7 +48,7 @@ _REDRIVE_S: Final = 60.0
 _LETTERS_MAX: Final = 100_000
 
 _QUERY_ID: Final = "sql.streaming.queryId"
-_LOGIN: Final = ("user", "password", "token")
+LOGIN: Final = ("user", "password", "token")
 
 # What is done with a batch, by its number. It may be done again with the same, after a crash.
 Each = Callable[[DataFrame, int], None]
@@ -324,7 +324,7 @@ def _everywhere(source: Source, topic: str, offset: int) -> dict[str, int]:
 
 
 def _login(source: Source) -> dict[str, str]:
-    return {name: value for name, value in source.options.items() if name.lower() in _LOGIN}
+    return {name: value for name, value in source.options.items() if name.lower() in LOGIN}
 
 
 def _client(source: Source, timeout_s: float = connection.TIMEOUT_S) -> Client:

@@ -6,7 +6,6 @@ not noted is not stored twice.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
 from penstock.spark.file import Pipeline, Source, Transform
-from penstock.spark.home import Home
+from penstock.spark.home import Home, home_of, read_ends
 from penstock.spark.progress import DONE, FAILED, STOPPED, Progress, Reports, begin
 from penstock.spark.reason import reason
 
@@ -36,6 +35,7 @@ POLL_S: Final = 0.2
 _FAILED: Final = "pipeline {} failed, and goes on where it was when it is run again"
 
 Tell = Callable[[Progress], None]
+Warn = Callable[[str], None]
 # The names of the columns, and the rows.
 Show = Callable[[Sequence[str], Sequence[Sequence[Any]]], None]
 # Of a table that is shown.
@@ -45,26 +45,40 @@ ROWS_MAX: Final = 1000
 def run(
     pipeline: Pipeline,
     *,
-    data: str | Path = "data",
+    data: str | Path | None = None,
+    restart: bool = False,
     master: str | None = None,
     follow: bool = False,
     spark: SparkSession | None = None,
     config: Mapping[str, str] | None = None,
     tell: Tell | None = None,
     show: Show | None = None,
+    warn: Warn | None = None,
     stop: threading.Event | None = None,
 ) -> Progress:
     """Run it until all that was there is done; with `follow` until it is stopped. How far it came.
+
+    `data`: where its state is kept, below pipelines/; without it in `data` beside its file. A run that would store rows
+    again, because the broker or the sink is further than the state, is refused (`penstock.spark.resume`); `restart`
+    discards the state and starts over, and `warn` is told what that does.
 
     `spark`: a session to use, which stays; without it `opened` gives one, on `master` and with `config`. `tell` is
     called after each batch. `show` is given the table of dead letters, if it is not to be written anywhere. `stop` ends
     it, as SIGINT and SIGTERM do in the main thread. Raises BadConfig if the file does not fit together, and
     PenstockError, with one sentence, if a query fails.
     """
+    from penstock.spark import resume
+
     stop = stop or threading.Event()
-    home = Home(Path(data), pipeline.name)
+    home = home_of(pipeline, data)
     with home.locked():
+        home.refuse_namesake(pipeline)
+        if restart:
+            resume.restart(pipeline, home, warn or logger.warning)
+        elif data is None:
+            home.refuse_left_behind(pipeline)
         home.identify(pipeline)
+        resume.check(pipeline, home)
         running = _Running(pipeline, home, tell or (lambda _: None), show or (lambda _, __: None), stop)
         using = nullcontext(spark) if spark is not None else opened(pipeline.name, master=master, config=config)
         with using as session, _until_signal(stop):
@@ -263,9 +277,7 @@ def committed(checkpoint: Path) -> list[dict[str, Any]]:
     for commits in sorted(checkpoint.glob("*/commits"), key=lambda path: path.parent.name != "rows"):
         numbers = [int(path.name) for path in commits.iterdir() if path.name.isdecimal()]
         if numbers:
-            # A version, what Spark notes for itself, and then a line for each source.
-            lines = (commits.parent / "offsets" / str(max(numbers))).read_text().splitlines()[2:]
-            return [json.loads(line) for line in lines if line.startswith("{")]
+            return read_ends(commits.parent / "offsets" / str(max(numbers)))
     return []
 
 

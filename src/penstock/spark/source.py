@@ -342,10 +342,15 @@ def commit(options: Read, end: Mapping[str, Any]) -> None:
                 client.commit(group, name, place.partition, offset)
 
 
+def group_of(options: Read, topic: str) -> str:
+    """Return the name of the group that shows how far a topic is read."""
+    assert options.group is not None
+    return options.group if _is_single(options) else f"{options.group}-{topic}"
+
+
 def _open_group(client: Client, options: Read, topic: str) -> str:
     """The name of the group for a topic; it is made if it is not there."""
-    assert options.group is not None
-    name = options.group if _is_single(options) else f"{options.group}-{topic}"
+    name = group_of(options, topic)
     try:
         found = client.group(name)
     except UnknownGroup:
