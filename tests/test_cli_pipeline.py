@@ -192,6 +192,69 @@ def test_aggregate_writes_closed_windows_once_and_counts_what_is_late(example: E
     assert (first["late_rows"], second["late_rows"]) == (0, 1)
 
 
+@of("aggregate")
+def test_flush_writes_the_last_windows_once_and_what_comes_for_them_is_late(
+    example: Example, broker: SparkBroker
+) -> None:
+    example.change(
+        ('topic = "orders"', 'topic = "flushed"'),
+        ('topic = "revenue"', 'topic = "flushed-revenue"'),
+        ('name = "revenue"', 'name = "flushed"'),
+    )
+
+    def order(minute: int) -> dict[str, object]:
+        return {"country": "de", "amount": 1.0, "at": f"2030-01-31T12:{minute:02}:30Z"}
+
+    def written() -> list[tuple[str, int]]:
+        return [(each["window_start"][14:16], each["orders"]) for each in values(broker, "flushed-revenue")]
+
+    publish(broker, "flushed", order(0), order(1), order(1))
+    first = example.run("--flush").end
+    after_first = written()
+    # One for a window that was flushed, one for the next.
+    publish(broker, "flushed", order(1), order(2))
+    second = example.run("--flush").end
+    third = example.run("--flush").end
+
+    assert sorted(after_first) == [("00", 1), ("01", 2)]
+    assert sorted(written()) == [("00", 1), ("01", 2), ("02", 1)]
+    assert (first["late_rows"], second["late_rows"], third["batches"]) == (0, 1, 0)
+    assert second["watermark"] == third["watermark"] == "2030-01-31T12:03:00.000Z"
+
+
+@of("join")
+def test_flush_writes_the_rows_of_a_left_join_that_found_nothing(example: Example, broker: SparkBroker) -> None:
+    example.change(
+        ('topic = "orders"', 'topic = "lonely"'),
+        ('topic = "payments"', 'topic = "few-payments"'),
+        ('topic = "orders-paid"', 'topic = "lonely-paid"'),
+        ('name = "orders-paid"', 'name = "lonely-paid"'),
+        ('how = "inner"', 'how = "left"'),
+    )
+    publish(broker, "lonely", ORDERS[0], ORDERS[2])
+    publish(broker, "few-payments", PAYMENTS[0])
+
+    assert example.run("--flush").end["state"] == "done"
+
+    assert {(order["id"], order["method"]) for order in values(broker, "lonely-paid")} == {
+        (ORDERS[0]["id"], "card"),
+        (ORDERS[2]["id"], None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("join", "an inner join writes rows as soon as they match"),
+        ("archive", "a pipeline of kind archive keeps no rows back"),
+    ],
+)
+def test_flush_is_refused_where_nothing_stays_open(kind: str, why: str, broker: SparkBroker, tmp_path: Path) -> None:
+    done = Example(kind, tmp_path, broker).run("--flush")
+
+    assert done.err.endswith(f" has nothing to flush: {why}. Leave --flush out\n")
+
+
 @of("deduplicate")
 def test_deduplicate_writes_each_order_once(example: Example, broker: SparkBroker) -> None:
     assert example.run().end["state"] == "done"

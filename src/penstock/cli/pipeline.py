@@ -123,6 +123,12 @@ def run(
     path: File,
     *,
     follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes, until Ctrl-C.")] = False,
+    flush: Annotated[
+        bool,
+        typer.Option(
+            "--flush", help="At the end, close and write windows that are open: rows that come later are late."
+        ),
+    ] = False,
     master: Annotated[
         str | None,
         typer.Option(metavar="URL", help="A Spark master, such as spark://host:7077.  [default: local\\[*]]"),
@@ -143,6 +149,8 @@ def run(
     It goes on where the last run ended, also after an error or a crash: nothing is lost, and nothing is stored twice.
     If the broker or the sink is further than its state, it is refused.
     """
+    if flush and follow:
+        raise typer.BadParameter("a run with --follow has no end: give one of them", param_hint="'--flush'")
     with _problems_told():
         pipeline = at.of(_load(path))
         from penstock.spark.run import run as run_pipeline
@@ -155,6 +163,7 @@ def run(
                     restart=restart,
                     master=master,
                     follow=follow,
+                    flush=flush,
                     config=_logging(verbose),
                     tell=tell,
                     show=_print_rows if json else _print_table,

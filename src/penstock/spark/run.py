@@ -49,6 +49,7 @@ def run(
     restart: bool = False,
     master: str | None = None,
     follow: bool = False,
+    flush: bool = False,
     spark: SparkSession | None = None,
     config: Mapping[str, str] | None = None,
     tell: Tell | None = None,
@@ -60,15 +61,21 @@ def run(
 
     `data`: where its state is kept, below pipelines/; without it in `data` beside its file. A run that would store rows
     again, because the broker or the sink is further than the state, is refused (`penstock.spark.resume`); `restart`
-    discards the state and starts over, and `warn` is told what that does.
+    discards the state and starts over, and `warn` is told what that does. `flush` closes at the end what is still open
+    (`penstock.spark.flush`).
 
     `spark`: a session to use, which stays; without it `opened` gives one, on `master` and with `config`. `tell` is
     called after each batch. `show` is given the table of dead letters, if it is not to be written anywhere. `stop` ends
     it, as SIGINT and SIGTERM do in the main thread. Raises BadConfig if the file does not fit together, and
     PenstockError, with one sentence, if a query fails.
     """
+    from penstock.spark import flush as flushing
     from penstock.spark import resume
 
+    if flush:
+        if follow:
+            raise PenstockError("flush is for a run that ends: leave it out, or follow")
+        flushing.check(pipeline)
     stop = stop or threading.Event()
     home = home_of(pipeline, data)
     with home.locked():
@@ -82,7 +89,7 @@ def run(
         running = _Running(pipeline, home, tell or (lambda _: None), show or (lambda _, __: None), stop)
         using = nullcontext(spark) if spark is not None else opened(pipeline.name, master=master, config=config)
         with using as session, _until_signal(stop):
-            return running.run(session, _trigger(pipeline, follow))
+            return running.run(session, _trigger(pipeline, follow), flush=flush)
 
 
 # ---- the session
@@ -145,11 +152,11 @@ class _Running:
         self._reports = Reports()
         self._progress = begin(pipeline.name, pipeline.kind, pipeline.path, home.before())
 
-    def run(self, spark: SparkSession, trigger: dict[str, Any]) -> Progress:
+    def run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> Progress:
         self._home.save(self._progress)
         try:
             with _while_spark_lives(self._pipeline.name):
-                self._run(spark, trigger)
+                self._run(spark, trigger, flush=flush)
         except Exception as error:
             self._end(FAILED, reason(error).sentence)
             raise
@@ -159,16 +166,24 @@ class _Running:
         self._end(STOPPED if self._stop.is_set() else DONE)
         return self._progress
 
-    def _run(self, spark: SparkSession, trigger: dict[str, Any]) -> None:
+    def _run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> None:
+        from penstock.spark import flush as flushing
+
+        queries = self._run_queries(spark, trigger)
+        if flush and not self._stop.is_set() and flushing.plan(spark, self._pipeline, self._home.checkpoint):
+            self._run_queries(spark, trigger)
+        self._commit()
+        if not queries:
+            self._show_letters(spark)
+
+    def _run_queries(self, spark: SparkSession, trigger: dict[str, Any]) -> list[StreamingQuery]:
         queries = self._start(spark, trigger)
         try:
             self._watch(queries)
         finally:
             for query in queries:
                 query.stop()
-        self._commit()
-        if not queries:
-            self._show_letters(spark)
+        return queries
 
     def _start(self, spark: SparkSession, trigger: dict[str, Any]) -> list[StreamingQuery]:
         from pyspark.errors import PySparkException
