@@ -108,7 +108,9 @@ class Wire:
 def make_feed(
     *, group: str | None = None, mode: str = "shared", buffer: int = 10, wake: Callable[[], None] = nothing
 ) -> Feed:
-    return Feed("t.>", group, mode, "latest", buffer, lock=threading.Lock(), wake=wake, arrived=nothing)
+    return Feed(
+        "t.>", group, mode, "latest", buffer, lock=threading.Lock(), wake=wake, arrived=nothing, respond=lambda _: None
+    )
 
 
 def delivered(subscription: int, *values: bytes, offset: int = 0, partition: int = 0, **fields: Any) -> bytes:

@@ -415,7 +415,18 @@ def test_a_client_refuses_a_word_that_lacks_something(fields: dict[str, Any]) ->
 
 def test_a_word_is_answered_behind_what_was_said_of_the_messages_before_it() -> None:
     wire = Wire()
-    feed = Feed("t", "g", "shared", "latest", 10, refreshes=True, lock=threading.Lock(), wake=nothing, arrived=nothing)
+    feed = Feed(
+        "t",
+        "g",
+        "shared",
+        "latest",
+        10,
+        refreshes=True,
+        lock=threading.Lock(),
+        wake=nothing,
+        arrived=nothing,
+        respond=lambda _: None,
+    )
     number = wire.open(feed)
     wire.receive(delivery(number, b"a") + json_frame(Type.RESET, 9, {"subscription": number, "topic": "t"}))
     wire.receive(delivery(number, b"b", offset=1))
@@ -436,7 +447,18 @@ def test_a_word_is_answered_behind_what_was_said_of_the_messages_before_it() -> 
 
 def test_a_word_of_a_connection_that_is_gone_is_not_answered_on_another() -> None:
     wire = Wire()
-    feed = Feed("t", "g", "shared", "latest", 10, refreshes=True, lock=threading.Lock(), wake=nothing, arrived=nothing)
+    feed = Feed(
+        "t",
+        "g",
+        "shared",
+        "latest",
+        10,
+        refreshes=True,
+        lock=threading.Lock(),
+        wake=nothing,
+        arrived=nothing,
+        respond=lambda _: None,
+    )
     number = wire.open(feed)
     wire.receive(json_frame(Type.RESET, 1, {"subscription": number, "topic": "t"}))
     notice = feed.notice()

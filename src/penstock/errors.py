@@ -18,6 +18,7 @@
     │   ├── Forbidden          a request that a web page of another site may have sent
     │   ├── TopicConflict      a topic of that name, or above or below it, exists
     │   ├── StaleLayout        the topic has more partitions than the producer knew
+    │   ├── NoResponders       nobody is subscribed to the subject of a request
     │   ├── UnknownGroup       no group has that name
     │   ├── GroupConflict      the group exists, and is another one
     │   ├── ClaimConflict      another client has the name
@@ -146,6 +147,10 @@ class StaleLayout(PeerError):
 
 class TopicConflict(PeerError):
     code = "TOPIC_CONFLICT"
+
+
+class NoResponders(PeerError):
+    code = "NO_RESPONDERS"
 
 
 class UnknownGroup(PeerError):

@@ -17,6 +17,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -28,10 +29,11 @@ from typing import Any, Final, Literal, Self, Unpack, overload
 from penstock.batch import BATCH_BYTES_MAX, Compression
 from penstock.client.bell import Bell, Within
 from penstock.client.feed import SHARED, Feed, Notice, Settlement, Start
+from penstock.client.inbox import Inbox
 from penstock.client.link import Link, Servers, resolve
 from penstock.client.message import Message
 from penstock.client.outbox import Outbox
-from penstock.client.outgoing import ABSENT, Prepared, prepare
+from penstock.client.outgoing import ABSENT, Prepared, check_size, prepare, prepare_call
 from penstock.client.partitioner import Layout
 from penstock.client.producer import Batcher, Sealed, ServedTopic
 from penstock.client.protocol import Answer, Request
@@ -100,6 +102,7 @@ class AsyncClient:
         self._link = Link(servers, credentials, timeout)
         self._clock = SystemClock()
         self._outbox = Outbox(self._link, self._clock)
+        self._inbox = Inbox(self._link, self._outbox, lambda pattern, buffer: self.subscribe(pattern, buffer=buffer))
         # What must end before the client does.
         self._open: dict[AsyncSubscription | AsyncProducer, None] = {}
 
@@ -150,6 +153,24 @@ class AsyncClient:
         """
         message = prepare(subject, value, json, key, headers, message_id, delay, self._clock.now_us())
         return await self._outbox.publish(message, timeout)
+
+    async def request(
+        self,
+        subject: str,
+        value: bytes | None = None,
+        *,
+        json: Any = ABSENT,
+        key: bytes | str | None = None,
+        headers: Headers = None,
+        timeout: float | None = None,
+    ) -> Message:
+        """Publish a message and return the first reply to it.
+
+        Raises NoResponders at once, and stores nothing, if nobody is subscribed to the subject; TimedOut if no reply
+        comes in time. A subscriber replies with `message.respond`, a NATS client as it does to any request.
+        """
+        message = prepare_call(subject, value, json, key, headers)
+        return await self._inbox.request(message, timeout)
 
     async def publish_many(
         self,
@@ -577,6 +598,7 @@ class AsyncSubscription:
             lock=threading.Lock(),
             wake=self._wake,
             arrived=self._bell.ring,
+            respond=self._respond,
         )
         self._told = told
         self._telling: asyncio.Task[None] | None = None
@@ -763,6 +785,23 @@ class AsyncSubscription:
             messages = self._feed.take_many(count_max)
         return messages
 
+    # For the inbox, which waits for one of many messages.
+
+    @property
+    def _is_over(self) -> bool:
+        return self._feed.is_over
+
+    def _take_unread(self) -> Iterator[Message]:
+        """What has come, without waiting: it is read with this."""
+        while not self._feed.is_over and (messages := self._feed.take_many(None)):
+            yield from messages
+
+    async def _wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so because messages have come. Raises Closed if none will."""
+        await self._bell.until(lambda: is_so() or self._feed.is_over)
+        if not is_so():
+            raise self._feed.ended or closed_subscription()
+
     def _wake(self) -> None:
         """Called by any thread that holds the feed's lock."""
         if not self._is_woken:
@@ -780,6 +819,22 @@ class AsyncSubscription:
             self._settle(since, about, offsets)
         connection.answer(self._feed)
         self._link.flush_soon()
+
+    def _respond(self, message: Prepared) -> None:
+        """Called by any thread."""
+        self._link.check_open()
+        check_size(len(message.value), self._link.hello.payload_bytes_max)
+        self._link.call_soon(lambda: self._send_reply(message))
+
+    def _send_reply(self, message: Prepared) -> None:
+        def done(error: PenstockError | None) -> None:
+            if error is not None:
+                _LOG.warning("a reply to %s was not sent: %s", message.subject, error)
+
+        try:
+            self._client._outbox.send(message, done)
+        except PenstockError as error:
+            done(error)
 
     def _settle(self, since: int, about: Settlement, offsets: list[int]) -> None:
         def done(answer: Answer) -> None:

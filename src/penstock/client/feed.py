@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from penstock.batch import parse
 from penstock.client.ledger import Ledger
 from penstock.client.message import Delivery, Message
+from penstock.client.outgoing import Prepared
 from penstock.errors import BadFrame, Closed, CorruptBatch, NotOutstanding, PenstockError, UnsupportedBatch
 from penstock.wire.binary import SETTLE_MAX, Messages, Settle, Verb, read_messages
 
@@ -177,10 +178,11 @@ class Feed:
         lock: AbstractContextManager[Any],
         wake: Callable[[], None],
         arrived: Callable[[], None],
+        respond: Callable[[Prepared], None],
     ) -> None:
         """`refreshes`: it wants to be told of a refresh. `deliveries_max`: see `AsyncClient.subscribe`. `wake` is
         called when there is something for the broker: see `credit`, `settlements` and `answers`; `arrived` when there
-        is something for a reader, or will be nothing more.
+        is something for a reader, or will be nothing more; `respond` with a reply to publish, by any thread.
         """
         if refreshes and group is None:
             raise ValueError("on_reset and on_ready are for groups: subscribe with group=")
@@ -202,6 +204,7 @@ class Feed:
         self.ended: PenstockError | None = None
         self.is_closed = False
         self.arrived = arrived
+        self.respond = respond
         self._refreshes = refreshes
         self._deliveries_max = deliveries_max
         self._start = start
@@ -329,6 +332,7 @@ class Feed:
         """It is another process that reads this: whoever held the lock is not here, and nobody is to be woken."""
         self._lock = lock
         self._wake = _nobody
+        self.respond = _refuse
         self._unread = Unread(lock)
         self._said = {}
         self.ended = error
@@ -530,3 +534,7 @@ def _commit(verb: int, offset: int) -> tuple[int, int]:
 
 def _nobody() -> None:
     pass
+
+
+def _refuse(_: Prepared) -> None:
+    raise Closed("the message came to another process, from which this one was forked: only that one can respond")

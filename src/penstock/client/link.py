@@ -132,7 +132,7 @@ class Link:
         async with self.within(timeout_s, "connect"):
             await self._changed.until(lambda: self._socket is not None or self._task is None)
         if self._socket is None:
-            self._check_open()
+            self.check_open()
             raise self._problem or NoBroker(self._nobody())
 
     async def ask(
@@ -161,7 +161,7 @@ class Link:
 
     def send(self, request: Request) -> None:
         """At once, or as soon as there is a connection."""
-        self._check_open()
+        self.check_open()
         if self._socket is None:
             self._waiting[request] = None
             self._start()
@@ -174,7 +174,7 @@ class Link:
             self._socket.flush_soon()
 
     def attach(self, attached: Attached) -> None:
-        self._check_open()
+        self.check_open()
         self._attached[attached] = None
         if self._socket is not None:
             attached.connected()
@@ -222,12 +222,13 @@ class Link:
             for attached in list(self._attached):
                 attached.writable()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise Closed if it is. Any thread may call it."""
         if self._is_closed:
             raise _closed()
 
     def _start(self) -> None:
-        self._check_open()
+        self.check_open()
         if self._task is None:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock import headers
 from penstock.batch import Batch
+from penstock.client.outgoing import ABSENT, prepare_call
 from penstock.client.values import read_headers
+from penstock.errors import BadRequest
 from penstock.wire.binary import Verb
 
 if TYPE_CHECKING:
@@ -139,6 +141,12 @@ class Message:
         return {} if block is None else read_headers(block)
 
     @property
+    def reply(self) -> str | None:
+        """The subject where its publisher expects a reply, if it is a request."""
+        reply: bytes | None = self._delivery.item("replies", self._index)
+        return None if reply is None else reply.decode(errors="replace")
+
+    @property
     def message_id(self) -> str | None:
         block = self._delivery.item("headers", self._index)
         identity = None if block is None else headers.identity(block)
@@ -173,6 +181,17 @@ class Message:
     def json(self) -> Any:
         """The value, which must be JSON."""
         return json.loads(self.value)
+
+    def respond(
+        self, value: bytes | None = None, *, json: Any = ABSENT, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Reply to a request. The reply is sent soon, once, and not stored: whoever asked may not wait any more."""
+        reply, feed = self.reply, self._delivery.feed
+        if reply is None:
+            raise BadRequest(f"a message of {self.subject} has no reply subject: it is no request")
+        if feed is None:
+            raise TypeError("only messages of a subscription can be responded to")
+        feed.respond(prepare_call(reply, value, json, None, headers))
 
     def ack(self) -> None:
         """It is done. In a partitioned group so is all before it in its partition."""

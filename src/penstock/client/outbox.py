@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
 from penstock.client.link import Link, resolve
@@ -42,6 +43,26 @@ class Outbox:
                     return await self._put(message)
                 except _Unsent:
                     pass
+
+    async def publish_alone(self, message: Prepared) -> None:
+        """In a frame of its own, once. Raises what the broker says of it, ConnectionLost if it may have come."""
+        await self._link.connect()
+        check_size(len(message.value), self._link.hello.payload_bytes_max)
+        batch = encode_each([message], self._clock.now_us())
+        what = f"publish to {message.subject}"
+        answer = await self._link.ask(lambda number: frame(Type.PUBLISH, number, batch.data), what)
+        if isinstance(error := _read(answer["receipts"][0]), PenstockError):
+            raise error
+
+    def send(self, message: Prepared, done: Callable[[PenstockError | None], None]) -> None:
+        """Without waiting, in a frame of its own, now or as soon as there is a connection."""
+        batch = encode_each([message], self._clock.now_us())
+
+        def answered(answer: Answer) -> None:
+            found = _read(answer["receipts"][0]) if isinstance(answer, dict) else answer
+            done(found if isinstance(found, PenstockError) else None)
+
+        self._link.send(Request(lambda number: frame(Type.PUBLISH, number, batch.data), answered))
 
     def _put(self, message: Prepared) -> asyncio.Future[Receipt]:
         future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()

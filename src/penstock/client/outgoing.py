@@ -36,6 +36,8 @@ class Prepared(NamedTuple):
     asks: bool = False
     # Whether it is stored once, however often it is sent.
     has_identity: bool = False
+    # Where a reply is expected.
+    reply: bytes | None = None
 
 
 def prepare(
@@ -71,6 +73,14 @@ def prepare(
     return Prepared(subject, payload, plain_key, block, is_tombstone, bool(asked), bool(asked & _IDENTITIES))
 
 
+def prepare_call(
+    subject: str, value: bytes | None, json: Any, key: bytes | str | None, headers: Mapping[str, str] | None
+) -> Prepared:
+    """A request or a reply: without a value it is empty, and deletes nothing."""
+    payload = b"" if value is None and json is ABSENT else value
+    return prepare(subject, payload, json, key, headers, None, None, 0)
+
+
 def subject_bytes(subject: str) -> bytes:
     if not isinstance(subject, str):
         raise TypeError(f"a subject is text, not {type(subject).__name__}")
@@ -96,6 +106,7 @@ def encode_each(messages: list[Prepared], timestamp: int) -> Batch:
         subjects=[message.subject.encode() for message in messages],
         keys=_column([message.key for message in messages]),
         headers=_column([message.headers for message in messages]),
+        replies=_column([message.reply for message in messages]),
         tombstones=tombstones if any(tombstones := [message.is_tombstone for message in messages]) else None,
         asks=any(message.asks for message in messages),
     )

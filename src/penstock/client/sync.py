@@ -150,6 +150,23 @@ class Client:
             )
         )
 
+    def request(
+        self,
+        subject: str,
+        value: bytes | None = None,
+        *,
+        json: Any = ABSENT,
+        key: bytes | str | None = None,
+        headers: Headers = None,
+        timeout: float | None = None,
+    ) -> Message:
+        """Publish a message and return the first reply to it.
+
+        Raises NoResponders at once, and stores nothing, if nobody is subscribed to the subject; TimedOut if no reply
+        comes in time. A subscriber replies with `message.respond`, a NATS client as it does to any request.
+        """
+        return self._run(self._async.request(subject, value, json=json, key=key, headers=headers, timeout=timeout))
+
     def publish_many(
         self,
         messages: Iterable[tuple[str, bytes] | Outgoing],

@@ -31,6 +31,7 @@ from penstock.errors import (
     BatchTooLarge,
     Closed,
     GroupConflict,
+    NoResponders,
     OffsetOutOfRange,
     PeerError,
     PenstockError,
@@ -487,9 +488,16 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
     def _publish_batch(self, number: int, payload: bytes | bytearray) -> Coroutine[Any, Any, None] | None:
         def then(checked: _Checked) -> Coroutine[Any, Any, None] | None:
             assert checked.run is not None, "it is opened"
+            if checked.run.replies and len(checked.run) == 1:
+                # A request. Those among other messages are not looked at: for each, every group would be.
+                self._check_served(checked.run.subjects[0])
             return self._publish_run(checked.run, lambda receipt: self._tell_published(number, receipt))
 
         return self._check(payload, None, then)
+
+    def _check_served(self, subject: bytes) -> None:
+        if not _refusal(subject) and not self.broker.is_served(subject):
+            raise NoResponders(f"nobody is subscribed to {subject.decode(errors='replace')!r}: nothing was published")
 
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         """A single message that did not come as a batch."""
