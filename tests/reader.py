@@ -182,6 +182,7 @@ class Reader:
     def _environment(self) -> dict[str, str]:
         added = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "XDG_CONFIG_HOME": str(self._directory / ".config"),
             "PENSTOCK_SERVERS": f"127.0.0.1:{self._running().port}",
             "PYTHONUNBUFFERED": "1",
             "TERM": "dumb",

@@ -24,6 +24,7 @@ _CLIENT: Final = "Talk to a server"
 MODULES: Final = {
     "log": (_SERVER, "Look into the logs of a data directory; nothing is changed."),
     "registry": (_SERVER, "Tell the brokers of a tree their roles and parents, from a file that is watched."),
+    "context": (_CLIENT, "Give brokers names: add, list, use and remove contexts."),
     "topic": (_CLIENT, "Make, list, change and delete topics."),
     "publish": (_CLIENT, "Publish messages: from arguments, lines of stdin, or a file."),
     "subscribe": (_CLIENT, "Print messages as they come, alone or as a member of a group."),

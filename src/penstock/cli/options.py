@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import typer
 
 from penstock import moments
+from penstock.cli import contexts
 from penstock.clock import SystemClock
 from penstock.errors import NoBroker, PenstockError, Unauthorized
 from penstock.headers import DELAY_US_MAX
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 COMPLETION_S: Final = 0.5
 
 _PANEL: Final = "Broker"
+_SERVERS: Final = "127.0.0.1:4222"
+_SERVERS_VARIABLE: Final = "PENSTOCK_SERVERS"
+_CONTEXT_VARIABLE: Final = "PENSTOCK_CONTEXT"
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
@@ -61,19 +66,40 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
     ]
 
 
+def complete_context(incomplete: str) -> list[str]:
+    try:
+        return [name for name in contexts.load().by_name if name.startswith(incomplete)]
+    except (PenstockError, OSError):
+        return []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the broker is, and who asks it. A server knows user, password and token by the same variables."""
+    """Where the broker is, and who asks it. A server knows user, password and token by the same variables.
 
-    servers: Annotated[
-        str,
+    An address that is given goes before a context that is named, and that before the context in use. What the command
+    line says goes before the environment. Credentials of a context go only to its own servers.
+    """
+
+    context: Annotated[
+        str | None,
         typer.Option(
-            metavar="HOST:PORT[,…]",
-            envvar="PENSTOCK_SERVERS",
-            help="Where it is, also as nats://…; several are tried in turn.",
+            metavar="NAME",
+            envvar=_CONTEXT_VARIABLE,
+            autocompletion=complete_context,
+            help="A broker that `penstock context add` named.",
             rich_help_panel=_PANEL,
         ),
-    ] = "127.0.0.1:4222"
+    ] = None
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT[,…]",
+            envvar=_SERVERS_VARIABLE,
+            help="Where it is, also as nats://…; several are tried in turn.  [default: 127.0.0.1:4222]",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
     user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", rich_help_panel=_PANEL)] = None
     password: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", rich_help_panel=_PANEL)] = None
     token: Annotated[
@@ -84,9 +110,9 @@ class Address:
     def client(self, *, timeout: float = 30.0) -> Iterator[Client]:
         from penstock.client.sync import Client
 
-        who = {"user": self.user, "password": self.password, "token": self.token}
+        servers, who = self._resolve()
         try:
-            made = Client(self.servers.split(","), name="penstock", timeout=timeout, **who)
+            made = Client(servers.split(","), name="penstock", timeout=timeout, **who)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'--servers'") from None
         try:
@@ -96,6 +122,25 @@ class Address:
             raise NoBroker(str(error).replace("servers=", "--servers")) from None
         except Unauthorized as error:
             raise Unauthorized(f"{error}: give --user and --password, or --token") from None
+
+    def _resolve(self) -> tuple[str, dict[str, str | None]]:
+        """Return the servers, and the credentials for them."""
+        who = {"user": self.user, "password": self.password, "token": self.token}
+        name = self.context
+        if name is not None and self.servers is not None:
+            # What is not as in the environment is from the command line.
+            is_typed = name != os.environ.get(_CONTEXT_VARIABLE)
+            if is_typed == (self.servers != os.environ.get(_SERVERS_VARIABLE)):
+                raise typer.BadParameter("give a context or servers, not both", param_hint="'--context'")
+            name = name if is_typed else None
+        elif self.servers is None and name is None:
+            name = contexts.load().current
+        if name is None:
+            return _SERVERS if self.servers is None else self.servers, who
+        chosen = contexts.load().get(name)
+        if not any(who.values()):
+            who = {"user": chosen.user, "password": chosen.password, "token": chosen.token}
+        return chosen.servers, who
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

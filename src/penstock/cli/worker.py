@@ -54,10 +54,14 @@ def _find(target: str) -> App:
 
 
 def _addresses(servers: str) -> list[str]:
+    found = servers.split(",")
     try:
-        return [str(Address.read(server)) for server in servers.split(",")]
+        for server in found:
+            Address.read(server)
     except ValueError as error:
         raise _Refused(str(error)) from error
+    # As they are: a URL may have credentials.
+    return found
 
 
 def _load(name: str) -> ModuleType:

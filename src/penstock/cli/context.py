@@ -1,0 +1,93 @@
+"""`penstock context`: brokers by name, so that commands need no addresses and credentials."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from penstock.cli import contexts
+from penstock.cli.options import Json, complete_context
+from penstock.cli.text import safe
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+_Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_context, help="Its name.")]
+
+
+@app.command("add")
+def add(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What you call it.")],
+    servers: Annotated[
+        str, typer.Argument(metavar="URL[,…]", help="Where the broker is: nats://host:4222, or host:port.")
+    ],
+    user: Annotated[str | None, typer.Option(help="Who asks it.")] = None,
+    password: Annotated[str | None, typer.Option(help="Asked for at a terminal if it is -.")] = None,
+    token: Annotated[str | None, typer.Option(help="Instead of these two; asked for at a terminal if it is -.")] = None,
+    json: Json = False,
+) -> None:
+    """Add a context, or replace it. The first one is in use at once."""
+    contexts.check_name(name)
+    made = contexts.Context(
+        servers=servers, user=user, password=_secret("password", password), token=_secret("token", token)
+    )
+    try:
+        where = made.addresses
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'URL'") from None
+    known = contexts.load()
+    saved = contexts.Contexts({**known.by_name, name: made}, known.current or name)
+    contexts.save(saved)
+    _tell(f"added {name}: {where}" + (", in use" if saved.current == name else ""), saved, as_json=json)
+
+
+@app.command("list")
+def list_contexts(json: Json = False) -> None:
+    """Show all contexts; the one in use has a star. Secrets are not shown."""
+    from penstock.cli import output
+
+    known = contexts.load()
+    if json:
+        _tell("", known, as_json=True)
+        return
+    rows = [
+        ("*" if name == known.current else "", name, each.addresses, each.login)
+        for name, each in sorted(known.by_name.items())
+    ]
+    output.console().print(output.table(("", "context", "servers", "login"), rows))
+
+
+@app.command("use")
+def use(name: _Name, json: Json = False) -> None:
+    """Let all commands use a context unless they name another one."""
+    known = contexts.load()
+    known.get(name)
+    saved = replace(known, current=name)
+    contexts.save(saved)
+    _tell(f"in use: {name}", saved, as_json=json)
+
+
+@app.command("remove")
+def remove(name: _Name, json: Json = False) -> None:
+    """Remove a context. If it was in use, none is."""
+    known = contexts.load()
+    known.get(name)
+    left = {key: value for key, value in known.by_name.items() if key != name}
+    saved = contexts.Contexts(left, None if known.current == name else known.current)
+    contexts.save(saved)
+    _tell(f"removed {name}", saved, as_json=json)
+
+
+def _secret(what: str, given: str | None) -> str | None:
+    return str(typer.prompt(what, hide_input=True, err=True)) if given == "-" else given
+
+
+def _tell(text: str, known: contexts.Contexts, *, as_json: bool) -> None:
+    from penstock.cli import output
+
+    if not as_json:
+        print(safe(text))
+        return
+    rows = [{"name": name, "servers": each.addresses, "login": each.login} for name, each in known.by_name.items()]
+    output.print_json({"current": known.current, "contexts": rows})
