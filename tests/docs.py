@@ -26,6 +26,7 @@ from penstock.client.qb import BrokerClient, BrokerMessage
 from penstock.client.sync import Client, Producer, Stage, Subscription, Transaction
 from penstock.client.values import (
     DeadLetter,
+    DelayedMessage,
     Group,
     GroupMember,
     GroupPosition,
@@ -72,6 +73,7 @@ _CLASSES: Final[tuple[type, ...]] = (
     Refresh,
     RefreshedGroup,
     DeadLetter,
+    DelayedMessage,
     BrokerClient,
     BrokerMessage,
     ChannelBroker,

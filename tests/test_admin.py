@@ -97,6 +97,16 @@ def test_a_group_is_made_reset_and_deleted(tmp_path: Path) -> None:
     assert (gone.status, gone.code) == (404, "UNKNOWN_GROUP")
 
 
+def test_delayed_messages_are_listed_and_cancelled(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server, Client(f"127.0.0.1:{server.port}") as client:
+        client.publish("orders", b"\x00later", delay=3600)
+        [message] = get(server, "/admin/delayed").json["messages"]
+        assert (message["subject"], base64.b64decode(message["value"])) == ("orders", b"\x00later")
+        body = {"pattern": ">", "offsets": [message["offset"]]}
+        assert ask(server, "POST", "/admin/delayed/cancel", body).json == {"cancelled": 1}
+        assert get(server, "/admin/delayed?pattern=orders").json == {"messages": [], "total": 0}
+
+
 def test_dead_letters_are_listed_and_sent_again(tmp_path: Path) -> None:
     with Serve(tmp_path) as server, Client(f"127.0.0.1:{server.port}") as client:
         with client.subscribe("orders", group="clerks") as subscription:
@@ -231,6 +241,8 @@ WRONG: list[tuple[str, str, Any, int, str]] = [
     ("POST", "/admin/groups/none/reset", {"start": "earliest"}, 404, "UNKNOWN_GROUP"),
     ("GET", "/admin/dead-letters?redriven=maybe", None, 400, "BAD_REQUEST"),
     ("POST", "/admin/dead-letters/redrive", {}, 400, "BAD_REQUEST"),
+    ("POST", "/admin/delayed/cancel", {}, 400, "BAD_REQUEST"),
+    ("GET", "/admin/delayed?limit=x", None, 400, "BAD_REQUEST"),
     ("POST", "/admin/dead-letters/purge", {}, 400, "BAD_REQUEST"),
     ("POST", "/admin/dead-letters/purge", {"pattern": ">", "since_us": "now"}, 400, "BAD_REQUEST"),
     ("GET", "/admin/dead-letters?since_us=-1", None, 400, "BAD_REQUEST"),

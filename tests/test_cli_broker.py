@@ -811,6 +811,27 @@ def test_a_partition_that_is_not_there_is_an_error(penstock: Penstock, spread: l
     assert done == Done(1, "", "error: spread has no partition 3: it has 0 to 2\n")
 
 
+# ---- delayed messages
+
+
+def test_delayed_messages_are_listed_and_cancelled(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server:
+        penstock = Penstock(f"127.0.0.1:{server.port}")
+        with Client(f"127.0.0.1:{server.port}") as client:
+            client.publish("orders.eu", b"later", key="k", delay=7200, message_id="a")
+            client.publish("orders.us", b"soon", delay=3600)
+            assert [message.value for message in client.delayed()] == [b"soon", b"later"]
+            [later] = penstock("delayed", "list", "--message-id", "a", "--json").json
+            assert (later["subject"], later["key"], later["value"]) == ("orders.eu", "k", "later")
+            [row] = [row for row in penstock("delayed", "list", "*.us").rows if "orders.us" in row]
+            assert row[0] == str(client.delayed("*.us")[0].offset)
+            assert penstock("delayed", "cancel").code == 2
+            assert penstock("delayed", "cancel", "*.eu", "--offset", row[0], "--json").json == {"cancelled": 0}
+            assert penstock("delayed", "cancel", ">", "--message-id", "a").lines == ["cancelled 1 delayed message"]
+            assert penstock("delayed", "cancel", "orders.>", "--offset", row[0], "--json").json == {"cancelled": 1}
+            assert penstock("delayed", "list", "--json").json == []
+
+
 # ---- dead letters
 
 

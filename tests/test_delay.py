@@ -9,6 +9,7 @@ import pytest
 
 from penstock.broker import delay
 from penstock.broker.broker import Settings
+from penstock.broker.delay import Delayed, DelayedWanted
 from penstock.errors import BadHeader, Overloaded, PenstockError
 from penstock.run import Run
 from penstock.storage.policy import Durability, Policy
@@ -447,3 +448,75 @@ async def test_under_flush_they_are_appended_once_after_a_kill() -> None:
     async with Life(disk, clock=clock, settings=settings) as life:
         await life.advance(SECOND)
         assert life.in_log(b"orders") == [b"a"]
+
+
+# Listed and cancelled
+
+
+async def waiting(life: Life, *wanted: DelayedWanted) -> list[Delayed]:
+    async def find() -> list[Delayed]:
+        assert life.broker.delays is not None
+        return [message async for message in life.broker.delays.find(*wanted)]
+
+    return await life.do(find())
+
+
+async def cancel(life: Life, wanted: DelayedWanted) -> int:
+    assert life.broker.delays is not None
+    return await life.do(life.broker.delays.cancel(wanted))
+
+
+@in_loop
+async def test_what_waits_is_listed_in_the_order_in_which_it_is_due() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders.eu", b"late", headers=b"Delay: 2h\r\nColour: red\r\nPenstock-Key: k\r\n")
+        await life.stored(b"orders.us", b"soon", headers=b"Delay: 1h\r\nMsg-ID: 7\r\n")
+        soon, late = await waiting(life)
+        assert (soon.value, soon.subject, soon.message_id, soon.key) == (b"soon", b"orders.us", b"7", None)
+        assert (late.value, late.key, late.headers) == (b"late", b"k", b"Colour: red\r\nPenstock-Key: k\r\n")
+        assert late.due_us - soon.due_us == HOUR
+        assert await waiting(life, DelayedWanted(b"*.eu")) == [late]
+        assert await waiting(life, DelayedWanted(message_id=b"7")) == [soon]
+        assert await waiting(life, DelayedWanted(offsets=frozenset({late.offset, 99}))) == [late]
+        await life.advance(HOUR + SECOND)
+        assert await waiting(life) == [late]
+
+
+@in_loop
+async def test_a_cancelled_message_is_never_published_also_not_after_a_restart() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        for value in (b"a", b"b", b"c"):
+            await life.stored(b"orders", value, headers=b"Delay: 1h\r\nMsg-ID: %b\r\n" % value)
+        assert await cancel(life, DelayedWanted(message_id=b"b")) == 1
+        assert await cancel(life, DelayedWanted(message_id=b"b")) == 0
+        assert life.broker.delays is not None
+        assert len(life.broker.delays) == 2
+    async with Life(disk) as life:
+        assert [message.value for message in await waiting(life)] == [b"a", b"c"]
+        assert await cancel(life, DelayedWanted(b"bills")) == 0
+        await life.advance(HOUR + SECOND)
+        assert life.in_log(b"orders") == [b"a", b"c"]
+        assert await cancel(life, DelayedWanted()) == 0
+
+
+@in_loop
+async def test_a_cancellation_that_is_cut_anywhere_cancels_all_or_nothing() -> None:
+    async def prepare(disk: FaultyFiles, clock: ManualClock) -> None:
+        async with Life(disk, clock=clock) as life:
+            for value in (b"a", b"b"):
+                await life.stored(b"orders", value, headers=b"Delay: 1h\r\n")
+
+    async def work(life: Life) -> None:
+        await cancel(life, DelayedWanted())
+
+    outcomes = set()
+    async for disk, clock, cut in each_cut(prepare, work):
+        print(f"cut {cut}, which is the seed too")
+        async with Life(disk, clock=clock) as life:
+            left = [message.value for message in await waiting(life)]
+            outcomes.add(len(left))
+            await life.advance(HOUR + SECOND)
+            assert life.in_log(b"orders") == left
+    assert outcomes <= {0, 2}
+    assert 2 in outcomes

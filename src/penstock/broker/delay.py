@@ -2,15 +2,17 @@
 
 Upkeep removes the segments of that topic whose messages were all delivered. One message that is due in a year would
 keep all segments behind its own, so messages that wait in the oldest segment are stored again at the end of the topic
-when it has grown to a multiple of what waits in it.
+when it has grown to a multiple of what waits in it. Then they have other offsets.
+
+A message that is cancelled counts as moved, to nowhere: see `mover.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable
-from heapq import heapify, heappop, heappush
+from collections.abc import AsyncIterator, Awaitable, Callable
+from heapq import heapify, heappop, heappush, merge
 from typing import Final, NamedTuple, Protocol
 
 from penstock import headers
@@ -23,6 +25,7 @@ from penstock.errors import CorruptBatch, LogDamaged, Overloaded, PenstockError
 from penstock.health import Usage
 from penstock.run import Run, message_bytes
 from penstock.storage.store import Store
+from penstock.subject import matches
 
 DELAYED_TOPIC: Final = b"$delayed"
 # Each takes some memory until it is due.
@@ -30,6 +33,8 @@ DELAYED_MAX: Final = 100_000
 # Those that are due within so short a time go together.
 _TOGETHER_US: Final = 5_000
 _MOVE_MAX: Final = 1000
+# So many are sorted at once, in about a millisecond.
+_SORT_MAX: Final = 2000
 # The log may have so many bytes beyond twice those that wait.
 _SLACK_BYTES: Final = 64 << 20
 _FOREVER_US: Final = 3600 * 1_000_000
@@ -57,12 +62,40 @@ class _Waiting(NamedTuple):
     size: int
 
 
+class Delayed(NamedTuple):
+    """A message that waits: where it is until then, and when it is due, in µs since 1970."""
+
+    offset: int
+    due_us: int
+    subject: bytes
+    key: bytes | None
+    message_id: bytes | None
+    headers: bytes
+    value: bytes
+
+
+class DelayedWanted(NamedTuple):
+    """Which delayed messages: those that meet every condition that is not None."""
+
+    pattern: bytes = b">"
+    message_id: bytes | None = None
+    offsets: frozenset[int] | None = None
+
+    def meets(self, message: Delayed) -> bool:
+        return matches(self.pattern, message.subject) and self.message_id in (None, message.message_id)
+
+
+_ALL: Final = DelayedWanted()
+
+
 class Delays:
     def __init__(self, partition: Partition, host: Host) -> None:
         self.partition = partition
         self._host = host
         self._mover = Mover(f"delayed {partition.topic_id}", partition, host, self._route, self._shape)
         self._next = max(self._mover.floor, partition.start)
+        # One at a time takes note of new messages.
+        self._looking = asyncio.Lock()
         # A heap of those that wait, and their bytes.
         self._due: list[_Waiting] = []
         self._bytes = 0
@@ -96,6 +129,34 @@ class Delays:
         block = headers.without(run.headers[index], b"delay", b"deliver-at", _DUE.lower())
         late.headers[0] = block + headers.lines(penstock_due=due_us)
         return late
+
+    async def find(self, wanted: DelayedWanted = _ALL) -> AsyncIterator[Delayed]:
+        """Yield the messages that wait and are wanted, those first that are due first."""
+        await self._look()
+        unsorted = self._due.copy()
+        parts = []
+        for begin in range(0, len(unsorted), _SORT_MAX):
+            parts.append(sorted(unsorted[begin : begin + _SORT_MAX]))
+            await asyncio.sleep(0)
+        for index, waiting in enumerate(merge(*parts)):
+            await pause(index)
+            if wanted.offsets is not None and waiting.offset not in wanted.offsets:
+                continue
+            run = None if self._mover.is_moved(waiting.offset) else await self.partition.message(waiting.offset)
+            if run is not None and wanted.meets(message := _delayed(run, waiting)):
+                yield message
+
+    async def cancel(self, wanted: DelayedWanted) -> int:
+        """Drop messages that wait, and return how many. What is being delivered at this moment is not cancelled."""
+        chosen = [message.offset async for message in self.find(wanted)]
+        dropped = set(await self._mover.drop(chosen))
+        self._due = [waiting for waiting in self._due if waiting.offset not in dropped]
+        heapify(self._due)
+        self._bytes = sum(waiting.size for waiting in self._due)
+        for offset in dropped:
+            self._tries.pop(offset, None)
+        self._woken.set()
+        return len(dropped)
 
     async def run(self) -> None:
         while True:
@@ -135,6 +196,10 @@ class Delays:
 
     async def _look(self) -> None:
         """Take note of messages that were stored since the last time."""
+        async with self._looking:
+            await self._take_note()
+
+    async def _take_note(self) -> None:
         while (found := await self._read()) is not None:
             run, following = found
             for index in range(len(run)):
@@ -240,3 +305,10 @@ class Delays:
         if block:
             shaped.headers[0] = block
         return shaped
+
+
+def _delayed(run: Run, waiting: _Waiting) -> Delayed:
+    block = run.headers[0]
+    own = headers.without(block, _DUE.lower())
+    key = run.keys.get(0)
+    return Delayed(waiting.offset, waiting.due_us, run.subjects[0], key, headers.identity(block), own, run.values[0])

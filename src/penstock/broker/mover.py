@@ -188,9 +188,9 @@ class Mover:
             late = {offset: self._on_the_way[offset] for offset in offsets if offset in self._on_the_way}
             return failed | {offset: self._stuck[place].error for offset, place in late.items()}
 
-    async def drop(self, offsets: Sequence[int]) -> None:
-        """Never move these messages, unless they were moved before."""
-        await self._end(offsets, _DROPPED, lambda _: [])
+    async def drop(self, offsets: Sequence[int]) -> list[int]:
+        """Never move these messages. Return them, without those that were moved or dropped before."""
+        return await self._end(offsets, _DROPPED, lambda _: [])
 
     async def replace(self, offsets: Sequence[int], changes: Callable[[Sequence[int]], list[Change]]) -> None:
         """Count these messages as moved, unless they were before. `changes` does with some of them what is done
@@ -199,7 +199,7 @@ class Mover:
 
     async def _end(
         self, offsets: Sequence[int], place: Place, changes: Callable[[Sequence[int]], list[Change]]
-    ) -> None:
+    ) -> list[int]:
         async with self._lock:
             self._check_ranges()
             left = [offset for offset in dict.fromkeys(offsets) if not self.is_moved(offset)]
@@ -211,6 +211,7 @@ class Mover:
                 self._begin(number, {place: part})
                 self._end_first(place)
             await self._fold()
+            return left
 
     def _check_ranges(self) -> None:
         count = len(self._moved) + len(self._dropped)

@@ -39,7 +39,18 @@ from penstock.client.producer import Batcher, Sealed, ServedTopic
 from penstock.client.protocol import Answer, Request
 from penstock.client.reader import Part, PartitionPlace, messages_of, read, record_batches_of
 from penstock.client.transaction import AsyncStage, AsyncTransaction
-from penstock.client.values import DeadLetter, Group, LetterFilter, Outgoing, Owner, Receipt, Refresh, Topic, arguments
+from penstock.client.values import (
+    DeadLetter,
+    DelayedMessage,
+    Group,
+    LetterFilter,
+    Outgoing,
+    Owner,
+    Receipt,
+    Refresh,
+    Topic,
+    arguments,
+)
 from penstock.clock import SystemClock
 from penstock.errors import (
     BadRequest,
@@ -461,6 +472,21 @@ class AsyncClient:
         `offsets`."""
         found = await self._call("purge_dead_letters", pattern=pattern, count=count, **self._letter_fields(wanted))
         return int(found["purged"])
+
+    async def delayed(
+        self, pattern: str = ">", *, limit: int = 100, message_id: str | None = None
+    ) -> list[DelayedMessage]:
+        """Return messages that were published with a delay and wait, those first that are due first."""
+        found = await self._read("delayed", pattern=pattern, limit=limit, message_id=message_id)
+        return [DelayedMessage.from_json(each) for each in found["messages"]]
+
+    async def cancel_delayed(
+        self, pattern: str, *, message_id: str | None = None, offsets: Sequence[int] | None = None
+    ) -> int:
+        """Cancel delayed messages, and return how many: they are never published. `offsets`: where they wait."""
+        chosen = None if offsets is None else list(offsets)
+        found = await self._call("cancel_delayed", pattern=pattern, message_id=message_id, offsets=chosen)
+        return int(found["cancelled"])
 
     def _letter_fields(self, wanted: LetterFilter) -> dict[str, Any]:
         """Return the fields of a call. Times become µs since 1970."""

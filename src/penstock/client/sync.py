@@ -45,7 +45,18 @@ from penstock.client.link import Servers
 from penstock.client.message import Message
 from penstock.client.outgoing import ABSENT
 from penstock.client.transaction import AsyncStage, AsyncTransaction
-from penstock.client.values import DeadLetter, Group, LetterFilter, Outgoing, Owner, Receipt, Refresh, Topic, arguments
+from penstock.client.values import (
+    DeadLetter,
+    DelayedMessage,
+    Group,
+    LetterFilter,
+    Outgoing,
+    Owner,
+    Receipt,
+    Refresh,
+    Topic,
+    arguments,
+)
 from penstock.errors import Closed, PenstockError, TimedOut
 from penstock.subject import selection
 
@@ -441,6 +452,16 @@ class Client:
         """Forget dead letters, and return how many. Choose by `group`, `reason`, `since`, `until`, `partition` and
         `offsets`."""
         return self._run(self._async.purge_dead_letters(pattern, count=count, **wanted))
+
+    def delayed(self, pattern: str = ">", *, limit: int = 100, message_id: str | None = None) -> list[DelayedMessage]:
+        """Return messages that were published with a delay and wait, those first that are due first."""
+        return self._run(self._async.delayed(pattern, limit=limit, message_id=message_id))
+
+    def cancel_delayed(
+        self, pattern: str, *, message_id: str | None = None, offsets: Sequence[int] | None = None
+    ) -> int:
+        """Cancel delayed messages, and return how many: they are never published. `offsets`: where they wait."""
+        return self._run(self._async.cancel_delayed(pattern, message_id=message_id, offsets=offsets))
 
     def statistics(self) -> dict[str, Any]:
         """The broker's figures."""

@@ -243,6 +243,31 @@ class DeadLetter:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class DelayedMessage:
+    """A message that waits until `due_us`, in µs since 1970. `offset` is where it waits, and may change meanwhile."""
+
+    offset: int
+    due_us: int
+    subject: str
+    key: bytes | None
+    message_id: str | None
+    headers: dict[str, str]
+    value: bytes
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(
+            found["offset"],
+            found["due_us"],
+            found["subject"],
+            None if found["key"] is None else base64.b64decode(found["key"]),
+            found["message_id"],
+            read_headers(found["headers"].encode()),
+            base64.b64decode(found["value"]),
+        )
+
+
 def arguments(message: tuple[str, bytes] | Outgoing) -> tuple[str, bytes | None, dict[str, Any]]:
     """What `publish` takes of it: subject, value, and the rest by name."""
     if not isinstance(message, Outgoing):

@@ -73,6 +73,10 @@ async def _letters(asked: Asked) -> Json:
     return await calls.call(asked.server, {"pattern": ">", **asked.fields, "call": "dead_letters"})
 
 
+async def _delayed(asked: Asked) -> Json:
+    return await calls.call(asked.server, {"pattern": ">", **asked.fields, "call": "delayed"})
+
+
 async def _refresh(asked: Asked) -> Json:
     fields = asked.fields
     names = [fields["topic"]] if "topic" in fields else fields.get("topics")
@@ -220,6 +224,36 @@ ENDPOINTS: Final = (
         about="Forget dead letters",
         answer=_call("purge_dead_letters"),
         fields=_LETTERS,
+        guarded=True,
+    ),
+    Endpoint(
+        method="GET",
+        path="/admin/delayed",
+        about="Messages that are delayed, those first that are due first; keys and values in base64",
+        answer=_delayed,
+        fields=(
+            Field(name="pattern", kind="text", about="of their subjects", place="query", default=">"),
+            Field(name="message_id", kind="text", about="with this ID", place="query"),
+            Field(
+                name="limit",
+                kind="number",
+                about=f"rows of one answer, at most {calls.LETTERS_MAX}",
+                place="query",
+                default=100,
+            ),
+        ),
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/delayed/cancel",
+        about="Cancel delayed messages: they are never published",
+        answer=_call("cancel_delayed"),
+        fields=(
+            Field(name="pattern", kind="text", about="of their subjects", required=True),
+            Field(name="message_id", kind="text", about="with this ID"),
+            Field(name="offsets", kind="numbers", about="only those at these offsets, as the list shows them"),
+        ),
         guarded=True,
     ),
     Endpoint(

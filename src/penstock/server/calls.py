@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.broker.broker import Broker
 from penstock.broker.deadletters import DeadLetter, Wanted
+from penstock.broker.delay import Delayed, DelayedWanted
 from penstock.broker.group import Group, Mode
 from penstock.broker.partition import Partition
 from penstock.broker.refresh import Refresh, State
@@ -140,6 +141,13 @@ class Request:
             self.number_or_none("until_us"),
             self.number_or_none("partition"),
             None if offsets is None else frozenset(offsets),
+        )
+
+    def delayed(self) -> DelayedWanted:
+        """Which delayed messages."""
+        offsets = self.numbers_or_none("offsets")
+        return DelayedWanted(
+            self.name("pattern"), self.name_or_none("message_id"), None if offsets is None else frozenset(offsets)
         )
 
     def policy(self, base: Policy) -> Policy:
@@ -330,6 +338,28 @@ async def _purge_dead_letters(broker: Broker, request: Request) -> Json:
     return {"purged": 0 if letters is None else await letters.purge(wanted, count)}
 
 
+# Delayed messages.
+
+
+async def _delayed(broker: Broker, request: Request) -> Json:
+    wanted, limit = request.delayed(), min(request.number("limit", default=100), LETTERS_MAX)
+    found: list[Json] = []
+    size = 0
+    if broker.delays is None:
+        return {"messages": found, "total": 0}
+    async for message in broker.delays.find(wanted):
+        if len(found) >= limit or size >= LETTERS_BYTES_MAX:
+            break
+        found.append(_describe_delayed(message))
+        size += len(message.value)
+    return {"messages": found, "total": len(broker.delays)}
+
+
+async def _cancel_delayed(broker: Broker, request: Request) -> Json:
+    wanted = request.delayed()
+    return {"cancelled": 0 if broker.delays is None else await broker.delays.cancel(wanted)}
+
+
 _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "resolve": _resolve,
     "topics": _topics,
@@ -354,6 +384,8 @@ _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "dead_letters": _dead_letters,
     "redrive": _redrive,
     "purge_dead_letters": _purge_dead_letters,
+    "delayed": _delayed,
+    "cancel_delayed": _cancel_delayed,
 }
 
 
@@ -436,6 +468,18 @@ def _describe_letter(letter: DeadLetter) -> Json:
     described["timestamp_us"] = described.pop("time_us")
     described["redriven"] = described.pop("is_redriven")
     return described
+
+
+def _describe_delayed(message: Delayed) -> Json:
+    return {
+        "offset": message.offset,
+        "due_us": message.due_us,
+        "subject": message.subject.decode(errors="replace"),
+        "key": None if message.key is None else base64.b64encode(message.key).decode(),
+        "message_id": None if message.message_id is None else message.message_id.decode(errors="replace"),
+        "headers": message.headers.decode(errors="replace"),
+        "value": base64.b64encode(message.value).decode(),
+    }
 
 
 def _is_position(entry: object) -> bool:
