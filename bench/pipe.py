@@ -35,9 +35,10 @@ def _tree(bench: Bench) -> Iterator[_Tree]:
         parent: Peer | None = None
         found: list[Peer] = []
         for name in ("root", "middle", "leaf"):
-            environment = {"PENSTOCK_SERVER_NODE_ID": name, "PENSTOCK_PIPE_TOPICS": ",".join(_PIPED)}
+            environment = {"PENSTOCK_SERVER_NODE_ID": name}
             if parent is not None:
                 environment["PENSTOCK_PIPE_PARENT"] = f"http://127.0.0.1:{parent.http_port}"
+                environment["PENSTOCK_PIPE_TOPICS"] = ",".join(_PIPED)
             parent = stack.enter_context(peers.penstock(bench.directory / name, "flush", **environment))
             found.append(parent)
         tree = _Tree(found[0], found[-1])

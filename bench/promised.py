@@ -85,7 +85,7 @@ def _connections(bench: Bench, peer: Peer) -> Line:
             connections.append(stack.enter_context(Connection(peer.port)))
         for connection in connections:
             connection.ping()
-    return _line("connections at once", "Provider", "connections", len(connections), wanted, "count")
+    return _line("connections at once", "Provider", "clients", len(connections), wanted, "count")
 
 
 def _latencies(bench: Bench, peer: Peer) -> Iterator[Line]:
