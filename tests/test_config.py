@@ -483,6 +483,14 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("flow-control.burst", 20, "flow.burst", 20),
         ("flow_control.buffer", 30, "flow.buffer", 30),
         ("flow_control.mode", "drop", "flow.mode", "drop"),
+        ("flow_control.backpressure_mode", "shed", "flow.mode", "shed"),
+        ("flow_control.default_rate_limit", 1000.0, "flow.rate", 1000),
+        ("flow_control.default_rate_burst", 50, "flow.burst", 50),
+        ("flow_control.default_buffer_size", 10, "flow.buffer", 10),
+        ("deduplication.window_size", "2m", "topic.dedup_window_ms", 120_000),
+        ("retention.max_age", "24h", "topic.retain_ms", 86_400_000),
+        ("retention.max_bytes", 1 << 30, "storage.retain_bytes", 1 << 30),
+        ("retention.check_interval", "5s", "storage.upkeep_ms", 5000),
         ("lame_duck_duration", "3m", "server.lame_duck_s", 180),
         ("lame_duck_grace_period", "20s", "server.lame_duck_grace_s", 20),
     ],
@@ -493,6 +501,83 @@ def test_names_of_other_brokers_are_understood(place: Place, alias: str, value: 
         assert changed(loaded) == {key: meant}
         assert loaded.origins[key] == f"file {place.path}"
         assert loaded.warnings == []
+
+
+# The keys of Flux's own configuration files.
+FLUX: dict[str, Any] = {
+    "server": {"port": ":4223", "data_dir": "data"},
+    "storage": {"max_segment_size": 10485760},
+    "retention": {"max_age": "24h", "max_bytes": 1073741824, "check_interval": "10s"},
+    "ack": {"timeout": "60s", "max_retries": 3},
+    "durable": {"flush_interval": "1s", "replay_batch": 100},
+    "dlq": {"prefix": "DLQ."},
+    "flow_control": {
+        "enable_rate_limit": True,
+        "enable_backpressure": True,
+        "default_rate_limit": 1000.0,
+        "default_rate_burst": 200,
+        "default_buffer_size": 10000,
+        "default_slow_threshold": 0.8,
+        "backpressure_mode": "drop",
+    },
+    "deduplication": {"enabled": True, "window_size": "5m", "max_entries": 100000},
+    "cluster": {
+        "enabled": False,
+        "node_id": "node-1",
+        "bind_addr": "127.0.0.1:7001",
+        "advertise_addr": "127.0.0.1:7001",
+        "peers": [],
+        "data_dir": "data/raft",
+        "election_timeout": "3s",
+        "heartbeat_interval": "1s",
+        "snapshot_interval": "1h",
+        "snapshot_threshold": 1000,
+        "replication_mode": "sync",
+        "bootstrap": True,
+    },
+}
+
+
+def test_the_configuration_of_flux_is_understood(place: Place) -> None:
+    """CI-07, CO-41, FC-06"""
+    loaded = place.load(FLUX)
+    assert changed(loaded) == {
+        "server.port": 4223,
+        "storage.data_dir": "data",
+        "storage.retain_bytes": 1 << 30,
+        "storage.upkeep_ms": 10_000,
+        "dlq.prefix": "DLQ",
+        "topic.dedup": "id",
+        "topic.segment_bytes": 10485760,
+        "topic.retain_ms": 86_400_000,
+        "topic.ack_deadline_ms": 60_000,
+        "topic.deliveries_max": 4,
+        "topic.dedup_window_ms": 300_000,
+        "flow.rate": 1000,
+        "flow.burst": 200,
+        "flow.buffer": 10000,
+        "flow.mode": "drop",
+    }
+    told = [warning.replace(str(place.path), "FILE") for warning in loaded.warnings]
+    assert told[0] == (
+        "server.port (file FILE) is ':4223': only the port is taken from it, server.host says where to listen"
+    )
+    assert "cluster.peers (file FILE) has no effect without a cluster" in told
+    assert (
+        "durable.flush_interval (file FILE) has no effect as an acknowledgement is stored before it is confirmed"
+        in told
+    )
+
+
+def test_a_rate_of_flux_counts_only_where_its_limit_is_enabled(place: Place) -> None:
+    flow = {"enable_rate_limit": False, "default_rate_limit": 10000.0, "default_rate_burst": 1000}
+    assert changed(place.load({"flow_control": flow})) == {}
+
+
+def test_a_cluster_of_flux_is_refused(place: Place) -> None:
+    assert place.problems(FLUX | {"cluster": FLUX["cluster"] | {"enabled": True}}) == [
+        "cluster.enabled (file FILE) is True: it must be false: clustering is not available yet"
+    ]
 
 
 @pytest.mark.parametrize("content", [{"cluster.enabled": False}, {"cluster": {"enabled": "false"}}])
@@ -529,9 +614,12 @@ def test_a_wrong_value_under_another_name_is_refused_by_that_name(
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("cluster.node_id", "yet"),
-        ("cluster.raft_addr", "yet"),
-        ("cluster.raft_dir", "yet"),
+        ("cluster.node_id", "without a cluster"),
+        ("cluster.raft_addr", "without a cluster"),
+        ("cluster.raft_dir", "without a cluster"),
+        ("cluster.peers", "without a cluster"),
+        ("durable.replay_batch", "as a group that is behind reads as much as its members take"),
+        ("deduplication.max_entries", "as each topic remembers 100,000 ids"),
         ("network.threads.boss", "as there is one event loop"),
         ("network.threads.worker", "as there is one event loop"),
         ("client.request_timeout", "here: it is the client's"),
@@ -708,7 +796,7 @@ def test_a_value_may_be_written_in_several_ways(place: Place, key: str, value: A
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("server.port", ["", "abc", "1.5", 1.5, 1.0, True, None, [1]]),
+        ("server.port", ["", "abc", "1.5", 1.5, True, None, [1]]),
         ("server.port", ["1s", "1 000", "1_000", "１", "0x10", " 1"]),
         ("topic.retain_ms", ["5M", "5 minutes", "h", "1.5ms", "1h30m", "-5s", 0, "None", ""]),
         ("server.stop_s", ["500ms", "1.5s", "0s"]),
@@ -1039,11 +1127,11 @@ def test_secrets_are_not_shown(place: Place) -> None:
 # ---- the command
 
 
-def penstock(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def penstock(*arguments: str | Path, command: str = "config", **environment: str) -> subprocess.CompletedProcess[str]:
     """With nothing in the environment that would be a setting."""
     inherited = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
     return subprocess.run(
-        [sys.executable, "-m", "penstock", "config", *map(str, arguments)],
+        [sys.executable, "-m", "penstock", command, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -1060,10 +1148,20 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_server_takes_its_file_as_flux_does(tmp_path: Path) -> None:
+    file = tmp_path / "node1.json"
+    file.write_text(json.dumps({"cluster": {"enabled": True}}))
+    result = penstock("-config", file, command="serve")
+    assert (result.returncode, result.stderr) == (
+        1,
+        f"error: cluster.enabled (file {file}) is True: it must be false: clustering is not available yet\n",
+    )
+
+
 def test_the_command_shows_every_value_and_its_origin(file: Path) -> None:
     result = penstock("--config", file, QB_LOG_LEVEL="ERROR")
     assert result.returncode == 0
-    assert result.stderr == f"warning: cluster.node_id (file {file}) has no effect yet\n"
+    assert result.stderr == f"warning: cluster.node_id (file {file}) has no effect without a cluster\n"
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines() if "." in line}
     assert rows["auth.token"] == f"*** file {file}"
     assert rows["storage.data_dir"] == f"[red]x file {file}"

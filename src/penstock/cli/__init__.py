@@ -121,7 +121,8 @@ def run_serve(
     data: Annotated[str | None, typer.Option(help="Directory of all data.  [default: ./data]")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without credentials.")] = False,
     path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
+        Path | None,
+        typer.Option("--config", "-config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings."),
     ] = None,
 ) -> None:
     """Start the server. It stops cleanly on SIGTERM and Ctrl-C, and gradually on SIGUSR2 (lame duck mode)."""

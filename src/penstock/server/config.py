@@ -47,7 +47,7 @@ class ServerConfig:
             is_list=True,
         ),
     )
-    port: int = field(default=4222, metadata=_about("text door; 0: any free port", 0, 65535))
+    port: int = field(default=4222, metadata=_about("text door; 0: any free port", 0, 65535, drop_prefix=":"))
     quiet_port: int = field(default=9092, metadata=_about("doors whose clients speak first; 0: any free", 0, 65535))
     http_port: int = field(default=8222, metadata=_about("HTTP door; 0: any free port", 0, 65535))
     network: str = field(default="tcp", metadata=_about("who waits for connections: tcp, or one that a package adds"))
@@ -364,6 +364,7 @@ class Setting:
     pattern: str = ""
     # Whether a file may write it as a list of texts.
     is_list: bool = False
+    drop_prefix: str = ""
     drop_suffix: str = ""
     note: str = ""
 
@@ -405,6 +406,7 @@ class Setting:
             case "bool":
                 return value if isinstance(value, bool) else {"true": True, "false": False}.get(_text(value).lower())
             case _:
+                value = value.removeprefix(self.drop_prefix) if isinstance(value, str) else value
                 return _whole_number(value, _UNITS[self.kind])
 
 
@@ -417,6 +419,8 @@ def _text(value: Any) -> str:
 def _whole_number(value: Any, units: Mapping[str, Fraction | int]) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     found = _NUMBER.fullmatch(_text(value))
     if found is None or found[2] not in units:
         raise ValueError(value)
@@ -480,8 +484,13 @@ _ALIASES: Final[dict[str, _Target]] = {
     for alias, key in {
         "ack.timeout": "topic.ack_deadline_ms",
         "deduplication.window": "topic.dedup_window_ms",
+        "deduplication.window_size": "topic.dedup_window_ms",
+        "flow_control.backpressure_mode": "flow.mode",
         "flow_control.buffer": "flow.buffer",
         "flow_control.burst": "flow.burst",
+        "flow_control.default_buffer_size": "flow.buffer",
+        "flow_control.default_rate_burst": "flow.burst",
+        "flow_control.default_rate_limit": "flow.rate",
         "flow_control.mode": "flow.mode",
         "flow_control.rate": "flow.rate",
         "lame_duck_duration": "server.lame_duck_s",
@@ -491,6 +500,9 @@ _ALIASES: Final[dict[str, _Target]] = {
         "node.id": "server.node_id",
         "pipe.poll_interval": "pipe.poll_ms",
         "registry.poll_interval": "registry.poll_ms",
+        "retention.check_interval": "storage.upkeep_ms",
+        "retention.max_age": "topic.retain_ms",
+        "retention.max_bytes": "storage.retain_bytes",
         "server.data_dir": "storage.data_dir",
         "server.heartbeat_interval": "server.heartbeat_s",
         "server.max_connections": "server.connections_max",
@@ -506,6 +518,7 @@ _ALIASES: Final[dict[str, _Target]] = {
     "ack.max_retries": _Target("topic.deliveries_max", Setting(kind="count", low=0, high=999), lambda n: n + 1),
     "cluster.enabled": _Target(None, Setting(kind="bool", choices=(False,), note="clustering is not available yet")),
     "deduplication.enabled": _Target("topic.dedup", _BOOL, {True: "id", False: "off"}.get),
+    "flow_control.enable_rate_limit": _Target(None, _BOOL),
     "storage.fsync_on_write": _Target("topic.durability", _BOOL, {True: "fsync", False: "flush"}.get),
 }
 _NO_EFFECT: Final[Mapping[str, str]] = {
@@ -513,9 +526,29 @@ _NO_EFFECT: Final[Mapping[str, str]] = {
     "client.heartbeat_interval": "here: it is the client's",
     "client.max_retries": "here: it is the client's",
     "client.request_timeout": "here: it is the client's",
-    "cluster.node_id": "yet",
-    "cluster.raft_addr": "yet",
-    "cluster.raft_dir": "yet",
+    **{
+        f"cluster.{name}": "without a cluster"
+        for name in (
+            "advertise_addr",
+            "bind_addr",
+            "bootstrap",
+            "data_dir",
+            "election_timeout",
+            "heartbeat_interval",
+            "node_id",
+            "peers",
+            "raft_addr",
+            "raft_dir",
+            "replication_mode",
+            "snapshot_interval",
+            "snapshot_threshold",
+        )
+    },
+    "deduplication.max_entries": "as each topic remembers 100,000 ids",
+    "durable.flush_interval": "as an acknowledgement is stored before it is confirmed",
+    "durable.replay_batch": "as a group that is behind reads as much as its members take",
+    "flow_control.default_slow_threshold": "as a subscriber counts as slow above 0.8 of its buffer",
+    "flow_control.enable_backpressure": "as buffers are always bounded",
     "network.threads.boss": "as there is one event loop",
     "network.threads.worker": "as there is one event loop",
 }
@@ -627,8 +660,17 @@ def _from_file(
     notes: _Notes,
 ) -> Iterator[_Given]:
     targets = {key: _Target(key, setting) for key, setting in settings.items()} | _ALIASES
-    for key, written, value in _flatten(table):
+    entries = list(_flatten(table))
+    if any(key == "flow_control.enable_rate_limit" and str(value).lower() == "false" for key, _, value in entries):
+        # Flux's rate counts only where its limit is enabled.
+        rates = ("flow_control.default_rate_limit", "flow_control.default_rate_burst")
+        entries = [entry for entry in entries if entry[0] not in rates]
+    for key, written, value in entries:
         place = f"{written} ({origin})"
+        if key == "server.port" and isinstance(value, str) and value.startswith(":"):
+            notes.warnings.append(
+                f"{place} is {value!r}: only the port is taken from it, server.host says where to listen"
+            )
         if key in targets:
             try:
                 value = _interpolate(value, environ)
