@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import MODULES, app
 from penstock.cli.bench import histogram
-from penstock.cli.jsonlines import read_message
+from penstock.cli.jsonlines import read_message, read_object
 from penstock.client.sync import Client
 from penstock.client.values import Outgoing
 from penstock.errors import BadRequest
@@ -375,7 +375,7 @@ def test_a_subject_replaces_those_of_the_file(penstock: Penstock, client: Client
 def test_a_file_of_lines_is_published_as_it_is(penstock: Penstock, client: Client, tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text('{"value": 1}\nno json\n')
-    assert penstock("publish", "plain", "--file", path, "--lines").code == 0
+    assert penstock("publish", "plain", "--file", path, "--format", "lines").code == 0
     assert values_of(client, "plain") == [b'{"value": 1}', b"no json"]
 
 
@@ -407,7 +407,7 @@ def test_a_file_of_lines_is_published_as_it_is(penstock: Penstock, client: Clien
 )
 def test_a_line_of_json_that_is_no_message_says_why(line: str, reason: str) -> None:
     with pytest.raises(BadRequest, match=re.escape(reason)):
-        read_message(line.encode(), Outgoing("subject"))
+        read_message(read_object(line.encode()), Outgoing("subject"))
 
 
 @pytest.mark.parametrize(
@@ -437,8 +437,12 @@ def test_a_wrong_line_is_named_and_what_came_before_is_stored(
         ("s", "a", "b", "--message-id", "1"),
         ("s", "--message-id", "1"),
         ("s", "a", "--file", "f"),
-        ("s", "--lines"),
-        ("--lines", "--file", "f"),
+        ("s", "--format", "lines"),
+        ("--format", "lines", "--file", "f"),
+        ("s", "--key-field", "id"),
+        ("s", "--file", "f", "--subject-field", "s"),
+        ("s", "--file", "f", "--key", "k", "--key-field", "id"),
+        ("--file", "f", "--format", "messages", "--subject-field", "s"),
         ("s", "a", "--header", "name"),
         ("s", "a", "--delay", "soon"),
         ("s", "a", "--delay", "nan"),
@@ -489,10 +493,10 @@ def test_an_interrupted_publisher_tells_what_is_stored(penstock: Penstock, clien
 def test_progress_is_for_terminals(penstock: Penstock, tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"x" * 100 + b"\n" + b"y\n" * 20_000)
-    piped = penstock("publish", "progress", "--file", path, "--lines")
+    piped = penstock("publish", "progress", "--file", path, "--format", "lines")
     assert (piped.code, piped.err) == (0, "")
     assert piped.out.count("\n") == 1
-    shown = at_terminal(penstock, "publish", "progress", "--file", path, "--lines")
+    shown = at_terminal(penstock, "publish", "progress", "--file", path, "--format", "lines")
     assert shown.code == 0
     assert "publishing" in shown.out
     assert "published 20,001 messages" in shown.out

@@ -1,4 +1,4 @@
-"""A line of JSON as a message to publish."""
+"""A message to publish in the form that `penstock fetch` writes: the fields of a JSON object."""
 
 from __future__ import annotations
 
@@ -20,13 +20,38 @@ _STORED: Final = ("topic", "partition", "offset", "timestamp", "timestamp_us", "
 _KNOWN: Final = frozenset((*_VALUES, *_KEYS, *_OTHERS, *_STORED))
 
 
-def read_message(line: bytes, common: Outgoing) -> Outgoing:
+def read_message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
     """Take what it does not say from `common`, and the subject from there if it has one. BadRequest says what is
     wrong."""
     try:
-        return _message(_read_object(line), common)
+        _check_known(fields)
+        return _message(fields, common)
     except (ValueError, typer.BadParameter) as error:
         raise BadRequest(str(error)) from None
+
+
+def is_message(fields: dict[str, Any]) -> bool:
+    """Whether an object has the form of a message, and not just any fields."""
+    if not fields.keys() <= _KNOWN:
+        return False
+    match [name for name in _VALUES if name in fields]:
+        case ["json"]:
+            return True
+        case ["tombstone"]:
+            return fields["tombstone"] is True
+        case [name]:
+            return isinstance(fields[name], str)
+    return False
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"this is not JSON: {error} (for lines that are values use --format lines)") from None
+    if not isinstance(fields, dict):
+        raise BadRequest("this is not a JSON object")
+    return fields
 
 
 def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
@@ -41,17 +66,13 @@ def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
     )
 
 
-def _read_object(line: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is not JSON: {error} (for lines that are values use --lines)") from None
-    if not isinstance(fields, dict):
-        raise ValueError("this is not a JSON object")
+def _check_known(fields: dict[str, Any]) -> None:
     unknown = fields.keys() - _KNOWN
     if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))} is not known: write {', '.join((*_OTHERS, *_KEYS, *_VALUES))}")
-    return fields
+        raise ValueError(
+            f"{', '.join(sorted(unknown))} is not known: write {', '.join((*_OTHERS, *_KEYS, *_VALUES))}, or publish "
+            "plain objects with --format objects"
+        )
 
 
 def _value(fields: dict[str, Any], *, has_key: bool) -> bytes | None:

@@ -10,17 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from penstock.cli.jsonlines import read_message
+from penstock.cli.imports import Form, Import
 from penstock.cli.options import Address, Json, complete_topic, options, read_delay
 from penstock.cli.text import counted
 from penstock.client.values import Outgoing, Receipt, arguments
-from penstock.errors import PeerError, PenstockError
+from penstock.errors import BadRequest, PeerError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.client.sync import Client
@@ -41,9 +40,17 @@ def publish(
     *,
     path: Annotated[
         Path | None,
-        typer.Option("--file", metavar="FILE", help="JSON lines, as `penstock fetch --json` prints them; -: stdin."),
+        typer.Option("--file", metavar="FILE", help="JSON lines, CSV or Parquet; -: stdin."),
     ] = None,
-    lines: Annotated[bool, typer.Option("--lines", help="The lines of --file are values, no JSON.")] = False,
+    form: Annotated[
+        Form, typer.Option("--format", help="What --file holds.  [default: by its name, and its first row]")
+    ] = "auto",
+    key_field: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="The field of an object, or column, that is its key.")
+    ] = None,
+    subject_field: Annotated[
+        str | None, typer.Option(metavar="FIELD", help="The field of an object, or column, that is its subject.")
+    ] = None,
     key: Annotated[str | None, typer.Option(help="Decides the partition, and what compaction keeps.")] = None,
     header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")] = None,
     message_id: Annotated[str | None, typer.Option(help="Of messages with one id the first is stored.")] = None,
@@ -57,8 +64,10 @@ def publish(
 
     Each value that is an argument has a receipt; with --json they are JSON lines.
 
-    A line of --file has value, value_base64, json or tombstone, and may have
-    subject, key, headers, message_id and delay. If SUBJECT is given, all go there.
+    Each object or row of --file is the value of a message, as JSON. If the first
+    one has the form that `penstock fetch` writes, all are such messages: they have
+    value, value_base64, json or tombstone, and may have subject, key, headers,
+    message_id and delay. If SUBJECT is given, all go there.
     """
     if values == ["-"]:
         values = None
@@ -66,8 +75,16 @@ def publish(
         raise typer.BadParameter("name a subject, or a --file of messages that have one", param_hint="'SUBJECT'")
     if path is not None and values:
         raise typer.BadParameter("give values or a --file, not both", param_hint="'VALUE'")
-    if lines and (path is None or subject is None):
-        raise typer.BadParameter("it is for a --file, and needs a SUBJECT", param_hint="'--lines'")
+    if path is None and (form != "auto" or key_field is not None or subject_field is not None):
+        raise typer.BadParameter("--format, --key-field and --subject-field are for a --file", param_hint="'--file'")
+    if form == "lines" and (subject is None or key_field is not None or subject_field is not None):
+        raise typer.BadParameter("lines have no fields: they need a SUBJECT", param_hint="'--format'")
+    if form == "messages" and (key_field is not None or subject_field is not None):
+        raise typer.BadParameter("messages have a key and a subject of their own", param_hint="'--format'")
+    if subject is not None and subject_field is not None:
+        raise typer.BadParameter("give a SUBJECT or --subject-field, not both", param_hint="'--subject-field'")
+    if key is not None and key_field is not None:
+        raise typer.BadParameter("give --key or --key-field, not both", param_hint="'--key-field'")
     if message_id is not None and len(values or ()) != 1:
         raise typer.BadParameter("it is for one message, given as a VALUE", param_hint="'--message-id'")
 
@@ -79,7 +96,9 @@ def publish(
                 receipt = client.publish(common.subject, payload, **given)
                 print(json_text.dumps(asdict(receipt)) if json else _as_line(receipt), flush=True)
         else:
-            _publish_many(client, common, path, is_json=path is not None and not lines, as_json=json)
+            chosen: Form = "lines" if path is None else form
+            file = Import(form=chosen, common=common, key_field=key_field, subject_field=subject_field)
+            _publish_many(client, file, path, as_json=json)
 
 
 def _read_headers(given: Sequence[str]) -> dict[str, str]:
@@ -106,31 +125,32 @@ def _as_line(receipt: Receipt) -> str:
     return f"stored in {receipt.topic} at {receipt.partition}:{receipt.offset}"
 
 
-def _publish_many(client: Client, common: Outgoing, path: Path | None, *, is_json: bool, as_json: bool) -> None:
+def _publish_many(client: Client, file: Import, path: Path | None, *, as_json: bool) -> None:
     """Up to a line that is wrong, or Ctrl-C: what came before is stored, and counted."""
     from penstock.cli import output
 
-    read = partial(read_message, common=common) if is_json else partial(_with_value, common)
-    number, problem, is_interrupted = 0, None, False
+    where, problem, is_interrupted = "", None, False
     started = time.perf_counter()
     with _opened(path) as stream, _watched(stream) as advance, client.producer() as producer:
         try:
-            for line in stream:
-                number += 1
-                subject, value, given = arguments(read(line.removesuffix(b"\n")))
-                producer.publish(subject, value, **given)
-                advance(len(line))
+            for message, where in file.messages(stream, advance):
+                subject, value, options = arguments(message)
+                try:
+                    producer.publish(subject, value, **options)
+                except PeerError as error:
+                    raise BadRequest(f"{where}: {error}") from None
         except PeerError as error:
-            problem = f"{stream.name} line {number}: {error}"
+            problem = f"{stream.name} {error}"
         except KeyboardInterrupt:
             is_interrupted = True
     seconds, duplicates = time.perf_counter() - started, producer.duplicates
     count = producer.stored - duplicates
     if as_json:
-        output.print_json({"published": count, "duplicates": duplicates, "seconds": seconds})
+        output.print_json({"published": count, "duplicates": duplicates, "seconds": seconds, "form": file.found})
     else:
         not_stored = f", and {counted(duplicates, 'duplicate')} not stored again" if duplicates else ""
-        print(f"published {counted(count, 'message')}{not_stored}: {output.rate(count, seconds)}", flush=True)
+        noun = "object" if file.found == "objects" else "message"
+        print(f"published {counted(count, noun)}{not_stored}: {output.rate(count, seconds)}", flush=True)
     if problem:
         raise PenstockError(problem)
     if is_interrupted:

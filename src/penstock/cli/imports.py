@@ -1,0 +1,201 @@
+"""Files that others wrote as messages to publish: JSON lines, CSV, Parquet.
+
+A row is an object of fields. It is a *message* if it has the form in which `penstock fetch` writes them; otherwise the
+whole object is the value of a message, as JSON, and two of its fields may be key and subject. Which of both a file
+holds is told by its first row.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import datetime
+import decimal
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal
+
+from penstock.cli.jsonlines import is_message, read_message, read_object
+from penstock.client.values import Outgoing
+from penstock.errors import BadRequest, PenstockError
+
+Form = Literal["auto", "messages", "objects", "lines", "csv", "parquet"]
+
+_SUFFIXES: Final[dict[str, Form]] = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+# The columns by which a table that `penstock fetch` wrote is known.
+_EXPORTED: Final = {"partition", "offset", "timestamp", "subject", "key", "headers", "tombstone", "value"}
+_ROWS: Final = 4096
+
+# A row, the bytes of its line as they are if it has one, and where it is.
+Row = tuple[dict[str, Any], bytes | None, str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Import:
+    """What is known of the messages of a file before it is read; and `found`, what it was seen to hold."""
+
+    form: Form
+    common: Outgoing
+    key_field: str | None = None
+    subject_field: str | None = None
+    found: Literal["messages", "objects", "lines"] | None = field(default=None, init=False)
+
+    def messages(self, stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[tuple[Outgoing, str]]:
+        """Yield each message, and where it is in the file. BadRequest says what is wrong."""
+        form = self.form
+        if form == "auto":
+            form = _SUFFIXES.get(Path(str(stream.name)).suffix.lower(), "auto")
+        match form:
+            case "lines":
+                self.found = "lines"
+                for number, line in enumerate(stream, 1):
+                    advance(len(line))
+                    yield self._plain(line.removesuffix(b"\n")), f"line {number}"
+            case "csv":
+                yield from self._rows(_csv_rows(stream, advance), is_table=True)
+            case "parquet":
+                yield from self._rows(_parquet_rows(stream, advance), is_table=True)
+            case _:
+                yield from self._rows(_json_rows(stream, advance), is_table=False)
+
+    def _rows(self, rows: Iterator[Row], *, is_table: bool) -> Iterator[tuple[Outgoing, str]]:
+        for fields, line, where in rows:
+            if self.found is None:
+                self.found = "messages" if self._has_messages(fields, is_table=is_table) else "objects"
+            try:
+                if self.found == "messages":
+                    message = read_message(_exported(fields) if is_table else fields, self.common)
+                else:
+                    message = self._object(fields, line)
+            except BadRequest as error:
+                raise BadRequest(f"{where}: {error}") from None
+            yield message, where
+
+    def _has_messages(self, first: dict[str, Any], *, is_table: bool) -> bool:
+        if self.form == "messages":
+            return True
+        if self.form == "objects" or self.key_field is not None or self.subject_field is not None:
+            return False
+        return first.keys() >= _EXPORTED if is_table else is_message(first)
+
+    def _object(self, fields: dict[str, Any], line: bytes | None) -> Outgoing:
+        common = self.common
+        subject = common.subject if self.subject_field is None else _text(fields, self.subject_field, "--subject-field")
+        if not subject:
+            raise BadRequest("a plain object has no subject: give a SUBJECT, or --subject-field")
+        key = common.key if self.key_field is None else _text(fields, self.key_field, "--key-field")
+        value = line if line is not None else _as_json(fields)
+        return Outgoing(subject, value, key, common.headers, common.message_id, common.delay)
+
+    def _plain(self, value: bytes) -> Outgoing:
+        common = self.common
+        return Outgoing(common.subject, value, common.key, common.headers, common.message_id, common.delay)
+
+
+def _json_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]:
+    for number, line in enumerate(stream, 1):
+        advance(len(line))
+        text = line.strip()
+        if text:
+            where = f"line {number}"
+            try:
+                yield read_object(text), text, where
+            except BadRequest as error:
+                raise BadRequest(f"{where}: {error}") from None
+
+
+def _csv_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]:
+    def lines() -> Iterator[str]:
+        for line in io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""):
+            advance(len(line.encode()))
+            yield line
+
+    table = csv.DictReader(lines(), strict=True)
+    try:
+        for fields in table:
+            if None in fields or None in fields.values():
+                raise BadRequest(f"line {table.line_num}: it has another number of columns than the first line")
+            yield fields, None, f"line {table.line_num}"
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise BadRequest(f"line {table.line_num}: this is not CSV in UTF-8: {error}") from None
+
+
+def _parquet_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise PenstockError("Parquet needs pyarrow: pip install 'penstock[arrow]'") from None
+    number = 0
+    try:
+        file = parquet.ParquetFile(stream)
+        size = stream.seek(0, io.SEEK_END)
+        for batch in file.iter_batches(_ROWS):
+            for fields in batch.to_pylist():
+                number += 1
+                yield fields, None, f"row {number}"
+            # Progress is in bytes: the rows' share of the file.
+            advance(size * batch.num_rows // max(1, file.metadata.num_rows))
+    except pyarrow.ArrowException as error:
+        raise BadRequest(f"this is not a Parquet file: {error}") from None
+
+
+def _exported(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of a table that `penstock fetch` wrote as its JSON has it. In CSV what is not there is empty."""
+    fields: dict[str, Any] = {"subject": row["subject"]} if row["subject"] else {}
+    for name in ("key", "value"):
+        given = row[name]
+        if isinstance(given, bytes):
+            fields[f"{name}_base64"] = base64.b64encode(given).decode()
+        elif row.get(f"{name}_base64"):
+            fields[f"{name}_base64"] = row[f"{name}_base64"]
+        elif given or (name == "value" and given is not None):
+            fields[name] = given
+    if row["tombstone"] in (True, "True", "true"):
+        fields.pop("value", None)
+        fields.pop("value_base64", None)
+        fields["tombstone"] = True
+    if isinstance(row["headers"], bytes):
+        pairs = (line.partition(":") for line in row["headers"].decode(errors="replace").splitlines())
+        fields["headers"] = {name.strip(): text.strip() for name, _, text in pairs}
+    elif row["headers"]:
+        fields["headers"] = json.loads(row["headers"])
+    return fields
+
+
+def _text(fields: dict[str, Any], name: str, option: str) -> str:
+    value = fields.get(name)
+    if name not in fields:
+        raise BadRequest(f"it has no field {name!r}, which {option} names: it has {', '.join(map(str, fields))}")
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    raise BadRequest(f"its field {name!r}, which {option} names, is {value!r}: it must be text or a number")
+
+
+def _as_json(fields: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise BadRequest(f"it cannot be written as JSON: {error}") from None
+
+
+def _plain(value: object) -> object:
+    """What Parquet has and JSON does not: times as ISO 8601, decimals and bytes as text."""
+    match value:
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta():
+            return value.total_seconds()
+        case decimal.Decimal():
+            return str(value)
+        case bytes():
+            try:
+                return value.decode()
+            except UnicodeDecodeError:
+                return base64.b64encode(value).decode()
+    raise ValueError(f"{type(value).__name__} is not known")
