@@ -88,7 +88,8 @@ def test_every_setting_can_be_set_as_its_page_says() -> None:
 
 def some(setting: str) -> str:
     """What may be set where nothing is by default."""
-    return "http://127.0.0.1:1" if SETTINGS[setting].pattern else "1"
+    known = SETTINGS[setting]
+    return "http://127.0.0.1:1" if known.pattern else str(known.low or 1)
 
 
 def test_the_names_of_other_brokers_are_known(tmp_path: Path) -> None:
