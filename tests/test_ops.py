@@ -271,7 +271,7 @@ def test_the_image_is_small_tagged_and_not_run_by_root() -> None:
     assert int(user) > 0
     assert DOCKERFILE.index("\nUSER ") < DOCKERFILE.index("\nENTRYPOINT ")
     [ports] = instructions("EXPOSE")
-    assert {"9092", "4222", "8222"} == set(ports.split())
+    assert {"9092", "4222", "8080"} == set(ports.split())
     assert instructions("VOLUME") == ["/app/data"]
     assert not instructions("ADD")
 
@@ -304,7 +304,11 @@ def test_the_environment_of_the_image_is_understood() -> None:
 
     assert loaded.warnings == []
     assert loaded.config.server.host == "0.0.0.0"
-    assert (loaded.config.server.quiet_port, loaded.config.server.http_port) == (9092, 8222)
+    # OP-03: the ports that the Provider's document publishes, and the text door.
+    server = loaded.config.server
+    assert (server.quiet_port, server.http_port) == (9092, 8080)
+    [ports] = instructions("EXPOSE")
+    assert set(map(int, ports.split())) == {server.port, server.quiet_port, server.http_port}
     assert loaded.config.storage.data_dir == "/app/data"
 
 
