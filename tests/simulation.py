@@ -5,7 +5,8 @@ was told about it. After each start, whatever happened before it:
 
 - every acknowledged message is there, at its offset, once (under `flush`: unless the power was cut before its sync);
 - nothing else is there: only messages that were appended, at the offset they were given;
-- no offset that a reader may have seen holds another message, now or ever.
+- no offset that a reader may have seen holds another message, now or ever;
+- nothing below a purge that was acknowledged is read again.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ class Topic:
     ever_durable: set[int] = field(default_factory=set)
     # Acknowledged under `flush`, and gone with the power. Nobody else may get these offsets.
     lost: set[int] = field(default_factory=set)
+    # Up to where it may have been purged, and up to where that was acknowledged.
+    purging: int = 0
+    purged: int = 0
 
 
 class Simulation:
@@ -154,6 +158,8 @@ class Simulation:
                 self.disk.fail(call, self.random.choice((errno.ENOSPC, errno.EIO)), path_suffix=".log")
             case 9:
                 self._drive_lanes_by_hand(store)
+            case 10 if known and self.random.random() < 0.3:
+                self._purge(store, self.random.choice(sorted(known)))
             case _ if known:
                 log = store.log(self.random.choice(sorted(known)))
                 for _ in range(self.random.randint(1, 5)):
@@ -171,6 +177,13 @@ class Simulation:
         for round_ in self.random.sample(rounds, 2):
             if round_ is not None:
                 store._finish(round_)
+
+    def _purge(self, store: Store, number: int) -> None:
+        log, topic = store.log(number), self.topics[number]
+        offset = self.random.randint(log.start, log.committed)
+        topic.purging = max(topic.purging, offset)
+        store.purge_topic(number, {0: offset})
+        topic.purged = max(topic.purged, offset)
 
     def _append(self, log: Log, topic: Topic) -> None:
         if log.state is not State.OPEN:
@@ -237,6 +250,7 @@ class Simulation:
             self._judge_topic(store.log(number), self.topics[number])
 
     def _judge_topic(self, log: Log, topic: Topic) -> None:
+        assert log.start >= min(topic.purged, log.end), "what was purged is back"
         present = self._read_all(log)
         for offset, value in present.items():
             given = [other.value for other in topic.given[offset]]
@@ -264,7 +278,8 @@ class Simulation:
     def _may_be_missing(self, topic: Topic, offset: int, start: int, present: dict[int, bytes]) -> bool:
         """Whether retention or compaction may have dropped a durable message."""
         if offset < start:
-            return topic.policy.retain_ms is not None or topic.policy.retain_bytes is not None
+            has_retention = topic.policy.retain_ms is not None or topic.policy.retain_bytes is not None
+            return has_retention or offset < topic.purging
         message = topic.acknowledged[offset]
         if topic.policy.cleanup is not Cleanup.COMPACT or message.key is None:
             return False
@@ -283,7 +298,8 @@ class Simulation:
                 assert batch.end > offset
                 for place, value in zip(columns.offsets(), columns.values(), strict=True):
                     assert place not in found
-                    found[place] = value
+                    if place >= log.start:
+                        found[place] = value
                 offset = batch.end
         assert list(found) == sorted(found)
         return found

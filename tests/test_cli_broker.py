@@ -237,6 +237,31 @@ def test_altering_nothing_is_wrong_usage() -> None:
     assert "say what to change" in wrong_usage("topic", "alter", "whatever")
 
 
+def test_a_topic_is_purged_up_to_an_offset_or_a_time(penstock: Penstock, client: Client) -> None:
+    publish(client, "purged", "one", "two", "three")
+    by_offset = penstock("topic", "purge", "purged", "--offset", 2, "--partition", 0)
+    assert by_offset.out.startswith("dropped 2 messages of purged: ")
+    assert penstock("topic", "purge", "purged", "--before", "-1h").out.startswith("dropped 0 messages of purged: ")
+    emptied = penstock("topic", "purge", "purged", "--before", "latest", "--json")
+    assert json.loads(emptied.out)["positions"][0]["start"] == 3
+    beyond = penstock("topic", "purge", "purged", "--offset", 4)
+    assert (beyond.code, "offset 4" in beyond.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((), "either --before or --offset"),
+        (("--before", "-1h", "--offset", "1"), "either --before or --offset"),
+        (("--before", "5"), "use --offset 5"),
+        (("--before", "1h"), "in the future"),
+        (("--before", "soon"), "a time like"),
+    ],
+)
+def test_a_purge_without_an_end_is_wrong_usage(given: tuple[str, ...], told: str) -> None:
+    assert told in " ".join(wrong_usage("topic", "purge", "whatever", *given).split())
+
+
 def test_a_deleted_topic_is_gone(penstock: Penstock, client: Client) -> None:
     publish(client, "doomed", "one")
     assert penstock("topic", "delete", "doomed").out.startswith("deleted doomed: ")

@@ -32,14 +32,16 @@ from penstock.broker.member import Member, Sink
 from penstock.broker.order import Order, Publisher
 from penstock.broker.partition import LivePartition, Opened, Partition, Waiting, is_large
 from penstock.broker.refresh import Refresh, Refreshes
-from penstock.broker.start import Begin, Start, offset_of
+from penstock.broker.start import AtOffset, AtPositions, Begin, Start, offset_of
 from penstock.broker.subscription import Queue, Subscription, choose_readers
 from penstock.broker.topic import LIVE, RESERVED, ServedTopic, Target, Topics
 from penstock.broker.transactions import STAGED_TOPIC, Transactions
 from penstock.clock import Clock
 from penstock.errors import (
+    BadRequest,
     BadSubject,
     GroupConflict,
+    OffsetOutOfRange,
     OriginConflict,
     PenstockError,
     ReadOnlyTopic,
@@ -242,6 +244,36 @@ class Broker:
         if warning is not None:
             logger.warning("%s", warning)
         return topic
+
+    async def purge_topic(self, name: bytes, before: Begin, *, partition: int | None = None) -> None:
+        """Drop all messages before a place, in one partition or in all, and wait until that is durable.
+
+        Groups go on behind them. Upkeep frees the disk, by whole segments.
+        """
+        await self._to_its_end(self._purge(name, before, partition))
+
+    async def _purge(self, name: bytes, before: Begin, partition: int | None) -> None:
+        served = self.topic(name)
+        if served.refusal is not None:
+            raise served.refusal
+        count = len(served.partitions)
+        if partition is not None and partition >= count:
+            raise UnknownTopic(f"{served.topic.name} has {count} partitions, none with number {partition}")
+        chosen = served.partitions if partition is None else [served.partitions[partition]]
+        match before:
+            case AtOffset(offset):
+                if len(chosen) > 1:
+                    raise BadRequest(f"an offset is of one partition, and {served.topic.name} has {count}: name one")
+                if offset > chosen[0].served:
+                    raise OffsetOutOfRange(offset, chosen[0].start, chosen[0].served)
+            case Start.EARLIEST | AtPositions():
+                raise BadRequest("a topic is purged before an offset, before a time, or before latest: all of it")
+        offsets = {each.number: await offset_of(before, each) for each in chosen}
+        await self.store.purge_topic_async(served.topic.id, offsets)
+        logger.info("%s is purged: its partitions start at %s", served.topic.name, offsets)
+        for group in self._all_groups:
+            if any((each.topic_id, each.number) in group.positions for each in chosen):
+                group.wake()
 
     async def delete_topic(self, name: bytes) -> None:
         await self._to_its_end(self._delete(name))

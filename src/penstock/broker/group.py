@@ -686,7 +686,7 @@ class Group:
         self.lost += lost
         if lost:
             logger.warning(
-                "group %s: %d messages of %s were dropped by retention before they were acknowledged",
+                "group %s: %d messages of %s were dropped by retention or a purge before they were acknowledged",
                 self.name,
                 lost,
                 position.partition.name.decode(),

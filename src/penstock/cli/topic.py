@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from penstock.cli.options import Address, Json, TopicName, Yes, confirm, convert, options
+from penstock.cli.options import Address, Json, TopicName, Yes, confirm, convert, options, read_place
 from penstock.cli.text import counted, iso, safe
 
 if TYPE_CHECKING:
@@ -153,6 +153,38 @@ def alter(name: TopicName, *, settings: TopicOptions, yes: Yes = False, json: Js
     _tell("changed", altered, as_json=json)
     if altered.warning is not None:
         print(safe(f"warning: {altered.warning}"), file=sys.stderr, flush=True)
+
+
+@app.command("purge")
+@options
+def purge(
+    name: TopicName,
+    *,
+    before: Annotated[
+        Any, typer.Option(parser=read_place, metavar="TIME|latest", help="Drop what was stored before; latest: all.")
+    ] = None,
+    offset: Annotated[int | None, typer.Option(min=0, help="Drop what is below this offset of a partition.")] = None,
+    partition: Annotated[int | None, typer.Option(min=0, help="Only in this partition.")] = None,
+    yes: Yes = False,
+    json: Json = False,
+    at: Address,
+) -> None:
+    """Drop the oldest messages of a topic. Groups go on behind them; the disk is freed by whole segments."""
+    if (before is None) == (offset is None):
+        raise typer.BadParameter("give either --before or --offset")
+    if isinstance(before, int):
+        raise typer.BadParameter(f"--before {before} is no time: use --offset {before}, or --before @{before}")
+    place: Any = offset if before is None else before
+    with at.client() as client:
+        topic = client.topic(name)
+        confirm(f"Drop messages of {name}? It has {counted(_messages(topic), 'message')}.", yes=yes)
+        purged = client.purge_topic(name, place, partition=partition)
+    dropped = _dropped(topic, purged)
+    _tell(f"dropped {counted(dropped, 'message')} of", purged, as_json=json)
+
+
+def _dropped(before: Topic, after: Topic) -> int:
+    return sum(new.start - old.start for old, new in zip(before.positions, after.positions, strict=True))
 
 
 @app.command("delete")

@@ -367,6 +367,12 @@ class Client:
         """
         return self._run(self._async.alter_topic(name, partitions=partitions, **policy))
 
+    def purge_topic(self, name: str, before: Place, *, partition: int | None = None) -> Topic:
+        """Drop all messages of a topic that were stored before a time, or before an offset of one partition, or all
+        (`"latest"`); returns when that is durable. Groups go on behind them. The disk is freed by whole segments.
+        """
+        return self._run(self._async.purge_topic(name, before, partition=partition))
+
     def delete_topic(self, name: str) -> None:
         """Delete a topic and all that it holds."""
         return self._run(self._async.delete_topic(name))

@@ -30,6 +30,14 @@ _START: Final = Field(
     default="latest",
 )
 
+_BEFORE: Final = Field(
+    name="before",
+    kind="any",
+    about='"latest" for all, {"offset": n} in one partition, {"time": "2030-01-31T12:00:00Z"} (or seconds since 1970, '
+    'or "-5m") or {"time_us": n}',
+    required=True,
+)
+
 
 def _conditions(place: Literal["body", "query"]) -> tuple[Field, ...]:
     """Return the conditions that dead letters meet."""
@@ -124,6 +132,14 @@ ENDPOINTS: Final = (
         about="Change a topic's policy, or give it more partitions",
         answer=_call("alter_topic"),
         fields=(_NAME, _PARTITIONS, _POLICY),
+        guarded=True,
+    ),
+    Endpoint(
+        method="POST",
+        path="/admin/topics/{name:path}/purge",
+        about="Drop the messages of a topic before a time or an offset",
+        answer=_call("purge_topic"),
+        fields=(_NAME, _BEFORE, Field(name="partition", kind="number", about="only this one")),
         guarded=True,
     ),
     Endpoint(

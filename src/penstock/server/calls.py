@@ -99,7 +99,13 @@ class Request:
         return Mode(value)
 
     def start(self, now_us: int) -> Begin:
-        value = self._fields.get("start", Start.LATEST)
+        return self._begin("start", self._fields.get("start", Start.LATEST), now_us)
+
+    def before(self, now_us: int) -> Begin:
+        return self._begin("before", self._fields.get("before"), now_us)
+
+    @staticmethod
+    def _begin(name: str, value: Any, now_us: int) -> Begin:
         match value:
             case "earliest" | "latest":
                 return Start(value)
@@ -111,10 +117,10 @@ class Request:
                 try:
                     return AtTime(read_moment(time, now_us))
                 except ValueError as error:
-                    raise BadRequest(f"start.time is {error}") from None
+                    raise BadRequest(f"{name}.time is {error}") from None
             case {"positions": list(positions)} if all(map(_is_position, positions)):
                 return AtPositions({(topic_id, number): offset for topic_id, number, offset in positions})
-        raise BadRequest(f"start is {value!r}, it must be earliest, latest, an offset, a time or positions")
+        raise BadRequest(f"{name} is {value!r}, it must be earliest, latest, an offset, a time or positions")
 
     def places(self, broker: Broker) -> list[tuple[Partition, int]]:
         value = self._fields.get("positions")
@@ -204,6 +210,12 @@ async def _alter_topic(broker: Broker, request: Request) -> Json:
     warning = broker.warning(name, partitions)
     await _checked(broker.alter_topic(name, partitions=partitions, policy=policy))
     return {**_describe_topic(broker.topic(name)), "warning": warning}
+
+
+async def _purge_topic(broker: Broker, request: Request) -> Json:
+    name, before = request.name("name"), request.before(broker.clock.now_us())
+    await broker.purge_topic(name, before, partition=request.number_or_none("partition"))
+    return _describe_topic(broker.topic(name))
 
 
 async def _delete_topic(broker: Broker, request: Request) -> Json:
@@ -366,6 +378,7 @@ _CALLS: Final[dict[str, Callable[[Broker, Request], Awaitable[Json]]]] = {
     "topic": _topic,
     "create_topic": _create_topic,
     "alter_topic": _alter_topic,
+    "purge_topic": _purge_topic,
     "delete_topic": _delete_topic,
     "refresh_topic": _refresh_topic,
     "refresh_status": _refresh_status,

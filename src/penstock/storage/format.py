@@ -16,7 +16,8 @@ from penstock.storage.files import Files
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 1
+# 1: directories without the file. 2: a log may start within a segment, at an offset that the state topic has.
+FORMAT: Final = 2
 FORMAT_NAME: Final = "FORMAT"
 _ASIDE_NAME: Final = "FORMAT.aside"
 _UNNAMED: Final = 1  # directories that have no such file

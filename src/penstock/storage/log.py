@@ -172,6 +172,8 @@ class Log:
         self._held_bytes = 0
         # Below this offset nobody needs anything any more: for a log of the broker's own.
         self.unneeded = 0
+        # Below this offset nothing may be read any more.
+        self._purged = 0
         # What was written since it was opened.
         self.stored_messages = self.stored_bytes = 0
         self._unsynced_messages = 0
@@ -188,7 +190,8 @@ class Log:
 
     @property
     def start(self) -> int:
-        return self._segments[0].base
+        # A piped log can lose its end with the power. What comes again below the purge is not read either.
+        return max(self._segments[0].base, min(self._purged, self.end))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -359,6 +362,8 @@ class Log:
         """Return whether the active segment is a large part of what is retained, here or in the whole store."""
         if self._oldest_us is None:
             return False
+        if self._purged >= self.end:
+            return True
         age_us = self._clock.now_us() - self._oldest_us
         return retention.fills_part(self.policy, store_limit, age_us, self._segments[-1].size)
 
@@ -510,8 +515,8 @@ class Log:
     def _read_segments(self, segments: Sequence[Segment], offset: int, bytes_max: int) -> list[Batch]:
         committed = self.committed
         place = bisect_right(segments, offset, key=_base) - 1
-        if place < 0 or offset > self.end:
-            raise OffsetOutOfRange(offset, segments[0].base, self.end)
+        if place < 0 or not self.start <= offset <= self.end:
+            raise OffsetOutOfRange(offset, self.start, self.end)
         while offset < committed:
             segment = segments[place]
             following = segments[place + 1] if place + 1 < len(segments) else None
@@ -537,8 +542,8 @@ class Log:
 
     def _offset_after(self, segments: Sequence[Segment], offset: int, size: int) -> int:
         place = bisect_right(segments, offset, key=_base) - 1
-        if place < 0 or offset > self.end:
-            raise OffsetOutOfRange(offset, segments[0].base, self.end)
+        if place < 0 or not self.start <= offset <= self.end:
+            raise OffsetOutOfRange(offset, self.start, self.end)
         position = segments[place].position_of(offset) + size
         for segment in segments[place:]:
             found = segment.index.ceiling(position)
@@ -556,11 +561,16 @@ class Log:
         committed = self.committed
         # What nobody could read yet stays.
         complete = sum(following.base <= committed for following in segments[1:])
-        unneeded = sum(following.base <= self.unneeded for following in segments[1:])
+        unneeded = sum(following.base <= max(self.unneeded, self._purged) for following in segments[1:])
         expired = min(max(retention.expired(segments, self.policy, self._clock.now_us()), unneeded), complete)
         for _ in range(expired):
             self._drop_first()
         return expired
+
+    def purge(self, offset: int) -> None:
+        """Let nothing below `offset` be read any more. Whoever calls this remembers it, and says so after a restart;
+        `retain` removes the segments."""
+        self._purged = max(self._purged, offset)
 
     def oldest_segment_time(self) -> int | None:
         """Return when the last message of the oldest segment was appended; None if no message can be dropped."""

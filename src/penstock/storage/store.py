@@ -18,6 +18,7 @@ Topics are changed one at a time, each in the same steps, whoever waits for the 
 for those who await:
 
     create, alter   decide → commit to the state topic → open the new logs → install
+    purge           commit the new starts to the state topic → let nobody read below
     delete          commit a mark to the state topic → forget → remove the files → commit that the mark is gone
 
 The state topic comes first, so the next start finishes what was interrupted.
@@ -34,7 +35,7 @@ import secrets
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,7 @@ from penstock.errors import (
     Closed,
     DiskError,
     LogFailed,
+    OffsetOutOfRange,
     Overloaded,
     PenstockError,
     TooManyTopics,
@@ -240,6 +242,13 @@ class Store:
 
     async def delete_topic_async(self, topic_id: int) -> None:
         await self._change_in_turn(partial(self._delete, topic_id))
+
+    def purge_topic(self, topic_id: int, offsets: Mapping[int, int]) -> None:
+        """Let nothing below these offsets be read any more, by partition. Upkeep removes whole segments."""
+        self._change_now(partial(self._purge, topic_id, offsets))
+
+    async def purge_topic_async(self, topic_id: int, offsets: Mapping[int, int]) -> None:
+        await self._change_in_turn(partial(self._purge, topic_id, offsets))
 
     async def identity(self) -> str:
         """What tells this store from all others, for ever: drawn when somebody first asks."""
@@ -562,6 +571,21 @@ class Store:
                 f"look at the disk, then alter the topic once more or restart to open them"
             ) from opening.failure
 
+    async def _purge(self, topic_id: int, offsets: Mapping[int, int], disk: _Disk) -> None:
+        logs = {partition: self.log(topic_id, partition) for partition in offsets}
+        for partition, log in logs.items():
+            if offsets[partition] > log.committed:
+                raise OffsetOutOfRange(offsets[partition], log.start, log.committed)
+        changes = [
+            Change("start", f"{topic_id}/{partition}", offsets[partition])
+            for partition, log in logs.items()
+            if offsets[partition] > log.start
+        ]
+        if changes:
+            await disk.commit(changes)
+        for partition, log in logs.items():
+            log.purge(offsets[partition])
+
     async def _delete(self, topic_id: int, disk: _Disk) -> None:
         topic = self._topic(topic_id)
         await disk.commit([_deletion(topic_id)])
@@ -572,8 +596,9 @@ class Store:
     async def _remove(self, topic_id: int, logs: list[Log], disk: _Disk) -> None:
         """Remove the files of a topic that is marked as deleted, then the mark."""
         await disk.work(partial(self._remove_files, topic_id, logs))
+        starts = [key for key, _ in self._state.items("start") if key.startswith(f"{topic_id}/")]
         try:
-            await disk.commit([Change("topic", str(topic_id), None)])
+            await disk.commit([Change("topic", str(topic_id), None), *(Change("start", key, None) for key in starts)])
         except PenstockError as error:
             logger.warning("topic %d is deleted, the next start removes the mark of it: %s", topic_id, error)
 
@@ -686,6 +711,7 @@ class Store:
             log = self._logs.get((topic.id, partition))
             if log is not None:
                 log.policy = topic.policy
+                log.purge(self._state.get("start", f"{topic.id}/{partition}") or 0)
                 if topic.origin is not None and not log.is_piped:
                     log.pipe()
                 # What it has waiting may have woken the lane that its policy asked for until now.
