@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -196,6 +197,57 @@ def delete(name: TopicName, *, yes: Yes = False, json: Json = False, at: Address
         confirm(f"Delete {name} and {counted(_messages(topic), 'message')}?", yes=yes)
         client.delete_topic(name)
     _tell("deleted", topic, as_json=json)
+
+
+@app.command("copy")
+@options
+def copy(
+    name: TopicName,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Made like TOPIC if it does not exist.")],
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="URL[,…]", help="Another broker: nats://user:password@host:4222.  [default: the same]"),
+    ] = None,
+    json: Json = False,
+    at: Address,
+) -> None:
+    """Copy what a topic holds now: keys, headers, times, partitions and subjects below its name.
+
+    Offsets are given anew. Each message is stored once: if the copy is interrupted,
+    the same command goes on where it was.
+    """
+    from penstock.cli import copying, output
+    from penstock.client.sync import Client
+
+    if to is None and target == name:
+        raise typer.BadParameter("a topic cannot be copied to itself: name another, or a broker with --to")
+    done, is_interrupted, started = copying.Copied(), False, time.perf_counter()
+    with at.client() as client, ExitStack() as stack:
+        source = client.topic(name)
+        other = client
+        if to is not None:
+            try:
+                other = stack.enter_context(Client(to.split(","), name="penstock"))
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint="'--to'") from None
+        made = copying.prepare(source, other, target)
+        with output.moving("copying", _messages(source)) as advance:
+            try:
+                copying.copy(client, source, other, made, done, advance)
+            except KeyboardInterrupt:
+                is_interrupted = True
+    seconds = time.perf_counter() - started
+    if json:
+        output.print_json({**asdict(done), "interrupted": is_interrupted, "seconds": seconds})
+    else:
+        before = f", after {counted(done.resumed, 'offset')} that were copied before" if done.resumed else ""
+        lost = f", {done.lost:,} dropped at the source before they were copied" if done.lost else ""
+        rate = output.rate(done.copied, seconds)
+        print(safe(f"copied {counted(done.copied, 'message')} to {target}{before}{lost}: ") + rate, flush=True)
+    if is_interrupted:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(130)
 
 
 @app.command("refresh")

@@ -37,6 +37,7 @@ class Delivery:
         "attempts",
         "feed",
         "generation",
+        "log",
         "offsets",
         "partition",
         "topic",
@@ -58,6 +59,8 @@ class Delivery:
         """Raises CorruptBatch if it is not what its producer made. `attempts`: by index, where it is not 1. `feed`: who
         takes what an application says of the messages."""
         columns = batch.columns()
+        # The number of the log that it is stored in.
+        self.log = batch.log
         self.topic = topic
         self.topic_id = topic_id
         self.partition = partition
@@ -139,6 +142,17 @@ class Message:
     def headers(self) -> dict[str, str]:
         block = self._delivery.item("headers", self._index)
         return {} if block is None else read_headers(block)
+
+    @property
+    def header_block(self) -> bytes | None:
+        """The header lines as they are stored."""
+        block: bytes | None = self._delivery.item("headers", self._index)
+        return block
+
+    @property
+    def log(self) -> int:
+        """A number that was drawn for the log of its partition when it was made: copies of a topic have others."""
+        return self._delivery.log
 
     @property
     def reply(self) -> str | None:

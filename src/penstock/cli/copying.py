@@ -1,0 +1,114 @@
+"""Copying a topic: message by message as it is, each once, however often the copy is interrupted.
+
+A part of a partition is one transaction at the target, numbered by the source's offset behind it, under a name that
+stands for this source log and this target. So the target itself knows how far the copy is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from penstock.errors import PenstockError
+from penstock.run import MESSAGE_BYTES, Run
+
+if TYPE_CHECKING:
+    from penstock.client.message import Message
+    from penstock.client.sync import Client
+    from penstock.client.values import PartitionPosition, Topic
+
+# A part has so many messages or bytes at the most, but for one message that is larger.
+_PART_MESSAGES: Final = 4096
+_PART_BYTES: Final = 4 << 20
+
+
+@dataclass(slots=True)
+class Copied:
+    """How many messages a copy has stored, found stored by an earlier run, and found gone at the source."""
+
+    copied: int = 0
+    resumed: int = 0
+    lost: int = 0
+
+
+def prepare(source: Topic, target: Client, name: str) -> Topic:
+    """Return the topic to copy to, made like the source if there is none."""
+    found = next((topic for topic in target.topics() if topic.name == name), None)
+    if found is None:
+        return target.create_topic(name, partitions=source.partitions, **source.policy)
+    if found.partitions != source.partitions:
+        raise PenstockError(
+            f"{name} has {found.partitions} partitions and {source.name} has {source.partitions}: a copy keeps them; "
+            "copy to a topic that does not exist yet, or use a replay pipeline, which distributes by key"
+        )
+    return found
+
+
+def copy(
+    client: Client, source: Topic, to: Client, target: Topic, done: Copied, advance: Callable[[int], None]
+) -> None:
+    """Copy what the source holds now; `done` counts on the way."""
+    found = {each.partition: _name(client, source, each, target) for each in source.positions if _size(each)}
+    names = {partition: name for partition, name in found.items() if name is not None}
+    reached = {partition: to.last_transaction(name) for partition, name in names.items()}
+    if all(number is None for number in reached.values()) and any(map(_size, target.positions)):
+        raise PenstockError(f"{target.name} has messages that are not of this copy: name a topic that is new, or empty")
+    for position in source.positions:
+        number = reached.get(position.partition)
+        begin = position.start if number is None else max(number, position.start)
+        done.resumed += begin - position.start
+        done.lost += 0 if number is None else max(0, position.start - number)
+        advance(begin - position.start)
+        if begin < position.committed and position.partition in names:
+            name, place = names[position.partition], position.partition
+            messages = client.fetch(source.name, place, begin, end=position.committed)
+            for run, end in _parts(messages, source.name, target.name):
+                stage = to.stage(name, end)
+                stage.append(target.name, place, run.encode(target.name.encode(), run.timestamp))
+                to.commit_transaction(name, end, stage.close())
+                done.copied += len(run)
+                advance(len(run))
+
+
+def _name(client: Client, source: Topic, position: PartitionPosition, target: Topic) -> str | None:
+    """Return the name of the transactions: the log that is read, by its number, and the topic that is written to. None
+    if compaction left no message."""
+    first = next(iter(client.fetch(source.name, position.partition, position.start, count=1)), None)
+    return None if first is None else f"copy-{first.log:x}-{source.id}-{position.partition}-{target.id}"
+
+
+def _size(position: PartitionPosition) -> int:
+    return position.committed - position.start
+
+
+def _parts(messages: Iterator[Message], source: str, target: str) -> Iterator[tuple[Run, int]]:
+    """Yield runs for the target, and the source's offset behind each."""
+    run, times, size, end = Run([], []), [], 0, 0
+    for message in messages:
+        index = len(run)
+        # What followed the topic in a subject follows the new one.
+        run.subjects.append((target + message.subject[len(source) :]).encode())
+        run.values.append(message.value)
+        times.append(message.timestamp_us)
+        key, block, reply = message.key, message.header_block, message.reply
+        if key is not None:
+            run.keys[index] = key
+        if block is not None:
+            run.headers[index] = block
+        if reply is not None:
+            run.replies[index] = reply.encode()
+        if message.deleted:
+            run.tombstones.add(index)
+        size += MESSAGE_BYTES + len(message.value) + len(block or b"") + len(key or b"")
+        end = message.offset + 1
+        if len(run) >= _PART_MESSAGES or size >= _PART_BYTES:
+            yield _timed(run, times), end
+            run, times, size = Run([], []), [], 0
+    if run.values:
+        yield _timed(run, times), end
+
+
+def _timed(run: Run, times: list[int]) -> Run:
+    run.timestamp, run.timestamps = times[0], times
+    return run

@@ -1,0 +1,124 @@
+"""`penstock topic copy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import copying
+from penstock.client.message import Message
+from penstock.client.sync import Client
+from penstock.client.values import Topic
+from penstock.errors import PenstockError
+from tests.server import Serve
+from tests.test_cli_broker import Penstock, client, penstock, server  # noqa: F401
+
+
+def content(client: Client, topic: str, source: str) -> list[list[object]]:  # noqa: F811
+    """All that a copy keeps, by partition."""
+
+    def kept(message: Message) -> object:
+        below = message.subject.removeprefix(topic)
+        block, times = message.header_block, message.timestamp_us
+        return (f"{source}{below}", message.key, message.value, block, times, message.deleted)
+
+    return [[kept(each) for each in client.fetch(topic, number)] for number in range(client.topic(topic).partitions)]
+
+
+def fill(client: Client, topic: str) -> None:  # noqa: F811
+    client.create_topic(topic, partitions=3, dedup="payload")
+    for number in range(40):
+        client.publish(
+            f"{topic}.eu", b"%d" % number, key=f"k{number % 7}", headers={"Colour": "red", "Msg-ID": str(number)}
+        )
+    client.publish(topic, b"plain")
+    client.publish(topic, None, key="k1")
+
+
+def test_a_copy_keeps_keys_headers_times_partitions_and_the_policy(
+    penstock: Penstock,  # noqa: F811
+    client: Client,  # noqa: F811
+) -> None:
+    fill(client, "kept")
+
+    done = penstock("topic", "copy", "kept", "kept-copy", "--json").json
+
+    assert (done["copied"], done["resumed"], done["lost"], done["interrupted"]) == (42, 0, 0, False)
+    assert content(client, "kept-copy", "kept") == content(client, "kept", "kept")
+    assert client.topic("kept-copy").policy == client.topic("kept").policy
+
+
+def test_the_same_command_goes_on_and_stores_nothing_twice(
+    penstock: Penstock,  # noqa: F811
+    client: Client,  # noqa: F811
+) -> None:
+    fill(client, "again")
+    penstock("topic", "copy", "again", "again-copy")
+    client.publish("again.eu", b"new", key="k1")
+
+    done = penstock("topic", "copy", "again", "again-copy").out
+
+    assert done.startswith("copied 1 message to again-copy, after 42 offsets that were copied before: ")
+    assert content(client, "again-copy", "again") == content(client, "again", "again")
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_copy_that_was_interrupted_anywhere_is_finished(
+    client: Client,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+) -> None:
+    monkeypatch.setattr(copying, "_PART_MESSAGES", 5)
+    topic = f"cut{after}"
+    fill(client, topic)
+    source = client.topic(topic)
+    target = copying.prepare(source, client, f"{topic}-copy")
+    run(client, source, target, stop_after=after)
+    monkeypatch.setattr(copying, "_PART_MESSAGES", 7)
+
+    done = run(client, source, client.topic(f"{topic}-copy"))
+
+    assert done.copied + done.resumed == 42
+    assert content(client, f"{topic}-copy", topic) == content(client, topic, topic)
+
+
+def run(client: Client, source: Topic, target: Topic, stop_after: int | None = None) -> copying.Copied:  # noqa: F811
+    done, parts = copying.Copied(), 0
+
+    def advance(count: int) -> None:
+        nonlocal parts
+        parts += bool(count)
+        if stop_after is not None and parts > stop_after:
+            raise KeyboardInterrupt
+
+    counting: Callable[[int], None] = advance
+    try:
+        copying.copy(client, source, client, target, done, counting)
+    except KeyboardInterrupt:
+        assert stop_after is not None
+    return done
+
+
+def test_to_another_broker(penstock: Penstock, client: Client, tmp_path: Path) -> None:  # noqa: F811
+    fill(client, "moved")
+    with Serve(tmp_path, auth_token="secret") as other:
+        url = f"nats://secret@127.0.0.1:{other.port}"
+        assert penstock("topic", "copy", "moved", "moved", "--to", url).out.startswith("copied 42 messages to moved: ")
+        with Client(url) as there:
+            assert content(there, "moved", "moved") == content(client, "moved", "moved")
+
+
+def test_what_a_copy_would_mix_up_is_refused(penstock: Penstock, client: Client) -> None:  # noqa: F811
+    fill(client, "mixed")
+    client.create_topic("narrow", partitions=2)
+    client.create_topic("taken", partitions=3)
+    client.publish("taken", b"x")
+    source = client.topic("mixed")
+    with pytest.raises(PenstockError, match="narrow has 2 partitions and mixed has 3: a copy keeps them"):
+        copying.prepare(source, client, "narrow")
+    with pytest.raises(PenstockError, match="taken has messages that are not of this copy"):
+        run(client, source, client.topic("taken"))
+    done = penstock("topic", "copy", "mixed", "mixed")
+    assert (done.code, "a topic cannot be copied to itself" in done.err) == (2, True)
