@@ -292,7 +292,7 @@ async def test_another_batch_at_the_same_place_is_another_one() -> None:
 @in_loop
 async def test_what_is_kept_opened_is_bounded_and_the_oldest_use_goes_first() -> None:
     size = batch_at(0, bytes(1000)).size
-    opened = Opened(bytes_max=3 * size)
+    opened = Opened(bytes_max=3 * size + size // 2)
     batches = [batch_at(number, bytes(1000)) for number in range(4)]
     runs = [opened.open((1, 0), batch, b"orders") for batch in batches[:3]]
     assert opened.open((1, 0), batches[0], b"orders") is runs[0]
@@ -305,7 +305,7 @@ async def test_what_is_kept_opened_is_bounded_and_the_oldest_use_goes_first() ->
 @in_loop
 async def test_what_is_forgotten_takes_no_room() -> None:
     size = batch_at(0, bytes(1000)).size
-    opened = Opened(bytes_max=2 * size)
+    opened = Opened(bytes_max=2 * size + size // 2)
     kept = batch_at(0, bytes(1000))
     run = opened.open((1, 0), kept, b"orders")
     opened.open((2, 0), kept, b"bills")

@@ -12,7 +12,7 @@ from penstock.server.arrivals import ARRIVING_BYTES_MAX, BYTES_PER_S, PATIENCE_S
 from penstock.server.connection import Connection
 from penstock.server.memory import SELDOM_S, SOON_S, Memory
 from penstock.server.server import Counters
-from penstock.server.turns import Turns
+from penstock.server.turns import MUCH_BYTES, Turns
 from penstock.wire import binary, prefixed
 from penstock.wire.binary import Type
 from tests.brokers import in_loop
@@ -154,6 +154,46 @@ async def test_a_turn_of_the_loop_reads_so_much_and_goes_on_in_the_next() -> Non
         turns.took(cast(Connection, greedy), 100)
         await asyncio.sleep(0)
     assert greedy.calls == ["hold", "hold", "read on"]
+
+
+class Receiver:
+    """A connection with messages of so many bytes that wait for their turn."""
+
+    def __init__(self, sent: list[str], name: str, size: int) -> None:
+        self._sent = sent
+        self._name = name
+        self._size = size
+
+    def send_waiting(self) -> int:
+        self._sent.append(self._name)
+        return self._size
+
+
+@in_loop
+async def test_a_turn_of_the_loop_sends_so_much_and_the_rest_waits_for_the_next() -> None:
+    much = 10 * MUCH_BYTES
+    turns = Turns(sent_bytes_max=2 * much)
+    sent: list[str] = []
+    assert turns.may_send(much)
+    assert not turns.may_send(much), "half of a turn is for connections that are sent little"
+    for name in ("a", "b", "c"):
+        turns.wait(cast(Connection, Receiver(sent, name, much)), much)
+    while turns.may_send(MUCH_BYTES):
+        pass
+    turns.wait(cast(Connection, Receiver(sent, "little", 10)), 10)
+    publisher, other = Stand(), Stand()
+    turns.took(cast(Connection, publisher), MUCH_BYTES + 1)
+    turns.took(cast(Connection, other), 100)
+    assert (publisher.calls, other.calls) == (["hold"], [])
+    await asyncio.sleep(0)
+    assert sent == ["a", "little"]
+    await asyncio.sleep(0)
+    assert publisher.calls == ["hold"], "it goes on when nothing waits any more"
+    await asyncio.sleep(0)
+    assert sent == ["a", "little", "b", "c"]
+    assert (publisher.calls, other.calls) == (["hold", "read on"], [])
+    await asyncio.sleep(0)
+    assert turns.may_send(much)
 
 
 def test_memory_is_given_back_soon_after_it_changed_and_otherwise_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 import pytest
 
 from penstock.batch import encode
+from penstock.broker import member as members
 from penstock.broker import partition as partitions
 from penstock.broker.broker import Broker
 from penstock.broker.member import Member, Place
 from penstock.errors import PenstockError
-from penstock.run import Run
+from penstock.run import Run, batch_bytes
 from penstock.testing import FaultyFiles
 from tests.brokers import Life, Recorder, in_loop, run_of
 
@@ -103,6 +104,32 @@ async def test_a_large_batch_is_delivered_in_parts(monkeypatch: pytest.MonkeyPat
         assert everything.values == [*values, *values, b"last"]
         assert some.values == [*values[::2], *values[::2], b"last"]
         assert max(parts) <= 64
+
+
+@in_loop
+async def test_a_run_that_is_larger_than_a_delivery_arrives_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The readers stay open, so nobody but they themselves wakes them."""
+    monkeypatch.setattr(members, "DELIVERY_BYTES_MAX", 2000)
+    parts: list[int] = []
+
+    class Counting(Recorder):
+        def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+            parts.append(batch_bytes(run))
+            super().send(member, place, run, attempts)
+
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"first")
+        plain, grouped = Counting(), Counting()
+        life.subscribe(b"orders", plain)
+        await life.join(b"audit", b"orders", grouped)
+        values = [b"%d" % number + bytes(300) for number in range(50)]
+        await life.publish_run(Run([b"orders"] * len(values), list(values)))
+        await life.settle()
+        await life.stored(b"orders", b"last")
+        await life.settle()
+        assert plain.values == [*values, b"last"]
+        assert grouped.values == [*values, b"last"]
+        assert max(parts) <= 2000
 
 
 # ---- the end of a subscription

@@ -6,6 +6,7 @@ import gzip
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
 from typing import Final
 
@@ -18,7 +19,7 @@ from penstock.wire.binary import Append, Type
 from penstock.wire.prefixed import Record
 from tests.frames import Bare, Frames
 from tests.lengths import CREATE_TOPIC, PUBLISH, Cursus, Qb, consume
-from tests.server import Flux, Nats, Serve, hpub
+from tests.server import Flux, Nats, Serve, hpub, pub
 from tests.web import get
 
 LIMIT: Final = 100_000
@@ -243,3 +244,26 @@ def test_a_connection_with_many_subscriptions_ends_them_all(server: Serve, topic
         assert get(server, "/varz").json["limits"]["subscriptions"]["used"] == 2000
     while get(server, "/varz").json["limits"]["subscriptions"]["used"]:
         pass
+
+
+# Many readers of much.
+
+
+def test_readers_that_do_not_read_get_all_of_it_in_order_when_they_do(server: Serve, topic: str) -> None:
+    values = [b"%d" % number + bytes(LIMIT - 10) for number in range(60)]
+    with ExitStack() as stack:
+        slow = [stack.enter_context(Nats(server, receive_bytes=4096)) for _ in range(20)]
+        for client in slow:
+            client.send(f"SUB {topic} 1\r\n")
+            assert client.ask("PING") == "PONG"
+        publisher, other = stack.enter_context(Nats(server)), stack.enter_context(Nats(server))
+        other.send(f"SUB {topic}.other 1\r\n")
+        publisher.send(b"".join(pub(topic, value) for value in values))
+        other.send(pub(f"{topic}.other", b"not held up"))
+        assert other.message().payload == b"not held up"
+        assert publisher.ask("PING") == "PONG"
+        for client in slow:
+            client.send("PING\r\n")
+            assert [client.message().payload for _ in values] == values
+            assert client.line() == "PONG"
+        assert get(server, "/varz").json["limits"]["unsent_bytes"]["used"] == 0

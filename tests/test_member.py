@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.broker.flow import Flow
-from penstock.broker.member import Member, Place, Share, share_out
+from penstock.broker.member import DELIVERY_BYTES_MAX, Member, Place, Share, share_out
 from penstock.errors import PenstockError
 from penstock.run import Run
 
@@ -90,6 +90,30 @@ def test_one_member_gets_the_run_as_it_is() -> None:
 
 def test_members_get_messages_in_turn() -> None:
     assert share(run_of(7), [member_of() for _ in range(3)]) == ([[0, 3, 6], [1, 4], [2, 5]], 7)
+
+
+def large_run(count: int) -> Run:
+    return Run([b"orders"] * count, [bytes(DELIVERY_BYTES_MAX // 3)] * count)
+
+
+def test_a_connection_is_given_so_many_bytes_at_once() -> None:
+    assert share(large_run(5), [member_of()]) == ([[0, 1]], 2)
+    assert share(large_run(5), [member_of(), member_of()]) == ([[0], [1]], 2)
+    assert share(large_run(5), [member_of(credit=1), member_of(credit=1)]) == ([[0], [1]], 2)
+
+
+def test_a_message_that_is_larger_than_that_is_given_alone() -> None:
+    run = Run([b"orders"] * 3, [bytes(DELIVERY_BYTES_MAX), b"", b""])
+
+    assert share(run, [member_of()]) == ([[0]], 1)
+
+
+def test_what_is_not_stored_is_given_at_once() -> None:
+    live = Partition()
+    live.keeps = False
+    run = large_run(5)
+
+    assert share_out(live, run, [member := member_of()], 0, NOW_US) == ([Share(member, None)], 5)
 
 
 @pytest.mark.parametrize("turn", [1, 4, 301])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.batch import Batch, encode, parse
 from penstock.errors import BatchTooLarge
-from penstock.run import RUN_BYTES, Run, batch_bytes, check_size, open_batch, split
+from penstock.run import RUN_BYTES, Run, batch_bytes, check_size, fitting, open_batch, split
 
 TOPIC: Final = b"orders"
 
@@ -376,6 +376,19 @@ def test_all_of_a_run_is_that_run(deltas: list[int] | None) -> None:
 
     assert run.at_least(10) is run
     assert run.below(run.end) is run
+
+
+@pytest.mark.parametrize("has_headers", [False, True])
+def test_as_many_messages_fit_as_a_batch_of_so_many_bytes_has(*, has_headers: bool) -> None:
+    run = Run([b"orders", b"bills", b"orders"] * 10, [bytes(number) for number in range(30)])
+    if has_headers:
+        run.headers, run.keys = {3: b"A: b\r\n"}, {7: b"key"}
+    sizes = [batch_bytes(run.select(range(count))) for count in range(1, 31)]
+    for bytes_max in range(0, sizes[-1] + 100, 7):
+        assert fitting(run, bytes_max) == max(1, sum(size <= bytes_max for size in sizes))
+    run.extend(Run([b"orders"], [b"more"]))
+    run.size = 0
+    assert fitting(run, 1 << 20) == 31
 
 
 def test_there_is_nothing_in_an_empty_run_to_be_parted() -> None:

@@ -7,8 +7,9 @@ a single message on the way through the broker.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Final
 
 from penstock.batch import BATCH_BYTES_MAX, Batch, Buffer, Columns, Compression, encode
@@ -26,6 +27,7 @@ class Run:
     __slots__ = (
         "base_offset",
         "batch",
+        "bytes_to",
         "headers",
         "is_live",
         "keys",
@@ -66,6 +68,8 @@ class Run:
         # At least as many bytes as its batch has, where somebody knows that already: who read it from the wire, and
         # the log that gathers it.
         self.size = 0
+        # What `fitting` found: up to and with each message, the bytes that it counts.
+        self.bytes_to: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -100,6 +104,7 @@ class Run:
 
     def extend(self, run: Run) -> None:
         shift = len(self.values)
+        self.bytes_to = None
         self.subjects += run.subjects
         self.values += run.values
         for mine, others in ((self.keys, run.keys), (self.replies, run.replies), (self.headers, run.headers)):
@@ -248,6 +253,26 @@ def message_bytes(run: Run, index: int) -> int:
         if index in items:
             size += len(items[index])
     return size
+
+
+def fitting(run: Run, bytes_max: int) -> int:
+    """Return how many of the first messages fit into so many bytes together: at least one.
+
+    Of a run that changes no more: what it finds is remembered, because many readers may have too little room.
+    """
+    if not run.size:
+        run.size = batch_bytes(run)
+    if run.size <= bytes_max:
+        return len(run)
+    if run.bytes_to is None:
+        run.bytes_to = list(accumulate(_message_sizes(run)))
+    return max(1, bisect_right(run.bytes_to, bytes_max - RUN_BYTES))
+
+
+def _message_sizes(run: Run) -> Iterator[int]:
+    if run.keys or run.replies or run.headers:
+        return (message_bytes(run, index) for index in range(len(run)))
+    return (MESSAGE_BYTES + len(value) + len(subject) for value, subject in zip(run.values, run.subjects, strict=True))
 
 
 def check_size(run: Run, bytes_max: int = BATCH_BYTES_MAX) -> None:

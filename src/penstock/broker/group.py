@@ -598,7 +598,7 @@ class Group:
         self.redelivered += shared
         if shared:
             self._save(position, None)
-        return shared == len(again)
+        return bool(shares) or shared == len(again)
 
     async def _deliver(self, position: Position) -> bool:
         """Messages that were not delivered before; whether there may be more, and room for them."""
@@ -642,7 +642,7 @@ class Group:
             member.gets(partition, part)
         if taken:
             self._host.figures.delivered(run, self._since_us)
-        return shared == len(run)
+        return True
 
     def _skip(self, position: Position) -> int:
         """Where to read on. One that is too far behind may not want to wait; a group with a name skips nothing."""
@@ -660,14 +660,7 @@ class Group:
         return position.partition.topic_id in self.held
 
     def _has_room(self, position: Position, now_us: int) -> bool:
-        if self._is_held(position):
-            return False
-        for member in self.owner(position):
-            room = member.room(1, now_us)
-            member.refund(room)
-            if room:
-                return True
-        return False
+        return not self._is_held(position) and any(member.has_room(now_us) for member in self.owner(position))
 
     def _due_us(self, position: Position) -> int:
         if self.mode is Mode.PARTITIONED:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from penstock.broker.flow import Flow, TokenBucket
 from penstock.errors import PenstockError
-from penstock.run import Run
+from penstock.run import Run, fitting
 from penstock.storage.policy import DELIVERIES_DEFAULT, Policy
+
+# What an open connection is given at once of what is stored, unless one message is larger. Runs that are gathered from
+# publishes have no more.
+DELIVERY_BYTES_MAX: Final = 1 << 20
 
 
 class Place(Protocol):
@@ -151,6 +155,12 @@ class Member:
             room = self.bucket.take(room, now_us)
         return room
 
+    def has_room(self, now_us: int) -> bool:
+        """Whether it can take a message now."""
+        room = self.room(1, now_us)
+        self.refund(room)
+        return room > 0
+
     def refund(self, count: int) -> None:
         if self.bucket is not None:
             self.bucket.refund(count)
@@ -187,26 +197,23 @@ class Share(NamedTuple):
 def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_us: int) -> tuple[list[Share], int]:
     """Each message to one member, in turn, as long as one has room: the shares, and how many messages are in them.
 
-    Those are the first of the run: what comes behind waits.
+    Those are the first of the run: what comes behind waits. What is not kept cannot wait, so all of it is shared out.
     """
-    count = len(run)
-    if len(members) == 1 and (member := members[0]).is_unlimited:
-        return ([Share(member, None)], count) if member.sink.is_open else ([], 0)
-    if len(members) == 1 and member.sink.echo:
+    count = fitting(run, DELIVERY_BYTES_MAX) if place.keeps else len(run)
+    if len(members) == 1 and (member := members[0]).sink.echo:
         room = member.room(count, now_us)
-        return ([Share(member, None if room == count else range(room))] if room else []), room
+        return ([Share(member, None if room == len(run) else range(room))] if room else []), room
     if all(member.is_unlimited for member in members):
         ready = [member for member in members if member.sink.is_open]
         several = len(ready)
         shares = [Share(ready[(turn + i) % several], range(i, count, several)) for i in range(min(several, count))]
         return shares, count if ready else 0
-    return _share_out_limited(place, run, members, turn, now_us)
+    return _share_out_limited(place, run, count, members, turn, now_us)
 
 
 def _share_out_limited(
-    place: Place, run: Run, members: Sequence[Member], turn: int, now_us: int
+    place: Place, run: Run, count: int, members: Sequence[Member], turn: int, now_us: int
 ) -> tuple[list[Share], int]:
-    count = len(run)
     rooms = [member.room(count, now_us) for member in members]
     taken: list[list[int]] = [[] for _ in members]
     shared = 0

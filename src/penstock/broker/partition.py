@@ -52,8 +52,11 @@ LARGE_BYTES: Final = 4 << 20
 _PART_MESSAGES: Final = 8192
 _PART_BYTES: Final = 1 << 20
 
-# What is kept opened of batches that were read last: readers with little room come back for the rest.
-OPENED_BYTES_MAX: Final = 4 << 20
+# What is kept opened of batches that were read last: readers with little room come back for the rest, and many readers
+# that are a little behind read the same ones.
+OPENED_BYTES_MAX: Final = 16 << 20
+# What a message takes besides its bytes.
+_OBJECT_BYTES: Final = 64
 # A large one that nobody reads from is kept so long.
 _LARGE_IDLE_S: Final = 5.0
 
@@ -84,7 +87,7 @@ class Opened:
         key = (*place, batch.base_offset)
         known = self._take(key, batch) or open_batch(batch, topic)
         self._runs[key] = known
-        self._bytes += batch.plain_length
+        self._bytes += _opened_bytes(batch)
         while self._bytes > self._bytes_max and len(self._runs) > 1:
             self._drop(next(iter(self._runs)))
         return known
@@ -135,7 +138,11 @@ class Opened:
     def _drop(self, key: tuple[int, int, int]) -> None:
         batch = self._runs.pop(key).batch
         assert batch is not None
-        self._bytes -= batch.plain_length
+        self._bytes -= _opened_bytes(batch)
+
+
+def _opened_bytes(batch: Batch) -> int:
+    return batch.plain_length + _OBJECT_BYTES * batch.count
 
 
 @dataclass(slots=True)

@@ -200,6 +200,8 @@ class Subscription:
         else:
             self.behind[partition] = run.offset(shared)
             self._wait()
+            if shared and self._has_room():
+                self.wake()
         return shared > 0
 
     def wake(self) -> None:
@@ -365,7 +367,7 @@ class Subscription:
         if partition in self.behind:  # unless what was handed out was the last that its member wanted
             self.behind[partition] = following if shared == len(run) else run.offset(shared)
             self._settle()
-        return shared == len(run)
+        return shared == len(run) or (shared > 0 and self._has_room())
 
     def _skip(self, partition: Partition, offset: int) -> int:
         """Where to read, which is further on for one that is too far behind and does not want to wait."""
@@ -386,6 +388,10 @@ class Subscription:
         self._loop.figures.dropped += count
         for member in self.members:
             member.dropped += count
+
+    def _has_room(self) -> bool:
+        now_us = self._loop.clock.monotonic_us()
+        return any(member.has_room(now_us) for member in self.members)
 
     def _wait(self) -> None:
         """Until a connection takes more, which wakes us, or a member's rate does."""

@@ -38,7 +38,7 @@ from penstock.errors import (
     Unauthorized,
     UnknownTopic,
 )
-from penstock.run import Run, open_batch, payload_bytes, split
+from penstock.run import Run, open_batch, split
 from penstock.server import calls, provider
 from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.gate import HANDSHAKE_BYTES_MAX, credentials
@@ -123,7 +123,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         self.peer.pause()
 
     def resume_writing(self) -> None:
-        self.peer.resume()
+        super().resume_writing()
         self.read_on()
         for _, reader in list(self.subscriptions.values()):
             reader.wake()
@@ -171,13 +171,17 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
     # From the broker.
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        if not self.is_hello:
-            self.peer.count_sent(len(run), payload_bytes(run))
-            self._provider.send(member, place, run)
-            return
         number = int(member.sid)
         held = self.subscriptions.get(number)
         generation = held[1].generation if held is not None and isinstance(held[1], Group) else 0
+        if self.is_hello:
+            self.send_in_turn(run, partial(self._write_messages, number, generation, place, run, attempts))
+        else:
+            self.send_in_turn(run, partial(self._provider.write_messages, number, generation, place, run))
+
+    def _write_messages(
+        self, number: int, generation: int, place: Place, run: Run, attempts: Mapping[int, int] | None
+    ) -> None:
         topic_id = place.topic_id if place.keeps else 0
         first = 0
         # What is chosen from a stored batch says the offset of each message, and may need more room than the batch.

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, cast
 
 from penstock.errors import BatchTooLarge, PenstockError
+from penstock.run import Run, batch_bytes
 from penstock.server.arrivals import SMALL_BYTES
 from penstock.server.peer import Peer, Traffic
 from penstock.subject import clean
@@ -166,6 +167,29 @@ class Connection:
         self._expected = length
         if length and not self.peer.is_closing:
             self.server.arrivals.claim(self, length)
+
+    def send_in_turn(self, run: Run, write: Callable[[], None]) -> None:
+        """Call `write`, which encodes and writes a run, now or in a later turn of the loop."""
+        size = batch_bytes(run)
+        if not self.peer.has_waiting and self.server.turns.may_send(size):
+            write()
+        else:
+            self.peer.write_later(size, self.guard(write))
+            self.server.turns.wait(self, size)
+
+    def send_waiting(self) -> int:
+        """Send what waited for its turn, as far as there is room; return the bytes of that."""
+        was_open = self.peer.is_open
+        size = self.peer.write_waiting()
+        if not (was_open or self.peer.is_paused or self.peer.is_closing):
+            self.resume_writing()
+        return size
+
+    def resume_writing(self) -> None:
+        """The client takes more again."""
+        self.peer.resume()
+        if self.peer.has_waiting:
+            self.server.turns.wait(self, self.peer.waiting_bytes)
 
     def read_on(self) -> None:
         """Read from the client again, unless something else is in the way."""

@@ -364,7 +364,8 @@ class Cursus:
 
     def send(self, member: Member, place: Place, run: Run, _attempts: Mapping[int, int] | None) -> None:
         name, group = self._session.group_of(member)
-        self._write_run(place.name, place.number, run, by_name=name in self._by_name)
+        by_name = name in self._by_name
+        self._session.send_in_turn(run, partial(self._write_run, place.name, place.number, run, by_name=by_name))
         with suppress(StaleCommit):
             # It is shared out anew, and whoever has the partition now gets this again.
             group.commit((place.topic_id, place.number), run.end, group.generation, _nobody_asked)

@@ -114,7 +114,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
         self.peer.pause()
 
     def resume_writing(self) -> None:
-        self.peer.resume()
+        super().resume_writing()
         self.read_on()
         for memberships in list(self.memberships.values()):
             for _, group in memberships:

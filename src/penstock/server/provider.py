@@ -23,7 +23,7 @@ from penstock.broker.member import Deliveries, Member, Notice, Place
 from penstock.broker.start import Start
 from penstock.errors import BadRequest, BadSubject, PenstockError, UnknownGroup
 from penstock.pipe import document
-from penstock.run import Run
+from penstock.run import Run, payload_bytes
 from penstock.subject import is_pattern
 from penstock.wire import binary
 from penstock.wire.binary import Frame, Type
@@ -68,25 +68,23 @@ class Provider:
                 self._commit(frame.id, binary.read_request(frame.payload))
         return None
 
-    def send(self, member: Member, place: Place, run: Run) -> None:
+    def write_messages(self, number: int, generation: int, place: Place, run: Run) -> None:
         """As many frames as it takes."""
+        self._session.peer.count_sent(len(run), payload_bytes(run))
         records: list[str] = []
         offsets: list[int] = []
         size = 0
         for index, offset in enumerate(run.all_offsets()):
             record = json.dumps(document.record(run, index))
             if records and size + len(record) > DATA_BYTES:
-                self._send_frame(member, place, records, offsets)
+                self._send_frame(number, generation, place, records, offsets)
                 records, offsets, size = [], [], 0
             records.append(record)
             offsets.append(offset)
             size += len(record)
-        self._send_frame(member, place, records, offsets)
+        self._send_frame(number, generation, place, records, offsets)
 
-    def _send_frame(self, member: Member, place: Place, records: list[str], offsets: list[int]) -> None:
-        number = int(member.sid)
-        held = self._session.subscriptions.get(number)
-        generation = held[1].generation if held is not None and isinstance(held[1], Group) else 0
+    def _send_frame(self, number: int, generation: int, place: Place, records: list[str], offsets: list[int]) -> None:
         sent = _Sent(number, (place.topic_id, place.number), generation, offsets)
         self._last_id += 1
         self._sent[self._last_id] = sent

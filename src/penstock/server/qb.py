@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock import headers
@@ -254,6 +255,11 @@ class Qb:
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         name, group = self._session.group_of(member)
+        self._session.send_in_turn(run, partial(self._write_messages, name, place, run, attempts))
+        if name in self._careless:
+            group.ack_many((place.topic_id, place.number), run.all_offsets(), _nobody_asked)
+
+    def _write_messages(self, name: str, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         style = self._session.style
         common = prefixed.properties({"subscription_id": name, "partition": place.number})
         parts = []
@@ -269,8 +275,6 @@ class Qb:
             time_ms = max(0, time_us) // 1000
             parts.append(prefixed.message(Kind.DATA, offset, time_ms, properties, run.values[index], style))
         self._session.peer.write(b"".join(parts))
-        if name in self._careless:
-            group.ack_many((place.topic_id, place.number), run.all_offsets(), _nobody_asked)
 
     def fail(self, member: Member, error: PenstockError) -> None:
         """There is no word for it here. Who deletes a subscription knows; whatever else it is ends the connection."""

@@ -460,7 +460,7 @@ class Server:
         """How full each limited cache, queue and table is, by name."""
         connections = Usage(len(self._sessions), self.config.server.connections_max)
         http = {} if self._http is None else {"http_connections": self._http.usage(), **self.answers.usage()}
-        parts = (self.gate, self.arrivals, self.pipes, self.broker, self._store)
+        parts = (self.gate, self.arrivals, self.turns, self.pipes, self.broker, self._store)
         return {"connections": connections, **http} | {
             name: each for part in parts for name, each in part.usage().items()
         }

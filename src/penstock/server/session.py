@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from penstock import headers
@@ -138,7 +139,7 @@ class Session(Connection, asyncio.Protocol):
         self.peer.pause()
 
     def resume_writing(self) -> None:
-        self.peer.resume()
+        super().resume_writing()
         self.read_on()
         for reader in [*(reader for _, reader in self.subscriptions.values()), *self._leaving.values()]:
             reader.wake()
@@ -166,11 +167,10 @@ class Session(Connection, asyncio.Protocol):
         if attempts is not None:
             run = self._with_attempts(run, attempts)
         if self._parser.is_nats:
-            if member.out is not None:
-                run = self._with_ack_subject(member, place, run)
-            self._write_messages(run, member.sid)
+            told = run if member.out is None else self._with_ack_subject(member, place, run)
+            self.send_in_turn(run, partial(self._write_messages, told, member.sid))
         else:
-            self._write_numbered(place, run, member.sid)
+            self.send_in_turn(run, partial(self._write_numbered, place, run, member.sid))
         if member.remaining == 0:
             self._has_all(member)
 

@@ -1,8 +1,10 @@
-"""What is read in one turn of the event loop: a budget for all connections together.
+"""What one turn of the event loop reads and sends: a budget for all connections together.
 
-The loop reads up to 2 MiB from each connection that has sent so much before it does anything else, so a hundred that
-flood it would hold up the others for seconds. When a turn has read enough, whoever sends more is not read from before
-the next one.
+The loop reads up to 2 MiB from each connection that has sent so much before it does anything else, and a message for
+hundreds of subscribers is written hundreds of times: either would hold up the others for seconds. When a turn has read
+enough, connections that send more are read from in the next one. When it has sent enough, messages wait until a later
+turn, in order and not encoded yet, and connections that publish much wait with them. Half of a turn is for connections
+that are sent little: they do not wait for those that are sent much.
 """
 
 from __future__ import annotations
@@ -10,35 +12,95 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from penstock.health import Usage
+
 if TYPE_CHECKING:
     from penstock.server.connection import Connection
 
 TURN_BYTES_MAX: Final = 4 << 20
-# A turn that reads less needs not be counted. To notice the next one costs a callback: 10 µs for each request.
+# To encode and copy 1 MiB takes some milliseconds.
+TURN_SENT_BYTES_MAX: Final = 8 << 20
+# Messages that wait for a turn, of all connections. With more, each connection takes one delivery at a time.
+TURN_WAITING_BYTES_MAX: Final = 64 << 20
+# What is more than little, to read or to send.
+MUCH_BYTES: Final = 64 << 10
+# A turn that does less needs not be counted. To notice the next one costs a callback: 10 µs for each request.
 _LITTLE: Final = 16
 
 
 class Turns:
-    def __init__(self, bytes_max: int = TURN_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = TURN_BYTES_MAX, sent_bytes_max: int = TURN_SENT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        # What was read since the last turn that read much.
-        self._bytes = 0
+        self._sent_bytes_max = sent_bytes_max
+        # What was read, and sent, since the last turn that did much.
+        self._bytes = self._sent_bytes = 0
         self._is_counting = False
         self._held: dict[Connection, None] = {}
+        # Connections with messages that wait for a turn, and those that are not read from until these are sent.
+        self._waiting_little: dict[Connection, None] = {}
+        self._waiting_much: dict[Connection, None] = {}
+        self._held_by_waiting: dict[Connection, None] = {}
+        # Bytes of messages that wait, for a turn or until their connection reads; of the same ones for each connection.
+        self.waiting_bytes = 0
+
+    def usage(self) -> dict[str, Usage]:
+        return {"unsent_bytes": Usage(self.waiting_bytes, TURN_WAITING_BYTES_MAX)}
 
     def took(self, connection: Connection, count: int) -> None:
         """So many bytes were read from a connection. It is read from again in the next turn if that was enough."""
         self._bytes += count
-        if self._bytes * _LITTLE > self._bytes_max and not self._is_counting:
-            self._is_counting = True
-            asyncio.get_running_loop().call_soon(self._begin)
+        if self._bytes * _LITTLE > self._bytes_max:
+            self._count()
         if self._bytes > self._bytes_max:
             connection.peer.hold()
             self._held[connection] = None
+        if count > MUCH_BYTES and self._is_sending:
+            connection.peer.hold()
+            self._held_by_waiting[connection] = None
+
+    def may_send(self, size: int) -> bool:
+        """Whether messages of so many bytes may be sent in this turn. Otherwise they must `wait`."""
+        if self._sent_bytes >= self._share(size):
+            return False
+        self._sent_bytes += size
+        if self._sent_bytes * _LITTLE > self._sent_bytes_max:
+            self._count()
+        return True
+
+    def wait(self, connection: Connection, size: int) -> None:
+        """Call `connection.send_waiting` in a later turn, for messages of so many bytes."""
+        if connection not in self._waiting_little and connection not in self._waiting_much:
+            (self._waiting_much if size > MUCH_BYTES else self._waiting_little)[connection] = None
+            self._count()
+
+    @property
+    def _is_sending(self) -> bool:
+        return bool(self._waiting_little or self._waiting_much)
+
+    def _share(self, size: int) -> int:
+        return self._sent_bytes_max // 2 if size > MUCH_BYTES else self._sent_bytes_max
+
+    def _count(self) -> None:
+        if not self._is_counting:
+            self._is_counting = True
+            asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
-        self._bytes = 0
+        self._bytes = self._sent_bytes = 0
         self._is_counting = False
         held, self._held = self._held, {}
+        self._send(self._waiting_much, self._sent_bytes_max // 2)
+        self._send(self._waiting_little, self._sent_bytes_max)
+        if self._sent_bytes:
+            self._count()
+        if not self._is_sending:
+            held |= self._held_by_waiting
+            self._held_by_waiting.clear()
         for connection in held:
             connection.read_on()
+
+    def _send(self, waiting: dict[Connection, None], bytes_max: int) -> None:
+        while waiting and self._sent_bytes < bytes_max:
+            connection = next(iter(waiting))
+            del waiting[connection]
+            self._sent_bytes += connection.send_waiting()
