@@ -19,7 +19,7 @@ from penstock import address
 from penstock.server.config import Config, StorageConfig
 from penstock.server.http import application
 from penstock.server.server import Server
-from penstock.web import Credentials, Guard, local_names
+from penstock.web import HEADER_BYTES_MAX, Credentials, Guard, local_names
 from tests.server import Raw, Serve
 from tests.web import ask, get
 
@@ -190,6 +190,25 @@ def test_clients_that_keep_the_port_waiting_are_closed(tmp_path: Path) -> None:
         assert get(server, "/varz").json["limits"]["http_connections"]["used"] == 1
 
 
+def test_headers_are_limited_however_they_arrive(tmp_path: Path) -> None:
+    start = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+    small = start + b"\r\n"
+    fits = start + b"X: %b\r\n\r\n" % (b"x" * (HEADER_BYTES_MAX - 100))
+    too_long = [
+        start + b"X: %b\r\n\r\n" % (b"x" * HEADER_BYTES_MAX),
+        start + b"X: y\r\n" * (HEADER_BYTES_MAX // 6) + b"\r\n",
+        small.replace(b"healthz", b"healthz?" + b"x" * HEADER_BYTES_MAX),
+    ]
+    with Serve(tmp_path) as server:
+        for head in too_long:
+            for before in (b"", small, small + fits):
+                with Raw(server.ports["http"]) as client:
+                    client.send(before + head)
+                    told = client.rest()
+                    assert told.count("HTTP/1.1 200") == before.count(b"GET")
+                    assert told.count("HTTP/1.1 431 Request Header Fields Too Large") == 1
+
+
 def test_connections_and_headers_are_limited(tmp_path: Path) -> None:
     with Serve(tmp_path, server_http_connections_max=2) as server:
         first, second = Raw(server.ports["http"]), Raw(server.ports["http"])
@@ -197,7 +216,7 @@ def test_connections_and_headers_are_limited(tmp_path: Path) -> None:
             assert third.line() == "HTTP/1.1 503 Service Unavailable"
             assert third.rest().endswith("maximum connections exceeded\n")
         first.send("GET /healthz HTTP/1.1\r\nX: " + "x" * (64 << 10))
-        assert first.line() == "HTTP/1.1 400 Bad Request"
+        assert first.line() == "HTTP/1.1 431 Request Header Fields Too Large"
         first.close()
         second.send("GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert second.rest().startswith("HTTP/1.1 200")

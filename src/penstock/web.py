@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import h11
 import uvicorn
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
@@ -41,6 +42,12 @@ _SHOWN_CHARACTERS: Final = 100
 _FULL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Type: text/plain\r\nContent-Length: 29\r\n\r\n"
     b"maximum connections exceeded\n"
+)
+
+_TOO_LONG: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Type: text/plain\r\n"
+    b"Content-Length: 68\r\n\r\n"
+    b"the request line and headers are longer than 16384 bytes: send less\n"
 )
 
 # An extension of ASGI, there in requests that ask for WebSocket: hand the connection over (`_Connection.upgrade`).
@@ -172,11 +179,32 @@ class _Connection(H11Protocol):
             protocol.data_received(data)
 
     def _should_upgrade(self) -> bool:
-        """Leave it to the application, which answers such a request like any other one."""
+        """Leave it to the application, which answers such a request like any other one. What uvicorn does instead with
+        a request to upgrade is done with one that is too long: h11 compares only what has not ended yet."""
+        if self._head_bytes() > HEADER_BYTES_MAX:
+            return True
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if self._get_upgrade() == b"websocket" and not has_body:
             self.scope["extensions"] = {UPGRADE: self.upgrade}  # type: ignore[dict-item]
         return False
+
+    def _head_bytes(self) -> int:
+        scope = self.scope
+        line = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"])
+        return line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is None and len(self.conn.trailing_data[0]) > HEADER_BYTES_MAX:
+            self._refuse_head()
+        else:
+            super().send_400_response(msg)
+
+    def _refuse_head(self) -> None:
+        self.transport.write(_TOO_LONG)
+        self.transport.close()
 
     def look(self, now: float) -> None:
         """Close the connection if its client has been idle for too long."""
