@@ -164,6 +164,15 @@ def test_the_format_is_written_before_anything_else_wherever_the_power_is_cut() 
     assert cuts > 5
 
 
+def test_an_upgrade_is_logged_and_a_new_directory_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    disk = FaultyFiles()
+    open_store(disk).close()
+    assert caplog.messages == []
+    disk.remove(DATA / "FORMAT")
+    open_store(disk).close()
+    assert caplog.messages == [f"{DATA}: format 1 becomes {FORMAT}; earlier versions will refuse it"]
+
+
 def test_a_disk_without_room_for_the_format_is_told_of() -> None:
     disk = FaultyFiles()
     disk.fail("create", errno.ENOSPC, path_suffix="FORMAT.aside")

@@ -48,10 +48,10 @@ def check_format(files: Files, directory: Path) -> int:
 
 def claim_format(files: Files, directory: Path) -> None:
     """Make a data directory one of this format, durably, unless it is newer. It must be locked."""
-    found = check_format(files, directory)
-    if found == FORMAT and FORMAT_NAME in files.sizes(directory):
+    found, names = check_format(files, directory), files.sizes(directory)
+    if found == FORMAT and FORMAT_NAME in names:
         return
-    if found < FORMAT:
+    if found < FORMAT and "topics" in names:
         logger.warning("%s: format %d becomes %d; earlier versions will refuse it", directory, found, FORMAT)
     try:
         _write(files, directory)
