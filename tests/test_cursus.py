@@ -508,7 +508,7 @@ def test_a_member_reads_its_partitions_and_commits(server: Serve, client: Cursus
 
 
 def test_a_silent_member_loses_its_partitions_though_it_is_connected(tmp_path: Path) -> None:
-    with Serve(tmp_path, server_session_timeout_ms=1000) as server, Cursus(server) as hung, Cursus(server) as awake:
+    with Serve(tmp_path, server_session_timeout_ms=3000) as server, Cursus(server) as hung, Cursus(server) as awake:
         awake.create("orders", 4)
         assert hung.ask("JOIN_GROUP topic=orders group=g member=hung").endswith("assignments=[0,1,2,3]")
         joined = awake.ask("JOIN_GROUP topic=orders group=g member=awake")
