@@ -16,6 +16,7 @@ import pytest
 from penstock.server.gate import HANDSHAKE_BYTES_MAX
 from penstock.wire.websocket import Opcode
 from tests.server import PATIENCE_S, Flux, Raw, Serve, pub
+from tests.trees import eventually
 from tests.web import ask, get
 from tests.websocket import Frame, WebSocket, WebSocketRaw, deflate, encode, request
 
@@ -332,6 +333,19 @@ def test_a_bomb_takes_no_memory(server: Serve) -> None:
         assert client.line() == "PONG"
         assert connection_of(server, json.loads(client.info.partition(" ")[2]))["in_msgs"] == 64
     assert server.rss() - before < 32 << 20
+
+
+def test_nothing_is_inflated_for_a_client_that_is_gone(server: Serve) -> None:
+    before = get(server, "/varz").json["in_msgs"]
+    line = pub("_nobody", b"")
+    bomb = encode(Opcode.BINARY, deflate(line * 5_000_000), reserved=DEFLATED)
+    with WebSocketRaw(server, deflates=True) as client:
+        client.send(CONNECT)
+        assert client.ask("PING") == "PONG"
+        client.socket.sendall_raw(bomb)
+    # Its messages count when it is removed.
+    eventually("gone", lambda: get(server, "/varz").json["limits"]["connections"]["used"] == 0)
+    assert get(server, "/varz").json["in_msgs"] - before < 5_000_000
 
 
 def test_a_bomb_of_nothing_is_refused_at_once(server: Serve) -> None:

@@ -8,6 +8,7 @@ does not read, it inflates nothing and does not read either.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -36,6 +37,8 @@ PATH: Final = "/"
 # What is handed to the session before others have a turn.
 FRAMES_MAX: Final = 512
 TURN_BYTES: Final = 256 << 10
+# Linux tells when the other end sends no more; elsewhere a connection is gone when both ends are.
+_GONE: Final = select.POLLERR | select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 
 
 # The handshake.
@@ -152,6 +155,13 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
         self._turn = None
         self._session.call(self._read)
 
+    def _take_next_turn(self) -> None:
+        if self._parser.is_inflating and self._is_gone():
+            self._is_closing = True
+            self._transport.abort()
+        else:
+            self._take_turn()
+
     def _read(self) -> None:
         """Hand on what has come, as far as it fits into a turn. CLOSE waits until the session has taken all of it."""
         is_empty = True
@@ -169,7 +179,15 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
-            self._turn = asyncio.get_running_loop().call_soon(self._take_turn)
+            self._turn = asyncio.get_running_loop().call_soon(self._take_next_turn)
+
+    def _is_gone(self) -> bool:
+        """Whether the client has closed the connection. While the socket is not read from, nobody else notices, and
+        what it sent would be inflated for seconds. A client that leaves as it should waits for the answer to its CLOSE.
+        """
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket").fileno(), _GONE)
+        return bool(poll.poll(0))
 
     def _read_frames(self) -> tuple[list[bytes], bool]:
         """Return parts of messages, up to a CLOSE, and whether more has to come."""
@@ -241,7 +259,7 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
         if self._is_held and not self._is_closing:
             self._is_held = False
             # Not at once: a transport does not call the session that calls it.
-            self._turn = asyncio.get_running_loop().call_soon(self._take_turn)
+            self._turn = asyncio.get_running_loop().call_soon(self._take_next_turn)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._transport.set_write_buffer_limits(high, low)

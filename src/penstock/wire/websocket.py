@@ -174,6 +174,11 @@ class Parser:
             return None
         return self._take_payload(bytes_max)
 
+    @property
+    def is_inflating(self) -> bool:
+        """Whether more may come out of what was taken of a compressed message."""
+        return bool(self._packed) or self._is_full
+
     def clear(self) -> None:
         self._data, self._at, self._inflater, self._packed = b"", 0, None, b""
 
