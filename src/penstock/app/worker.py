@@ -20,12 +20,14 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Final
 
 from penstock.app.consumer import Consumer
 from penstock.app.retry import Failed, halves
 from penstock.app.threads import Threads, call_in
+from penstock.client import tracing
 from penstock.client.aio import AsyncClient, AsyncSubscription
 from penstock.client.message import Message
 from penstock.errors import PenstockError, StaleCommit
@@ -218,7 +220,9 @@ class Worker:
     async def _attempt(self, messages: Sequence[Message]) -> Exception | None:
         """Call the function, and return what it raised."""
         try:
-            await self._call(self._consumer.function, messages[0] if self._consumer.batch is None else list(messages))
+            with tracing.processing(messages, self._consumer.group):
+                given = messages[0] if self._consumer.batch is None else list(messages)
+                await self._call(self._consumer.function, given)
         except Exception as error:
             self._consumer.failed += 1
             logger.error("consumer %s: failed at %s", self._consumer.name, _told(messages), exc_info=error)
@@ -239,7 +243,8 @@ class Worker:
             result = function(*arguments)
         else:
             assert self._threads is not None, "one of its functions blocks"
-            result = await self._threads.call(function, *arguments)
+            # The function finds there what is current here: a span of OpenTelemetry, say.
+            result = await self._threads.call(copy_context().run, function, *arguments)
         if inspect.isawaitable(result):
             await _uncancelled(result)
 

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, overload
 
 from penstock.batch import BATCH_BYTES_MAX, Compression
+from penstock.client import tracing
 from penstock.client.bell import Bell, Within
 from penstock.client.feed import SHARED, Feed, Notice, Settlement, Start
 from penstock.client.inbox import Inbox
@@ -162,8 +163,9 @@ class AsyncClient:
         Messages with the same key keep their order. One with a `message_id` that was stored before is not stored
         again. `delay`: seconds, or until when. Without a value it deletes its key.
         """
-        message = prepare(subject, value, json, key, headers, message_id, delay, self._clock.now_us())
-        return await self._outbox.publish(message, timeout)
+        with tracing.publishing("publish", subject, headers) as traced:
+            message = prepare(subject, value, json, key, traced, message_id, delay, self._clock.now_us())
+            return await self._outbox.publish(message, timeout)
 
     async def request(
         self,
@@ -180,8 +182,9 @@ class AsyncClient:
         Raises NoResponders at once, and stores nothing, if nobody is subscribed to the subject; TimedOut if no reply
         comes in time. A subscriber replies with `message.respond`, a NATS client as it does to any request.
         """
-        message = prepare_call(subject, value, json, key, headers)
-        return await self._inbox.request(message, timeout)
+        with tracing.publishing("request", subject, headers) as traced:
+            message = prepare_call(subject, value, json, key, traced)
+            return await self._inbox.request(message, timeout)
 
     async def publish_many(
         self,
@@ -1017,6 +1020,7 @@ class AsyncProducer:
         delay: Delay,
     ) -> Prepared | None:
         """Gather a message, in any thread. If that cannot be at once: what `_publish` needs."""
+        headers = tracing.created(subject, headers)
         # Almost all messages are nothing but a value.
         if (
             type(value) is bytes

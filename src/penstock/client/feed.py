@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 from penstock.batch import parse
+from penstock.client import tracing
 from penstock.client.ledger import Ledger
 from penstock.client.message import Delivery, Message
 from penstock.client.outgoing import Prepared
@@ -347,6 +348,8 @@ class Feed:
         message = self._unread.take()
         if message is None:
             self._check_more()
+        else:
+            tracing.received((message,))
         return message
 
     def take_many(self, count_max: int | None) -> list[Message]:
@@ -358,6 +361,7 @@ class Feed:
             messages += more
         if not messages:
             self._check_more()
+        tracing.received(messages)
         return messages
 
     def _ask(self) -> None:

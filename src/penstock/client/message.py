@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock import headers
 from penstock.batch import Batch
+from penstock.client import tracing
 from penstock.client.outgoing import ABSENT, prepare_call
 from penstock.client.values import read_headers
 from penstock.errors import BadRequest
@@ -205,7 +206,7 @@ class Message:
             raise BadRequest(f"a message of {self.subject} has no reply subject: it is no request")
         if feed is None:
             raise TypeError("only messages of a subscription can be responded to")
-        feed.respond(prepare_call(reply, value, json, None, headers))
+        feed.respond(prepare_call(reply, value, json, None, tracing.created(reply, headers)))
 
     def ack(self) -> None:
         """It is done. In a partitioned group so is all before it in its partition."""

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from penstock.batch import Batch
+from penstock.client import tracing
 from penstock.client.link import Link
 from penstock.client.outgoing import ABSENT, Prepared, check_size, prepare
 from penstock.client.partitioner import PIECE_MESSAGES, Layout
@@ -144,6 +145,7 @@ class AsyncTransaction:
     ) -> None:
         """Add a message. An id is stored with it and known afterwards; the transaction itself is stored once anyway."""
         self._check_open()
+        headers = tracing.created(subject, headers)
         message = prepare(subject, value, json, key, headers, message_id, None, self._clock.now_us())
         layout = self._layouts.get(subject)
         if layout is None:
