@@ -29,10 +29,10 @@ from typing import Any, Final, Self
 from penstock.server.config import load
 from tests.docs import Block, blocks
 from tests.replicas import ReplicaProcess
-from tests.server import PATIENCE_S, Serve, clean_environment
+from tests.server import PATIENCE_S, Serve, clean_environment, reserve_port
 
 # The ports that documents tell of, and which door each is of.
-_PORTS: Final = {"text": 4222, "quiet": 9092, "http": 8222}
+_PORTS: Final = {"text": 4222, "quiet": 9092, "http": 8222, "qb": 9999}
 _REPLICA_PORT: Final = 8082
 # A script may start Spark.
 _SCRIPT_S: Final = 240.0
@@ -132,7 +132,7 @@ class Reader:
 
     def _serve(self, flags: Sequence[str]) -> str:
         assert self._server is None, "a document has one server"
-        self._server = Serve(self._directory, flags=flags)
+        self._server = Serve(self._directory, flags=flags, server_qb_port=reserve_port(self))
         return self._without_ports(self._server.ready) + "\n"
 
     def _replicate(self, command: str) -> str:
@@ -193,7 +193,7 @@ class Reader:
 
     def _running(self) -> Serve:
         if self._server is None:
-            self._server = Serve(self._directory)
+            self._server = Serve(self._directory, server_qb_port=reserve_port(self))
         return self._server
 
     def _with_ports(self, text: str) -> str:

@@ -140,6 +140,7 @@ class Serve:
             "server_port": self._reserved["text"],
             "server_quiet_port": self._reserved["quiet"],
             "server_http_port": self._reserved["http"],
+            "server_qb_port": "none",
             "storage_data_dir": self.data,
             # Hundreds of them would fill the disk of the tests.
             "storage_disk_reserve_bytes": 0,

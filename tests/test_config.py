@@ -24,6 +24,7 @@ DEFAULTS = {
     "server.host": "127.0.0.1",
     "server.port": 4222,
     "server.quiet_port": 9092,
+    "server.qb_port": 9999,
     "server.http_port": 8222,
     "server.network": "tcp",
     "server.node_id": "local-001",
@@ -638,12 +639,14 @@ def test_the_flat_example(place: Place) -> None:
     loaded = place.load(FLAT_EXAMPLE)
     assert changed(loaded) == {
         "server.host": "127.0.0.1",
-        "server.port": 9999,
+        # Its clients speak first.
+        "server.quiet_port": 9999,
         "server.heartbeat_s": 30,
         "storage.data_dir": "./storage/data",
         "topic.durability": "fsync",
     }
     assert [warning.split()[0] for warning in loaded.warnings] == [
+        "server.port",
         "client.request_timeout",
         "client.heartbeat_interval",
     ]
@@ -845,6 +848,7 @@ def test_what_is_allowed_is_said_in_words(key: str, allowed: str) -> None:
 BOUNDS = [
     ("server.port", 0, 65535),
     ("server.quiet_port", 0, 65535),
+    ("server.qb_port", 1, 65535),
     ("server.http_port", 0, 65535),
     ("server.heartbeat_s", 1, 86_400),
     ("server.session_timeout_ms", 100, 86_400_000),

@@ -173,7 +173,7 @@ def test_a_host_that_is_not_there_is_refused(tmp_path: Path, host: str, error: s
 
 def refused(directory: Path, **settings: object) -> Ended:
     """`penstock serve` that ends by itself."""
-    settings = {f"server_{name}port": 0 for name in ("", "quiet_", "http_")} | settings
+    settings = {f"server_{name}port": 0 for name in ("", "quiet_", "http_")} | {"server_qb_port": "none"} | settings
     environment = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "serve", "--data", str(directory / "data")],

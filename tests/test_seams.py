@@ -52,6 +52,7 @@ class Running:
             "server.port": 0,
             "server.quiet_port": 0,
             "server.http_port": 0,
+            "server.qb_port": "none",
             "server.heartbeat_s": 1,
             "storage.data_dir": str(directory),
             "storage.upkeep_ms": 20,

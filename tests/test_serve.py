@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import socket
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.server import PATIENCE_S, Ended, Flux, Nats, Raw, Serve, clean_environment, pub
+from penstock.client.qb import BrokerClient
+from penstock.server.config import load
+from penstock.server.server import Server
+from tests.server import PATIENCE_S, Ended, Flux, Nats, Raw, Serve, clean_environment, pub, reserve_port
 
 
 def refused(*arguments: object, **settings: object) -> Ended:
     """A start that must fail by itself."""
-    ports = {"server_port": 0, "server_quiet_port": 0, "server_http_port": 0}
+    ports = {"server_port": 0, "server_quiet_port": 0, "server_http_port": 0, "server_qb_port": "none"}
     environment = {f"PENSTOCK_{name.upper()}": str(value) for name, value in (ports | settings).items()}
     done = subprocess.run(
         [sys.executable, "-m", "penstock", "serve", *map(str, arguments)],
@@ -31,6 +35,40 @@ def refused(*arguments: object, **settings: object) -> Ended:
 
 
 # ---- start
+
+
+def test_the_python_brokers_clients_have_a_port_of_their_own(tmp_path: Path) -> None:
+    ports: set[int] = set()
+    ports.add(port := reserve_port(ports))
+    with Serve(tmp_path, server_qb_port=port) as server:
+        assert server.ports["qb"] == port
+        with BrokerClient(port=port) as client:
+            client.create_topic("events")
+            client.publish_text("events", "hello")
+
+
+def test_a_default_port_that_is_in_use_is_told_and_one_that_was_asked_for_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = refused("--data", tmp_path / "data", server_qb_port=port)
+        assert ended.code == 1
+        assert str(port) in ended.stderr
+
+        flags = {f"server.{name}port": 0 for name in ("", "quiet_", "http_")} | {"server.qb_port": port}
+        loaded = load(path=None, environ={}, flags=flags | {"storage.data_dir": str(tmp_path / "other")})
+        server = Server(loaded.config, settings={"server.qb_port": {"from": "default"}})
+
+        async def run() -> None:
+            stop = asyncio.Event()
+            await server.run(stop, lambda _: stop.set())
+
+        asyncio.run(run())
+        assert set(server.ports) == {"text", "quiet", "http"}
+        assert "the default server.qb_port is not opened" in caplog.text
 
 
 def test_it_says_when_it_is_ready_and_where(tmp_path: Path) -> None:

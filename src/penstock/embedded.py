@@ -71,7 +71,13 @@ class _Host:
         settings["storage.data_dir"] = str(Path(directory) if directory is not None else self._data())
         if listen is not None:
             host, port = address.split(listen, 0)
-            settings |= {"server.host": host, "server.port": port, "server.quiet_port": 0, "server.http_port": 0}
+            settings |= {
+                "server.host": host,
+                "server.port": port,
+                "server.quiet_port": 0,
+                "server.http_port": 0,
+                "server.qb_port": "none",
+            }
         try:
             self._loaded = load(path=None, environ={}, flags=settings)
         except BadConfig:

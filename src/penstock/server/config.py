@@ -49,6 +49,12 @@ class ServerConfig:
     )
     port: int = field(default=4222, metadata=_about("text door; 0: any free port", 0, 65535, drop_prefix=":"))
     quiet_port: int = field(default=9092, metadata=_about("doors whose clients speak first; 0: any free", 0, 65535))
+    qb_port: int | None = field(
+        default=9999,
+        metadata=_about(
+            "the same as quiet_port once more, where the Python broker's clients look; none: not opened", 1, 65535
+        ),
+    )
     http_port: int = field(default=8222, metadata=_about("HTTP door; 0: any free port", 0, 65535))
     network: str = field(default="tcp", metadata=_about("who waits for connections: tcp, or one that a package adds"))
     node_id: str = field(default="local-001", metadata=_about("name of this broker among others"))
@@ -553,6 +559,9 @@ _NO_EFFECT: Final[Mapping[str, str]] = {
     "network.threads.worker": "as there is one event loop",
 }
 
+# Beside those of its clients: settings that only the Python broker has. They tell whose file it is.
+_PYTHON_BROKER: Final = ("server.heartbeat_interval", "storage.fsync_on_write")
+
 _PREFIX: Final = "PENSTOCK_"
 _ENVIRONMENT: Final = {_PREFIX + key.replace(".", "_").upper(): key for key in SETTINGS}
 _ENVIRONMENT_ALIASES: Final = {
@@ -661,6 +670,14 @@ def _from_file(
 ) -> Iterator[_Given]:
     targets = {key: _Target(key, setting) for key, setting in settings.items()} | _ALIASES
     entries = list(_flatten(table))
+    if any(key in _PYTHON_BROKER or key.startswith("client.") for key, _, _ in entries):
+        # The one port of the Python broker is for clients that speak first.
+        targets["server.port"] = _Target("server.quiet_port", settings["server.quiet_port"])
+        notes.warnings.extend(
+            f"{written} ({origin}) is read as server.quiet_port, as this is a file of the Python broker"
+            for key, written, _ in entries
+            if key == "server.port"
+        )
     if any(key == "flow_control.enable_rate_limit" and str(value).lower() == "false" for key, _, value in entries):
         # Flux's rate counts only where its limit is enabled.
         rates = ("flow_control.default_rate_limit", "flow_control.default_rate_burst")
@@ -786,6 +803,10 @@ def _conflicts(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterato
     for one, other in combinations(("server.port", "server.quiet_port", "server.http_port"), 2):
         if values[one] == values[other] != 0:
             yield f"{one} ({origins[one]}) and {other} ({origins[other]}) are both {values[one]}: they must differ"
+    for one in ("server.port", "server.http_port"):
+        qb = "server.qb_port"
+        if values[one] == values[qb] and origins[qb] != "default":
+            yield f"{one} ({origins[one]}) and {qb} ({origins[qb]}) are both {values[one]}: they must differ"
 
 
 def _build(values: Mapping[str, Any], topics: Iterable[str]) -> Config:

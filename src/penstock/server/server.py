@@ -251,6 +251,20 @@ class Server:
             self.ports[name] = listener.port
         self._http = http_port(self)
         self.ports["http"] = self._http.port
+        if server.qb_port is not None and server.qb_port not in self.ports.values():
+            await self._bind_qb(server.qb_port)
+
+    async def _bind_qb(self, port: int) -> None:
+        """Listen where the Python broker's clients look. If nobody asked for it, another program may have the port."""
+        try:
+            listener = await self._network(partial(Door, self, greets=False), self.hosts, port)
+        except OSError as error:
+            if self.settings.get("server.qb_port", {}).get("from") != "default":
+                raise
+            logger.warning("the default server.qb_port is not opened: %s; none turns it off", error)
+            return
+        self._listeners.append(listener)
+        self.ports["qb"] = listener.port
 
     @property
     def addresses(self) -> dict[str, list[str]]:
