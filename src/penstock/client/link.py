@@ -457,9 +457,7 @@ async def _identify(server: Dials, error: PenstockError) -> NoBroker:
     if said.startswith(b"INFO "):
         what = "is another NATS server, not a Penstock broker: name another address, or use a NATS client with it"
     elif said.startswith(b"HTTP/"):
-        what = (
-            f"is an HTTP port: clients connect to the broker's text port ({PORT} by default) or its client-first port"
-        )
+        what = f"is an HTTP port: connect to the broker's text port ({PORT} by default) or its client-first port"
     else:
         reason = f"it says {said[:40]!r}" if said else str(error)
         what = f"is another service, not a Penstock broker ({reason}): check the port ({PORT} by default)"
