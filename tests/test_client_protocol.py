@@ -19,7 +19,7 @@ from penstock.client.feed import Feed
 from penstock.client.ledger import Ledger
 from penstock.client.message import Delivery, Message
 from penstock.client.outgoing import ABSENT, Prepared, prepare
-from penstock.client.partitioner import Layout
+from penstock.client.partitioner import PIECE_MESSAGES, Layout
 from penstock.client.producer import IN_FLIGHT_MAX, Batcher, Sealed
 from penstock.client.protocol import UNANSWERED_MAX, Answer, Batches, Connection, Request
 from penstock.client.values import read_headers
@@ -705,11 +705,11 @@ class Bench:
             "linger": 0.005,
             "buffer_bytes": 100_000,
             "compression": Compression.NONE,
+            "draw": lambda: next(ids),
         }
         self.batcher = Batcher(
             **given | options,
             timeout=timeout,
-            draw=lambda: next(ids),
             now_us=lambda: 1,
             lock=threading.Lock(),
             wake=self._wake,
@@ -835,6 +835,25 @@ class TestGathering:
         turns = [each.lane.partition for each in batches]
         assert turns[:3] == turns[3:]
         assert sorted(turns[:3]) == [0, 1, 2]
+
+    def test_batches_of_any_sizes_give_each_partition_as_much(self) -> None:
+        bench = Bench(partitions=4)
+        counts = [0] * 4
+        # Small ones at the turns of one partition, large ones at those of the others.
+        for number in range(200):
+            sealed = bench.seal(*[b"x"] * (1 if number % 4 == 0 else 9))
+            counts[sealed.lane.partition] += len(values_of(sealed))
+            bench.answer(sealed)
+
+        assert max(counts) - min(counts) <= 2 * PIECE_MESSAGES
+
+    def test_another_producer_begins_with_another_partition(self) -> None:
+        firsts = set()
+        for number in range(4):
+            bench = Bench(partitions=4, draw=lambda number=number: number)
+            firsts.add(bench.seal(b"x").lane.partition)
+
+        assert firsts == {0, 1, 2, 3}
 
     def test_what_a_message_has_is_in_its_batch(self) -> None:
         bench = Bench(compression=Compression.ZSTD)

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from enum import Enum
+from heapq import heapreplace
 from typing import Any, Final
 
 from penstock.batch import Batch, Compression
@@ -140,21 +141,26 @@ class Lane:
 class ServedTopic:
     """A topic, as it was when it was asked for."""
 
-    __slots__ = ("_turn", "is_asked", "is_stale", "lanes", "layout", "own")
+    __slots__ = ("_first", "_given", "is_asked", "is_stale", "lanes", "layout", "own")
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, first: int) -> None:
+        """`first`: any number; it chooses where messages that may go anywhere begin."""
         self.layout = layout
         self.lanes: dict[int, Lane] = {}
         # Of the topic's own name, whose messages go to each partition in turn.
         self.own: _Route | None = None
-        self._turn = 0
+        # A heap: how many of these were given to which partition, counted from the first. The least one has its turn.
+        self._given = [(0, number) for number in range(layout.partitions)]
+        self._first = first
         # It has another number of partitions than was known, and whether somebody asks how many.
         self.is_stale = False
         self.is_asked = False
 
-    def turn(self) -> int:
-        self._turn += 1
-        return self._turn % self.layout.partitions
+    def turn(self, given: int) -> int:
+        """Count so many messages for the partition that has its turn, and return the next one."""
+        least, number = self._given[0]
+        heapreplace(self._given, (least + given, number))
+        return (self._first + self._given[0][1]) % self.layout.partitions
 
 
 class _Route:
@@ -381,7 +387,10 @@ class Batcher:
                     self._fail_run(run, error)
 
     def _learn(self, layout: Layout) -> None:
-        self._topics.setdefault(layout.name, ServedTopic(layout))
+        if layout.name not in self._topics:
+            # Programs that publish little and end must not all begin with the same partition.
+            first = self._draw() if layout.partitions > 1 else 0
+            self._topics[layout.name] = ServedTopic(layout, first)
 
     def _begin(self, lane: Lane) -> None:
         lane.since = self._under_way.enter()
@@ -441,7 +450,7 @@ class Batcher:
 
     def _turn(self, route: _Route) -> None:
         topic = route.lane.topic
-        route.lane, route.left = self._lane(topic, topic.turn()), PIECE_MESSAGES
+        route.lane, route.left = self._lane(topic, topic.turn(PIECE_MESSAGES - route.left)), PIECE_MESSAGES
 
     def _lane(self, topic: ServedTopic, partition: int) -> Lane:
         lane = topic.lanes.get(partition)
@@ -451,7 +460,7 @@ class Batcher:
 
     def _own_route(self, topic: ServedTopic) -> _Route:
         if topic.own is None:
-            topic.own = _Route(topic.layout.name, self._lane(topic, topic.turn()), PIECE_MESSAGES)
+            topic.own = _Route(topic.layout.name, self._lane(topic, topic.turn(0)), PIECE_MESSAGES)
         return topic.own
 
     def _find_route(self, subject: str) -> _Route | None:
