@@ -98,7 +98,10 @@ def fetch(
 
 
 def _choose(client: Client, topic: str, partition: int | None) -> list[PartitionPosition]:
-    positions = client.topic(topic).positions
+    found = client.topic(topic)
+    if found.refused is not None:
+        raise PenstockError(f"{topic} cannot be read: {found.refused}")
+    positions = found.positions
     chosen = [position for position in positions if partition in (None, position.partition)]
     if not chosen:
         raise PenstockError(f"{topic} has no partition {partition}: it has 0 to {len(positions) - 1}")
