@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import os
 import subprocess
@@ -186,6 +187,25 @@ def test_a_program_that_just_ends_stops_it_cleanly(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     with Broker(tmp_path / "data") as broker:
         assert [message.value for message in broker.fetch("orders")] == [b"kept"]
+
+
+def test_a_program_that_just_ends_stops_all_of_them(tmp_path: Path) -> None:
+    """Also those that are left when one was closed."""
+    program = (
+        "import sys; from penstock import Broker\n"
+        "left, closed = Broker(sys.argv[1]), Broker()\n"
+        "left.publish('orders', b'kept'); closed.close()"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "data")], check=False, timeout=PATIENCE_S)
+    assert done.returncode == 0
+    # Head, message, and what only a clean stop writes.
+    shown = subprocess.run(
+        [sys.executable, "-m", "penstock", "log", "verify", str(tmp_path / "data"), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [log["batches"] for log in json.loads(shown.stdout)["logs"] if log["messages"] == 1] == [3]
 
 
 def test_pytest_finds_the_fixture_by_itself(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ class _Host:
             self._remove()
             raise self._failure
         # A program that ends without a word stops its broker as cleanly as one that closes it.
-        self._at_exit = weakref.WeakMethod(self.stop)
-        atexit.register(_call, self._at_exit)
+        self._at_exit = partial(_call, weakref.WeakMethod(self.stop))
+        atexit.register(self._at_exit)
 
     def __str__(self) -> str:
         return "the broker in this process"
@@ -132,7 +133,7 @@ class _Host:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
         self._loop = None
-        atexit.unregister(_call)
+        atexit.unregister(self._at_exit)
         self._remove()
         if self._failure is not None:
             raise self._failure

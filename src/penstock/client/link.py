@@ -309,7 +309,8 @@ class Link:
         why = f": {socket.problem}" if socket.problem else ""
         what = "the client was closed" if self._is_closed else f"the connection to {self.address} was lost{why}"
         self._problem = ConnectionLost(what)
-        if not self._is_closed:
+        # A broker in this process ends when the program lets it.
+        if not self._is_closed and isinstance(self._servers[0], Address):
             _LOG.warning("%s; connecting again", what)
         for attached in list(self._attached):
             attached.disconnected()
