@@ -70,17 +70,21 @@ def test_a_record_counts_its_producer_and_its_key(server: Serve, topic: str) -> 
     assert consume(server, topic) == []
 
 
-def test_producer_ids_that_add_up_to_more_than_a_batch_are_stored_in_parts(server: Serve, topic: str) -> None:
+def test_producer_ids_are_limited_before_they_are_repeated_in_headers(server: Serve, topic: str) -> None:
     """28 KB that became a batch of 26 MB of headers."""
-    records = [Record(0, b"v", b"", b"p" * 65_535, 1, number) for number in range(1, 401)]
-    frame = gzip.compress(prefixed.batch(topic.encode(), 0, records, "1", is_idempotent=True))
+
+    def packet(size: int, count: int) -> bytes:
+        records = [Record(0, b"v", b"", b"p" * size, 1, number) for number in range(1, count + 1)]
+        return prefixed.batch(topic.encode(), 0, records, "1", is_idempotent=True)
+
     with Cursus(server) as client:
-        client.send(prefixed.frame(frame))
+        client.send(prefixed.frame(gzip.compress(packet(65_535, 400))))
         assert "unpacks to more than" in client.frame().decode()
-        plain = prefixed.batch(topic.encode(), 0, records[:200], "1", is_idempotent=True)
-        client.send(prefixed.frame(plain))
+        client.send(prefixed.frame(packet(65_535, 200)))
+        assert client.frame().decode() == "ERROR: a producer id of 65535 bytes: 256 are allowed"
+        client.send(prefixed.frame(packet(256, 5000)))
         assert json.loads(client.frame())["status"] == "OK"
-    assert len(consume(server, topic)) == 200
+    assert len(consume(server, topic)) == 5000
 
 
 def test_a_message_of_a_batch_counts_its_key_and_headers(server: Serve, topic: str) -> None:
