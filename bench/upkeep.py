@@ -176,6 +176,9 @@ class _NoRounds:
     def fault(self, seam: str, log: Log, error: Exception) -> None:
         raise error
 
+    def damaged(self, log: Log) -> None:
+        raise NotImplementedError
+
 
 def _keyed(batches: int) -> list[Batch]:
     random = Random(1)

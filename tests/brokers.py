@@ -25,6 +25,7 @@ from penstock.errors import PenstockError
 from penstock.run import Run
 from penstock.storage import store as stores
 from penstock.storage.log import Log
+from penstock.storage.policy import OnDamage
 from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests import logs
@@ -383,15 +384,22 @@ async def each_cut(
         return
 
 
+def refuse(disk: FaultyFiles, segment: Path) -> Path:
+    """Let the log of a segment be refused at the next start, until what is returned is removed."""
+    stray = segment.with_name("notes.txt")
+    disk.set_content(stray, b"")
+    return stray
+
+
 class _WatchedStore(Store):
     """It knows whether anything of it is under way."""
 
     reads = 0
 
-    async def read(self, log: Log, offset: int, bytes_max: int) -> list[Batch]:
+    async def read(self, log: Log, offset: int, bytes_max: int, on_damage: OnDamage | None = None) -> list[Batch]:
         self.reads += 1
         try:
-            return await super().read(log, offset, bytes_max)
+            return await super().read(log, offset, bytes_max, on_damage)
         finally:
             self.reads -= 1
 

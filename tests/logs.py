@@ -35,6 +35,9 @@ class FlushedByHand:
     def fault(self, seam: str, log: Log, error: Exception) -> None:
         raise error
 
+    def damaged(self, log: Log) -> None:
+        pass
+
 
 def open_log(
     directory: Path,
@@ -45,6 +48,7 @@ def open_log(
     reader: Reader = "pread",
     tail_bytes: int = 0,
     piped: bool = False,
+    strict: bool = False,
 ) -> Log:
     """A log on `files` (the real ones by default), which keeps nothing in memory unless `tail_bytes` says so."""
     return Log(
@@ -57,6 +61,7 @@ def open_log(
         tail_budget=TailBudget(tail_bytes),
         reader=reader,
         piped=piped,
+        strict=strict,
     )
 
 

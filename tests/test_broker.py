@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from penstock.broker.intake import Stored
 from penstock.errors import BadRequest, BadSubject, PenstockError, TooManyTopics, TopicConflict, UnknownTopic
 from penstock.headers import hash_key
 from penstock.run import Run
-from penstock.storage.policy import Dedup, Policy
-from penstock.testing import FaultyFiles
-from tests.brokers import DATA, SECOND, Life, Recorder, in_loop, run_of
+from penstock.storage.policy import Dedup, OnDamage, Policy
+from penstock.testing import FaultyFiles, ManualClock
+from tests.brokers import DATA, SECOND, Life, Recorder, in_loop, refuse, run_of
 
 NUMBERS = [b"%d" % number for number in range(100)]
 STATE_LOG = "topics/0/0/" + "0" * 20 + ".log"
@@ -231,14 +232,14 @@ async def test_who_publishes_to_a_topic_that_cannot_be_made_is_told_and_the_next
 
 
 @in_loop
-async def test_a_topic_whose_log_is_damaged_is_refused_with_the_reason_and_others_are_served() -> None:
+async def test_a_topic_whose_log_cannot_be_opened_is_refused_with_the_reason_and_others_are_served() -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:
         await life.stored(b"orders", b"a", b"b")
         await life.stored(b"bills", b"c")
-        damaged = life.log(b"orders").segments[0].path
+        refused = life.log(b"orders").segments[0].path
         await life.do(life.broker.create_group(b"g", b">"))
-    damage(disk, damaged)
+    refuse(disk, refused)
     async with Life(disk) as life:
         assert life.broker.refused == ["orders"]
         ann, bob = Recorder(), Recorder()
@@ -247,7 +248,7 @@ async def test_a_topic_whose_log_is_damaged_is_refused_with_the_reason_and_other
         for headers in (b"", b"Colour: red\r\n"):
             error = (await life.publish(b"orders.eu", b"x", headers=headers)).error
             assert isinstance(error, PenstockError)
-            assert "damaged" in str(error)
+            assert "notes.txt" in str(error)
         await life.stored(b"bills", b"d")
         assert ann.values == bob.values == [b"d"]
         assert life.in_log(b"bills") == [b"c", b"d"]
@@ -259,8 +260,8 @@ async def test_a_refused_topic_can_be_deleted_and_made_again() -> None:
     async with Life(disk) as life:
         await life.do(life.broker.create_group(b"g", b">"))
         await life.stored(b"orders", b"a")
-        damaged = life.log(b"orders").segments[0].path
-    damage(disk, damaged)
+        refused = life.log(b"orders").segments[0].path
+    refuse(disk, refused)
     async with Life(disk) as life:
         await life.do(life.broker.delete_topic(b"orders"))
         await life.stored(b"orders", b"b")
@@ -270,19 +271,77 @@ async def test_a_refused_topic_can_be_deleted_and_made_again() -> None:
 
 
 @in_loop
-async def test_the_broker_serves_though_the_log_of_the_delayed_messages_is_damaged() -> None:
+async def test_the_broker_serves_though_a_delayed_message_is_damaged() -> None:
     disk = FaultyFiles()
-    async with Life(disk) as life:
+    clock = ManualClock()
+    async with Life(disk, clock=clock) as life:
         await life.stored(b"orders", b"a")
         await life.stored(b"orders", b"b", headers=b"Delay: 1h\r\n")
         damaged = life.log(b"$delayed").segments[0].path
     damage(disk, damaged)
-    async with Life(disk) as life:
-        assert life.broker.refused == ["$delayed"]
+    async with Life(disk, clock=clock) as life:
+        assert [(topic, number) for topic, number, _ in life.broker.damage()] == [("$delayed", 0)]
         await life.stored(b"orders", b"c")
-        assert life.in_log(b"orders") == [b"a", b"c"]
-        receipt = await life.publish(b"orders", b"d", headers=b"Delay: 1h\r\n")
-        assert receipt.error is not None
+        await life.stored(b"orders", b"d", headers=b"Delay: 1h\r\n")
+        await life.advance(3600 * SECOND)
+        assert life.in_log(b"orders") == [b"a", b"c", b"d"]
+        assert "delayed messages, damaged" in life.broker.store.health.problems
+
+
+@in_loop
+async def test_a_topic_with_a_damaged_message_serves_the_others_and_takes_more() -> None:
+    """The damaged one is named, and readers stop there with an error or skip it, as the topic says."""
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await life.do(life.broker.create_group(b"g", b"orders"))
+        for value in (b"a", b"b", b"c"):
+            await life.stored(b"orders", value, headers=b"Msg-ID: %s\r\n" % value)
+        damaged = life.log(b"orders").segments[0].path
+    damage(disk, damaged)
+    async with Life(disk) as life:
+        [(topic, number, known)] = life.broker.damage()
+        assert (topic, number, known.path, known.first, known.last) == ("orders", 0, damaged, 1, 2)
+        # Also one that has to be compared with those that are stored.
+        await life.stored(b"orders", b"d", headers=b"Msg-ID: d\r\n")
+        ann = Recorder()
+        group, _ = await life.join(b"g", b"orders", ann)
+        assert ann.values == [b"a"]
+        [failure] = {str(error) for error in ann.errors}
+        assert f"{damaged}: damaged at byte {known.position}, offsets 1 to 2" in failure
+        assert "penstock log repair" in failure
+        assert [position.stopped is not None for position in group.positions.values()] == [True]
+
+        served = life.broker.topics.get(b"orders")
+        assert served is not None
+        topic_ = served.topic
+        policy = replace(topic_.policy, on_damage=OnDamage.SKIP)
+        await life.do(life.broker.store.alter_topic_async(replace(topic_, policy=policy)))
+        group.wake()
+        await life.settle()
+        assert ann.values == [b"a", b"c", b"d"]
+        assert life.log(b"orders").skipped_offsets == 1
+
+
+@in_loop
+async def test_damage_stops_a_group_in_that_partition_only() -> None:
+    disk = FaultyFiles()
+    async with Life(disk) as life:
+        await life.do(life.broker.create_group(b"g", b">"))
+        for topic in (b"bills", b"orders"):
+            for value in (b"a", b"b", b"c"):
+                await life.stored(topic, topic + b" " + value)
+        damaged = life.log(b"orders").segments[0].path
+    damage(disk, damaged)
+    async with Life(disk) as life:
+        ann, bob = Recorder(), Recorder()
+        group, member = await life.join(b"g", b">", ann)
+        assert [str(damaged) in str(error) for error in ann.errors] == [True], "it is told of it once"
+        life.broker.leave(group, member)
+        await life.join(b"g", b">", bob)
+        await life.stored(b"bills", b"bills d")
+        assert b"bills d" in bob.values
+        assert b"orders c" not in bob.values
+        assert bob.errors == []
 
 
 # Routing

@@ -337,13 +337,38 @@ def held(data: Path) -> Iterator[int]:
 
 @pytest.mark.parametrize("arguments", [("verify",), ("verify", "--json"), ("dump", "--topic", "orders")])
 @pytest.mark.parametrize("inside", [".", "topics/1/0"])
-def test_a_directory_in_use_is_left_alone(data: Path, arguments: tuple[str, ...], inside: str) -> None:
+def test_a_directory_in_use_can_be_looked_at(data: Path, arguments: tuple[str, ...], inside: str) -> None:
     command, *options = arguments
-    with held(data) as pid:
+    before = penstock("log", command, data / inside, *options)
+    with held(data):
         result = penstock("log", command, data / inside, *options)
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert result.stderr == (f"error: {data} is in use by process {pid}: stop it first, or choose another directory\n")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == before.stdout
+
+
+def test_a_directory_in_use_is_not_repaired(data: Path) -> None:
+    with held(data) as pid:
+        result = penstock("log", "repair", data)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"error: {data} is in use by process {pid}: stop it first, or choose another directory\n"
+
+
+def test_repair_tells_what_was_lost_and_where_it_is_kept(data: Path) -> None:
+    assert penstock("log", "repair", data).stdout == "nothing is damaged\n"
+    damaged = segments(data)[0]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert "penstock log repair" in penstock("log", "verify", data).stdout
+
+    result = penstock("log", "repair", data)
+
+    assert result.returncode == 0, result.stderr
+    assert "orders" in result.stdout
+    assert f"report: {data}/quarantine/report.json" in result.stdout
+    assert penstock("log", "verify", data).returncode == 0
+    document = json.loads(penstock("log", "repair", data, "--json").stdout)
+    assert (document["sound"], document["quarantined"], document["problems"]) == (True, [], [])
 
 
 @pytest.mark.parametrize("command", ["verify", "dump"])
@@ -371,7 +396,7 @@ def every_damage(content: bytes) -> Iterator[bytes]:
 
 def recover(directory: Path) -> recovery.Recovered | LogDamaged:
     try:
-        return recovery.recover(OsFiles(), OpenSegments(), directory, "pread")
+        return recovery.recover(OsFiles(), OpenSegments(), directory, "pread", strict=True)
     except LogDamaged as error:
         return error
 

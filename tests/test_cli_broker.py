@@ -190,6 +190,7 @@ def test_a_topic_is_made_as_it_is_asked_for(penstock: Penstock, client: Client) 
         "deliveries_max": 2,
         "dead_letters": False,
         "refresh_wait_ms": 90_000,
+        "on_damage": "stop",
     }
 
 

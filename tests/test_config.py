@@ -77,6 +77,7 @@ DEFAULTS = {
     "topic.deliveries_max": None,
     "topic.dead_letters": True,
     "topic.refresh_wait_ms": 60_000,
+    "topic.on_damage": "stop",
     "flow.rate": 0,
     "flow.burst": 100,
     "flow.buffer": 1000,

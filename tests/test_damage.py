@@ -1,13 +1,19 @@
-"""Topics whose files are not as a real server left them."""
+"""A flipped byte in the files of a real server: what it serves, says and accepts, before and after a repair."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-from penstock import Client
+import pytest
+
+from penstock import Client, Message
+from penstock.errors import LogDamaged
 from tests.server import Serve
+from tests.web import get
 
 
 def penstock(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -18,6 +24,57 @@ def penstock(*arguments: object) -> subprocess.CompletedProcess[str]:
 def segment_with(server: Serve, value: bytes) -> Path:
     [found] = [path for path in server.data.glob("topics/*/*/*.log") if value in path.read_bytes()]
     return found
+
+
+def consume(messages: Iterable[Message]) -> None:
+    for message in messages:
+        message.ack()
+
+
+@pytest.mark.parametrize("is_clean", [True, False], ids=["stopped", "killed"])
+def test_damage_is_named_and_left_behind_until_it_is_repaired(tmp_path: Path, is_clean: bool) -> None:
+    with Serve(tmp_path / "serve") as server:
+        with Client(f"127.0.0.1:{server.port}") as client:
+            for value in (b"first", b"second", b"third"):
+                client.publish("orders", value)
+            client.create_group("audit", "orders", start="earliest")
+        server.stop() if is_clean else server.kill()
+        segment = segment_with(server, b"second")
+        segment.write_bytes(segment.read_bytes().replace(b"second", b"sfcond"))
+        server.restart()
+
+        answer = get(server, "/healthz")
+        health = answer.json
+        assert (answer.status, health["status"]) == (200, "degraded")
+        [damage] = health["damage"]
+        assert (damage["topic"], damage["partition"], damage["file"]) == ("orders", 0, str(segment))
+        assert (damage["first"], damage["next"]) == (1, 2)
+        assert "penstock log repair" in health["remedy"]
+        with Client(f"127.0.0.1:{server.port}") as client:
+            last = client.publish("orders", b"new").offset
+            assert last >= 3
+            with pytest.raises(LogDamaged, match=rf"{segment}: damaged at byte \d+, offsets 1 to 2: .*log repair"):
+                list(client.fetch("orders", 0, 0))
+            assert [message.value for message in client.fetch("orders", 0, 2)] == [b"third", b"new"]
+            with client.subscribe("orders", group="audit") as messages, pytest.raises(LogDamaged, match="1 to 2"):
+                consume(messages)
+            told = get(server, "/healthz").json["stopped"]
+            assert told == [{"group": "audit", "topic": "orders", "partition": 0}]
+            client.alter_topic("orders", on_damage="skip")
+            assert [message.offset for message in client.fetch("orders", 0, 0)] == [0, 2, last]
+        # The broker runs.
+        verified = penstock("log", "verify", server.data, "--json")
+        assert verified.returncode == 1
+        [found] = [each for log in json.loads(verified.stdout)["logs"] for each in log["damage"]]
+        assert (found["path"], found["first"], found["last"]) == (str(segment), 1, 2)
+
+        server.stop()
+        assert penstock("log", "repair", server.data).returncode == 0
+        server.restart()
+        assert get(server, "/healthz").json == {"status": "ok"}
+        with Client(f"127.0.0.1:{server.port}") as client:
+            client.alter_topic("orders", on_damage="stop")
+            assert [message.offset for message in client.fetch("orders", 0, 0)] == [0, 2, last]
 
 
 def test_a_topic_that_cannot_be_opened_says_why_when_it_is_fetched(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from penstock.errors import BadRequest, PenstockError, ReadFailed, UnknownGroup
 from penstock.run import Run
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
-from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop
+from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop, refuse
 
 DEADLINE = 5 * SECOND
 SETTINGS = Settings(policy=Policy(deliveries_max=1))
@@ -258,13 +258,11 @@ async def test_redriving_to_a_topic_that_is_refused_says_why() -> None:
     disk = FaultyFiles()
     async with Life(disk, settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"))
-        damaged = life.log(b"orders").segments[0].path
-    content = bytearray(disk.content(damaged))
-    content[len(content) // 2] ^= 1
-    disk.set_content(damaged, content)
+        refused = life.log(b"orders").segments[0].path
+    refuse(disk, refused)
     async with Life(disk, settings=SETTINGS) as life:
         assert life.broker.refused == ["orders"]
-        with pytest.raises(PenstockError, match="damaged"):
+        with pytest.raises(PenstockError, match=r"notes\.txt"):
             await life.redrive()
 
 

@@ -14,7 +14,7 @@ from penstock.errors import BadHeader, Overloaded, PenstockError
 from penstock.run import Run
 from penstock.storage.policy import Durability, Policy
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
-from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop, run_of
+from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop, refuse, run_of
 
 # What ManualClock begins with, as a time of day.
 START_ISO = "2023-11-14T22:13:20"
@@ -288,17 +288,14 @@ async def test_one_for_a_topic_that_is_refused_waits_and_does_not_hold_up_the_ot
         for name in (b"damaged", b"orders"):
             await life.stored(name, b"a")
             await life.stored(name, b"b", headers=b"Delay: 5s\r\n")
-        damaged = life.log(b"damaged").segments[0].path
-    content = disk.content(damaged)
-    other = bytearray(content)
-    other[len(other) // 2] ^= 1
-    disk.set_content(damaged, other)
+        refused = life.log(b"damaged").segments[0].path
+    stray = refuse(disk, refused)
     async with Life(disk, clock=clock) as life:
         assert life.broker.refused == ["damaged"]
         await life.advance(5 * SECOND)
         await life.advance(5 * SECOND)
         assert life.in_log(b"orders") == [b"a", b"b"]
-    disk.set_content(damaged, content)
+    disk.remove(stray)
     async with Life(disk, clock=clock) as life:
         await life.advance(5 * SECOND)
         assert life.in_log(b"damaged") == [b"a", b"b"]

@@ -16,7 +16,7 @@ from penstock.broker.start import Start
 from penstock.errors import AppendFailed, BadSubject, GroupConflict, PenstockError, StaleCommit, UnknownGroup
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock
-from tests.brokers import SECOND, Got, Life, Recorder, in_loop, run_of
+from tests.brokers import SECOND, Got, Life, Recorder, in_loop, refuse, run_of
 
 DEADLINE = 5 * SECOND
 LARGE = bytes(3000)
@@ -665,17 +665,15 @@ async def test_dead_letters_that_are_stored_by_two_who_drain_at_once_are_counted
 
 @in_loop
 async def test_dead_letters_wait_while_their_topic_is_refused() -> None:
-    """The log of the dead letters is damaged: the group waits, and everything else is served."""
+    """The log of the dead letters cannot be opened: the group waits, and everything else is served."""
     disk = FaultyFiles()
     settings = Settings(policy=Policy(deliveries_max=1))
     async with Life(disk, settings=settings) as life:
         await life.do(life.broker.dead_letter_topic())
         await life.join(b"g", b"orders", Recorder())
         await life.stored(b"DLQ.x", b"somebody's")
-        damaged = life.log(b"DLQ").segments[0].path
-    content = bytearray(disk.content(damaged))
-    content[len(content) // 2] ^= 1
-    disk.set_content(damaged, content)
+        refused = life.log(b"DLQ").segments[0].path
+    refuse(disk, refused)
     async with Life(disk, settings=settings) as life:
         assert life.broker.refused == ["DLQ"]
         ann = Recorder()

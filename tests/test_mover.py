@@ -15,7 +15,7 @@ from penstock.run import Run
 from penstock.storage.meta import Change
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock
-from tests.brokers import SECOND, Life, each_cut, in_loop, run_of
+from tests.brokers import SECOND, Life, each_cut, in_loop, refuse, run_of
 
 HOUR = 3600 * SECOND
 YEAR = 365 * 24 * HOUR
@@ -166,18 +166,15 @@ async def test_what_is_decided_for_a_topic_that_is_refused_is_not_lost() -> None
     async with Life(disk) as life:
         await life.stored(b"orders", b"now")
         await life.stored(b"orders", b"a", headers=b"Delay: 5s\r\n")
-        damaged = life.log(b"orders").segments[0].path
+        refused = life.log(b"orders").segments[0].path
         await decide(life, 1, b"orders", [0])
         await life.kill()
-    content = disk.content(damaged)
-    other = bytearray(content)
-    other[len(other) // 2] ^= 1
-    disk.set_content(damaged, other)
+    stray = refuse(disk, refused)
     async with Life(disk) as life:
         assert life.broker.refused == ["orders"]
         await life.advance(HOUR)
         assert problem(life) is not None
-    disk.set_content(damaged, content)
+    disk.remove(stray)
     async with Life(disk) as life:
         await life.advance(HOUR)
         assert life.in_log(b"orders") == [b"now", b"a"]
@@ -318,12 +315,14 @@ async def test_damage_delays_only_the_messages_that_it_hits(monkeypatch: pytest.
         arrived = life.in_log(b"orders")
         assert 5 < len(arrived) < 9
         assert "restore" in life.store.health.problems["delayed messages, damaged"]
+        assert life.broker.damage()
         life.store.upkeep()
     disk.set_content(damaged, content)
     async with Life(disk) as life:
         await life.advance(5 * SECOND)
         assert sorted(life.in_log(b"orders")) == values
         assert life.store.health.problems == {}
+        assert life.broker.damage() == []
 
 
 # What was delivered is removed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.storage.meta import Change, Meta
-from penstock.storage.policy import PARTITIONS_MAX, Cleanup, Dedup, Durability, Policy, Topic
+from penstock.storage.policy import PARTITIONS_MAX, Cleanup, Dedup, Durability, OnDamage, Policy, Topic
 from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock
 from tests.test_store import DATA
@@ -27,6 +27,7 @@ FULL = Policy(
     deliveries_max=6,
     dead_letters=False,
     refresh_wait_ms=7,
+    on_damage=OnDamage.SKIP,
 )
 
 

@@ -298,6 +298,16 @@ class LogDamaged(DiskError):
         self.last = last
         self.reason = reason
 
+    def with_remedy(self, remedy: str) -> LogDamaged:
+        """Return the same for whoever can do something about it."""
+        told = LogDamaged(self.path, self.position, self.first, self.last, self.reason)
+        told.args = (f"{told}: {remedy}",)
+        return told
+
+    def holds(self, offset: int) -> bool:
+        """Whether `offset` is among what cannot be read, and it is known what comes next."""
+        return self.last is not None and self.first <= offset < self.last
+
 
 class ReadFailed(DiskError):
     code = "READ_FAILED"

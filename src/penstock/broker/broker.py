@@ -41,6 +41,7 @@ from penstock.errors import (
     BadRequest,
     BadSubject,
     GroupConflict,
+    LogDamaged,
     OffsetOutOfRange,
     OriginConflict,
     PenstockError,
@@ -955,6 +956,19 @@ class Broker:
     def refused(self) -> list[str]:
         """Topics that are not served, because a partition of theirs cannot be opened."""
         return [topic.topic.name for topic in self.topics if topic.refusal is not None]
+
+    def damage(self) -> list[tuple[str, int, LogDamaged]]:
+        """What is known of messages that cannot be read: topic, partition, and where. All around them is served."""
+        damaged = dict.fromkeys(self.store.damage)
+        if not damaged:
+            return []
+        return [
+            (topic.topic.name, partition.number, damage)
+            for topic in self.topics
+            for partition in topic.partitions
+            if partition.log in damaged
+            for damage in partition.log.damage
+        ]
 
     @property
     def failed(self) -> list[str]:

@@ -21,7 +21,7 @@ from penstock.broker.partition import Partition
 from penstock.broker.sources import pause
 from penstock.broker.subscription import Loop
 from penstock.broker.topic import ServedTopic
-from penstock.errors import CorruptBatch, LogDamaged, Overloaded, PenstockError
+from penstock.errors import LogDamaged, Overloaded, PenstockError
 from penstock.health import Usage
 from penstock.run import Run, message_bytes
 from penstock.storage.store import Store
@@ -221,9 +221,6 @@ class Delays:
                 if error.last is None:
                     raise
                 self._damage, self._next = error, max(self._next, error.last)
-            except CorruptBatch as error:
-                [batch] = await self._host.store.read(self.partition.log, self._next, 1)
-                self._damage, self._next = error, batch.end
 
     def _skip(self, offset: int) -> None:
         """Below this offset there is nothing more to move that is not waiting."""

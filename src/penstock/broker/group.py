@@ -32,10 +32,10 @@ from penstock.broker.partition import Partition
 from penstock.broker.sources import Completion, Source
 from penstock.broker.subscription import Loop, select_matching
 from penstock.broker.topic import ServedTopic
-from penstock.errors import OffsetOutOfRange, PenstockError, StaleCommit
+from penstock.errors import LogDamaged, OffsetOutOfRange, PenstockError, StaleCommit
 from penstock.run import Run, batch_bytes, message_bytes
 from penstock.storage.meta import Change
-from penstock.storage.policy import Policy
+from penstock.storage.policy import OnDamage, Policy
 from penstock.storage.state import Addition
 from penstock.storage.store import Store
 from penstock.subject import meets
@@ -85,6 +85,7 @@ class Position:
         "graves",
         "inflight",
         "partition",
+        "damage",
         "retried",
         "sent",
         "since",
@@ -105,6 +106,8 @@ class Position:
         self.sent = self.retried = self.acked = self.failed = 0
         # The group's generation when it was last moved by hand: what was delivered before comes again, or not at all.
         self.since = 0
+        # What it met last that cannot be read, if it did. While the policy says stop, it does not go on there.
+        self.damage: LogDamaged | None = None
         # How much more may be written as changes before the whole position is written again.
         self._weight = 0
         # What was written last of the fields above.
@@ -113,6 +116,16 @@ class Position:
     def is_done(self, offset: int) -> bool:
         """Whether it was acknowledged, as far as is known."""
         return offset < self.inflight.next and not self.inflight.is_pending(offset) and offset not in self.graves
+
+    def is_stopped_at(self, offset: int) -> bool:
+        """Whether the message there is known to be damaged, and not to be skipped."""
+        damage = self.damage
+        return damage is not None and damage.holds(offset) and self.partition.policy.on_damage is OnDamage.STOP
+
+    @property
+    def stopped(self) -> LogDamaged | None:
+        """The damage before which it waits for somebody to act, if it does."""
+        return self.damage if self.is_stopped_at(self.inflight.next) else None
 
     def bury(self, offsets: Sequence[int]) -> None:
         """Their dead letters are stored."""
@@ -510,7 +523,13 @@ class Group:
                 try:
                     await self._serve(position)
                 except Exception as error:  # noqa: BLE001 - supervises one reader
+                    if isinstance(error, LogDamaged):
+                        position.damage = error
                     self._fail(position, error)
+            # The partitions around damage are served; a member is told of it if there is nothing else for it.
+            stopped = [position for position in self.positions.values() if position.stopped]
+            if stopped and len(stopped) == len(self.positions) and stopped[0].damage is not None:
+                self._fail(stopped[0], stopped[0].damage)
             self._set_timer()
         for watcher in list(self.watchers):
             watcher()
@@ -563,6 +582,8 @@ class Group:
         # What the power took from a piped log comes again from its origin: it is not here yet, and not gone.
         if not first or first[0] >= partition.served or not self._has_room(position, now_us):
             return False
+        if position.is_stopped_at(first[0]):
+            return False
         found = await partition.read(first[0])
         if self._is_held(position):
             return False
@@ -605,7 +626,7 @@ class Group:
         inflight, partition = position.inflight, position.partition
         now_us = self._host.clock.monotonic_us()
         begin = self._skip(position)
-        if not inflight.room() or not self._has_room(position, now_us):
+        if not inflight.room() or not self._has_room(position, now_us) or position.is_stopped_at(begin):
             return False
         found = await partition.read(begin)
         if self._is_held(position):

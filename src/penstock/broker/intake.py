@@ -27,7 +27,7 @@ from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.health import Usage
 from penstock.run import Run
 from penstock.storage.log import Done
-from penstock.storage.policy import PARTITIONS_MAX
+from penstock.storage.policy import PARTITIONS_MAX, OnDamage
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.store import Store
 
@@ -439,7 +439,10 @@ class Intake:
         for partition in partitions:
             log = partition.log
             offset = await asyncio.get_running_loop().run_in_executor(None, log.offset_at, since_us)
-            while offset < log.committed and (batches := await self._host.store.read(log, offset, _READ_BYTES)):
+            # The ids that are damaged are not known any more; new messages are taken all the same.
+            while offset < log.committed and (
+                batches := await self._host.store.read(log, offset, _READ_BYTES, OnDamage.SKIP)
+            ):
                 for batch in batches:
                     identities = await self._identities(topic, partition, batch)
                     found.append((batch.append_time, identities))

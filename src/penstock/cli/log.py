@@ -1,4 +1,4 @@
-"""`penstock log`: what is in the logs of a data directory, sound or not. Nothing is changed by looking."""
+"""`penstock log`: what is in the logs of a data directory, sound or not. Only `repair` changes anything."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ def run_verify(
     from penstock.cli import verify
 
     if not verify.run(directory, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command("repair")
+def run_repair(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A data directory that no broker has open.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Move damaged bytes to DIR/quarantine, so that everything else is read again. Exit code 1 if anything is left."""
+    from penstock.cli import repair
+
+    if not repair.run(directory, as_json=json):
         raise typer.Exit(1)
 
 

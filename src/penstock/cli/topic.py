@@ -56,6 +56,9 @@ class TopicOptions:
     refresh_wait: Annotated[
         str | None, typer.Option(metavar="60s", help="How long a refresh waits for a consumer.")
     ] = None
+    on_damage: Annotated[
+        Literal["stop", "skip"] | None, typer.Option(help="Readers stop at damaged messages, or skip them.")
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """As `create_topic` and `alter_topic` take it."""

@@ -112,8 +112,11 @@ def _findings(inspection: Inspection, verdicts: Sequence[Verdict]) -> Iterator[s
             yield f"{name}: {problem}"
         for damage in report.damage if report else ():
             yield f"{name}: {damage}"
-            yield f"  Restore that file from a copy. To see what it still holds: penstock log dump {directory}"
-        if report and report.torn_bytes:
+            yield (
+                "  Restore that file from a copy, or set the damaged bytes aside: penstock log repair. "
+                f"To see what it still holds: penstock log dump {directory}"
+            )
+        if report and verdict.state is Health.TORN:
             yield (
                 f"{name}: the last {report.torn_bytes} bytes were being written when the process or the machine "
                 "stopped: they were never acknowledged, and will be cut off at the next start"

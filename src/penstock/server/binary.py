@@ -543,6 +543,8 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
 
     async def _fetch(self, number: int, fetch: binary.Fetch) -> None:
         topic = self.broker.public_topic(fetch.topic_id)
+        if topic.refusal is not None:
+            raise topic.refusal
         if fetch.partition >= len(topic.partitions):
             raise UnknownTopic(f"{topic.topic.name} has no partition {fetch.partition}")
         partition = topic.partitions[fetch.partition]

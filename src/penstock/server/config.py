@@ -180,6 +180,9 @@ class TopicConfig:
     )
     dead_letters: bool = field(default=True, metadata=_about("keep what was delivered so often in vain"))
     refresh_wait_ms: int = field(default=60_000, metadata=_about("a refresh waits so long for a consumer", 1))
+    on_damage: Literal["stop", "skip"] = field(
+        default="stop", metadata=_about("readers stop with an error where messages are damaged, or skip them")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

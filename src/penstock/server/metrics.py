@@ -139,6 +139,10 @@ _STORED: Final = (
         "broker_partitions_failed",
         "Partitions that cannot be opened, or take nothing more: see /healthz.",
     ),
+    _Figure(GaugeMetricFamily, "broker_damaged_ranges", "Places in the topic's logs that are damaged: see /healthz."),
+    _Figure(
+        CounterMetricFamily, "broker_damaged_offsets_skipped", "Damaged offsets that readers of the topic skipped."
+    ),
 )
 
 
@@ -163,7 +167,7 @@ async def _topics(server: Server) -> tuple[_Table, ...]:
 
 
 def _stored(topic: ServedTopic) -> tuple[float, ...]:
-    messages = size = segments = log_bytes = held = failed = 0
+    messages = size = segments = log_bytes = held = failed = damaged = skipped = 0
     for partition in topic.partitions:
         log = partition.log
         messages += log.stored_messages
@@ -172,10 +176,12 @@ def _stored(topic: ServedTopic) -> tuple[float, ...]:
         log_bytes += sum(segment.size for segment in log.segments)
         held += log.committed - log.start
         failed += log.failure is not None
+        damaged += len(log.damage)
+        skipped += log.skipped_offsets
     checked, found = (0, 0) if topic.dedup is None else (topic.dedup.checked, topic.dedup.found)
     partitions = topic.topic.partitions
     refused = partitions if topic.refusal is not None else 0
-    return messages, size, checked, found, segments, log_bytes, held, partitions, failed + refused
+    return messages, size, checked, found, segments, log_bytes, held, partitions, failed + refused, damaged, skipped
 
 
 def _rounds(server: Server) -> Iterator[Metric]:

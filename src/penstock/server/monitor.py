@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.responses import JSONResponse, Response
 
@@ -17,6 +17,7 @@ from penstock.moments import elapsed, iso
 from penstock.server.metrics import Metrics
 from penstock.server.routes import Asked, Endpoint, Field, Json
 from penstock.server.rows import Rows
+from penstock.storage.log import DAMAGE_REMEDY
 
 if TYPE_CHECKING:
     from penstock.server.connection import Connection
@@ -66,17 +67,50 @@ def endpoints(metrics: Metrics) -> tuple[Endpoint, ...]:
 
 
 async def _healthz(asked: Asked) -> Response:
-    reason = asked.server.ill()
-    if reason is None:
-        return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": "unavailable", "error": reason}, status_code=503)
+    reason, damage = asked.server.ill(), _damage(asked.server)
+    if reason is not None:
+        return JSONResponse({"status": "unavailable", "error": reason, **damage}, status_code=503)
+    return JSONResponse({"status": "degraded" if damage else "ok", **damage})
 
 
 async def _health(asked: Asked) -> Response:
-    reason = asked.server.ill()
+    reason, damage = asked.server.ill(), _damage(asked.server)
     if reason is None:
-        return JSONResponse({"status": "OK"})
+        return JSONResponse({"status": "DEGRADED" if damage else "OK", **damage})
     return JSONResponse({"status": "DOWN", "error": f"Broker not ready: {reason}"}, status_code=503)
+
+
+def _damage(server: Server) -> dict[str, Any]:
+    """What cannot be read, and who waits because of it. The broker serves all around it, so it is not unavailable."""
+    found = server.broker.damage()
+    if not found:
+        return {}
+    waiting = [
+        {
+            "group": (group.name or b"").decode(),
+            "topic": position.partition.name.decode(),
+            "partition": position.partition.number,
+        }
+        for group in server.broker.groups.values()
+        for position in group.positions.values()
+        if position.stopped is not None
+    ]
+    return {
+        "remedy": DAMAGE_REMEDY,
+        "damage": [
+            {
+                "topic": topic,
+                "partition": partition,
+                "file": str(damage.path),
+                "position": damage.position,
+                "first": damage.first,
+                "next": damage.last,
+                "reason": damage.reason,
+            }
+            for topic, partition, damage in found
+        ],
+        "stopped": waiting,
+    }
 
 
 async def _varz(asked: Asked) -> Json:

@@ -54,7 +54,7 @@ from penstock.server.rows import Answers
 from penstock.server.stalls import Stalls
 from penstock.server.turns import Turns
 from penstock.storage.files import Files
-from penstock.storage.policy import Cleanup, Dedup, Durability, Policy
+from penstock.storage.policy import Cleanup, Dedup, Durability, OnDamage, Policy
 from penstock.storage.store import Settings, Store
 from penstock.web import Credentials, WebPort
 from penstock.wire.binary import SCRATCH_BYTES
@@ -608,4 +608,5 @@ def _policy(topic: TopicConfig) -> Policy:
         deliveries_max=topic.deliveries_max,
         dead_letters=topic.dead_letters,
         refresh_wait_ms=topic.refresh_wait_ms,
+        on_damage=OnDamage(topic.on_damage),
     )

@@ -2,6 +2,9 @@
 
 Nothing is recovered, cut off or created, so what is wrong is seen as it is; and what is wrong with one log does
 not keep anyone from looking at the others.
+
+A broker may have the directory open. Then its files change while they are looked at: what seems wrong is looked at
+again, and what is being written at the end of a log is not torn.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.errors import BadDirectory, LogDamaged, PenstockError
+from penstock.errors import BadDirectory, DirectoryInUse, LogDamaged, PenstockError
 from penstock.storage import recovery
 from penstock.storage.files import OsFiles
 from penstock.storage.format import FORMAT_NAME, check_format
@@ -25,6 +28,8 @@ from penstock.storage.segment import Found, OpenSegments, Segment
 from penstock.storage.state import STATE_TOPIC, read_changes
 
 _DATA_NAMES: Final = frozenset({"LOCK", FORMAT_NAME, "meta.db", "topics"})
+# How often something is looked at again while a broker changes it.
+_LIVE_TRIES: Final = 3
 
 
 class Health(Enum):
@@ -45,6 +50,9 @@ class InspectedLog:
     segments: list[Segment]
     # Why a store would refuse the directory, whatever the segments hold.
     problems: list[str]
+    is_piped: bool = False
+    # Whether a broker has it open.
+    is_live: bool = False
 
     @property
     def size(self) -> int:
@@ -76,7 +84,7 @@ class Verdict:
             return Health.DAMAGED
         if self.report is None or self.problems or self.report.unsupported:
             return Health.REFUSED
-        return Health.TORN if self.report.torn_bytes else Health.OK
+        return Health.TORN if self.report.torn_bytes and not self.log.is_live else Health.OK
 
     @property
     def sound(self) -> bool:
@@ -85,7 +93,7 @@ class Verdict:
 
 @contextmanager
 def inspect(directory: Path) -> Iterator[Inspection]:
-    """Look at a data directory, or at the directory of one log. Meanwhile no store can open it."""
+    """Look at a data directory, or at the directory of one log. Unless a store has it open, none can meanwhile."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise BadDirectory(f"{directory} {what}: name a data directory, or the directory of one log")
@@ -94,19 +102,42 @@ def inspect(directory: Path) -> Iterator[Inspection]:
     if data_directory is None and not any(name.endswith(".log") for name in names):
         raise BadDirectory(f"{directory} is neither a data directory nor the directory of a log: name one that is")
     files = OsFiles(read_only=True)
-    with _held(data_directory):
+    with _held(data_directory) as is_live:
         if data_directory is None:
             yield Inspection(directory, [_inspect_log(files, directory)], [])
         elif data_directory is directory:
-            yield _inspect_data(files, directory)
+            yield inspect_data(files, directory, is_live=is_live)
         else:
-            logs = _inspect_data(files, data_directory).logs
+            logs = inspect_data(files, data_directory, is_live=is_live).logs
             here = [log for log in logs if log.directory.resolve() == directory.resolve()]
-            yield Inspection(directory, here or [_inspect_log(files, directory)], [])
+            yield Inspection(directory, here or [_inspect_log(files, directory, is_live=is_live)], [])
 
 
 def verify(log: InspectedLog, progress: Callable[[int], object] | None = None) -> Verdict:
     """Read every byte of a log, and tell what is there."""
+    verdict = _verify(log, progress)
+    for _ in range(_LIVE_TRIES if log.is_live else 0):
+        if verdict.sound:
+            break
+        # Retention or compaction may have been faster; what is damaged is so again.
+        verdict = _verify(look_again(log), None)
+    return verdict
+
+
+def look_again(log: InspectedLog) -> InspectedLog:
+    """Return the same log as it is now."""
+    return _inspect_log(
+        OsFiles(read_only=True),
+        log.directory,
+        log.topic_id,
+        log.topic_name,
+        log.partition,
+        is_piped=log.is_piped,
+        is_live=log.is_live,
+    )
+
+
+def _verify(log: InspectedLog, progress: Callable[[int], object] | None) -> Verdict:
     try:
         return Verdict(log, recovery.verify(log.segments, progress), log.problems)
     except (PenstockError, OSError) as error:
@@ -143,28 +174,42 @@ def _data_directory_of(log_directory: Path) -> Path | None:
 
 
 @contextmanager
-def _held(data_directory: Path | None) -> Iterator[None]:
-    """Keep stores away. Where there is no LOCK none has the directory open, and none is made; nor can one have it
-    open where nothing can be written."""
+def _held(data_directory: Path | None) -> Iterator[bool]:
+    """Keep stores away, or tell that one has the directory open. Where there is no LOCK none has, and none is made; nor
+    can one have it open where nothing can be written."""
     path = data_directory / "LOCK" if data_directory else None
     lock = None
+    is_live = False
     if path is not None and path.exists():
         try:
             lock = OsFiles().lock(path)
+        except DirectoryInUse:
+            is_live = True
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
     try:
-        yield
+        yield is_live
     finally:
         if lock is not None:
             lock.close()
 
 
-def _inspect_data(files: OsFiles, directory: Path) -> Inspection:
+def inspect_data(files: OsFiles, directory: Path, *, is_live: bool = False) -> Inspection:
+    """Look at a data directory that is held, or that a broker has open; the state topic is the first of its logs."""
+    found = _inspect_data(files, directory, is_live=is_live)
+    for _ in range(_LIVE_TRIES if is_live else 0):
+        if not found.problems:
+            break
+        # A topic may have been made or deleted meanwhile.
+        found = _inspect_data(files, directory, is_live=is_live)
+    return found
+
+
+def _inspect_data(files: OsFiles, directory: Path, *, is_live: bool) -> Inspection:
     check_format(files, directory)
     topics = directory / "topics"
-    state = _inspect_log(files, topics / str(STATE_TOPIC) / "0", STATE_TOPIC, None, 0)
+    state = _inspect_log(files, topics / str(STATE_TOPIC) / "0", STATE_TOPIC, None, 0, is_live=is_live)
     known, deleted = _read_topics(state)
     logs = [state]
     problems: list[str] = []
@@ -185,7 +230,8 @@ def _inspect_data(files: OsFiles, directory: Path) -> Inspection:
             path = topics / str(topic_id) / str(partition)
             if partition not in expected:
                 problems.append(f"{path} is of no partition that topic {name} has: move it elsewhere")
-            logs.append(_inspect_log(files, path, topic_id, name, partition))
+            piped = topic is not None and topic.origin is not None
+            logs.append(_inspect_log(files, path, topic_id, name, partition, is_piped=piped, is_live=is_live))
     return Inspection(directory, logs, problems)
 
 
@@ -195,12 +241,15 @@ def _inspect_log(
     topic_id: int | None = None,
     topic_name: str | None = None,
     partition: int | None = None,
+    *,
+    is_piped: bool = False,
+    is_live: bool = False,
 ) -> InspectedLog:
     try:
         segments, problems = recovery.find_segments(files, OpenSegments(), directory, "pread")
     except OSError as error:
         segments, problems = [], [explain(error, directory)]
-    return InspectedLog(directory, topic_id, topic_name, partition, segments, problems)
+    return InspectedLog(directory, topic_id, topic_name, partition, segments, problems, is_piped, is_live)
 
 
 def _numbers(directory: Path, problems: list[str]) -> set[int]:

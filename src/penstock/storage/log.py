@@ -36,6 +36,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
@@ -58,7 +59,7 @@ from penstock.run import Run, batch_bytes, check_size
 from penstock.storage import compaction, recovery, retention
 from penstock.storage.files import Files
 from penstock.storage.flush import Part, Sync, Write
-from penstock.storage.policy import Cleanup, Durability, Policy
+from penstock.storage.policy import Cleanup, Durability, OnDamage, Policy
 from penstock.storage.producers import Producers
 from penstock.storage.segment import Found, OpenSegments, Reader, Segment
 from penstock.storage.tail import Tail, TailBudget
@@ -68,11 +69,22 @@ logger = logging.getLogger(__name__)
 # Under `flush`, offsets that readers saw can be lost with the power. So they are reserved durably, this many
 # ahead, before they are given out; after an unclean stop the log goes on behind the reservation.
 RESERVE_AHEAD: Final = 1 << 20
+# Where a reservation may be among what is damaged, the log goes on this far behind all that it knows of. That is beyond
+# any reservation: those are ahead of all that waited for the disk, and so many messages never do.
+RESERVATION_LOST_AHEAD: Final = 1 << 27
 # Runs are gathered into batches of about this size: what a reader must open to get at one message.
 GATHER_BYTES: Final = 1 << 20
 
 # Of what a held log will give to `on_commit` so much is kept in memory; readers find the rest on the disk.
 HELD_BYTES: Final = 16 << 20
+
+# What to do about damage, for those who are told of it.
+DAMAGE_REMEDY: Final = (
+    "restore the file from a copy, or stop the broker and run penstock log repair; "
+    "with on_damage=skip the topic's readers go on behind it"
+)
+# So much damage of one log is remembered, for those who ask what is wrong with it.
+_DAMAGE_MAX: Final = 100
 
 T = TypeVar("T")
 
@@ -99,6 +111,10 @@ class Owner(Protocol):
         """Take note of an unexpected exception, which the log survived."""
         ...
 
+    def damaged(self, log: Log) -> None:
+        """What is known to be damaged has changed. Called in any thread."""
+        ...
+
 
 class State(Enum):
     OPEN = "open"
@@ -119,8 +135,10 @@ class Log:
         tail_budget: TailBudget,
         reader: Reader = "pread",
         piped: bool = False,
+        strict: bool = False,
     ) -> None:
-        """Open the log in `directory`, recover it if need be, or begin it if there is none."""
+        """Open the log in `directory`, recover it if need be, or begin it if there is none. If it is `strict` then
+        damage in the last segment is raised, and left as it is; else the log goes on behind it."""
         self.directory = directory
         self.policy = policy
         self.is_piped = piped
@@ -134,7 +152,7 @@ class Log:
         self._reader: Reader = reader
         self._tail = Tail(tail_budget)
         files.make_directory(directory)
-        found = recovery.recover(files, open_segments, directory, reader)
+        found = recovery.recover(files, open_segments, directory, reader, strict=strict)
         # Replaced as a whole, under the lock, so that any thread may read it without.
         self._segments: tuple[Segment, ...] = tuple(found.segments)
         self._segments_lock = threading.Lock()
@@ -183,10 +201,17 @@ class Log:
         self._unfinished: Callable[[], None] | None = None
         # Whoever retains or compacts has it: a log is either kept up or removed.
         self.upkeep_lock = threading.Lock()
+        # What is known to be damaged, by the file and the position in it; and how many offsets readers have skipped.
+        self._damage: dict[tuple[str, int], LogDamaged] = {}
+        self.skipped_offsets = 0
         if not self._segments:
             self._segments = (self.create_segment(0, Control(0, NO_SEGMENT), self.next_append_time()),)
         for segment in self._segments:
             segment.log = self.number
+        if found.damage:
+            self._leave_behind(found)
+        for damage in found.known_damage:
+            self._remember(damage)
 
     @property
     def start(self) -> int:
@@ -196,6 +221,12 @@ class Log:
     @property
     def segments(self) -> tuple[Segment, ...]:
         return self._segments
+
+    @property
+    def damage(self) -> list[LogDamaged]:
+        """What is known to be damaged. For any thread."""
+        with self._segments_lock:
+            return sorted(self._damage.values(), key=lambda damage: damage.first)
 
     @property
     def busy(self) -> bool:
@@ -473,7 +504,9 @@ class Log:
 
     def read(self, offset: int, bytes_max: int) -> list[Batch]:
         """Committed batches, from the one that holds `offset` (it may begin earlier): at least one if there is
-        any, then as many as fit in `bytes_max`; an empty list at the end. Their insides are checked by who opens them.
+        any, then as many as fit in `bytes_max`; an empty list at the end.
+
+        Where `offset` is damaged the policy's `on_damage` decides: LogDamaged, or the batches behind it.
         """
         batches = self.read_tail(offset, bytes_max)
         return self.read_disk(offset, bytes_max) if batches is None else batches
@@ -486,9 +519,19 @@ class Log:
             return []
         return self._tail.read(offset, bytes_max, self.committed)
 
-    def read_disk(self, offset: int, bytes_max: int) -> list[Batch]:
-        """As `read`, from disk only. For any thread."""
-        return self._look(lambda segments: self._read_segments(segments, offset, bytes_max))
+    def read_disk(self, offset: int, bytes_max: int, on_damage: OnDamage | None = None) -> list[Batch]:
+        """As `read`, from disk only. For any thread, and for a reader that must not follow the policy's `on_damage`."""
+        while True:
+            try:
+                return self._look(partial(self._read_segments, offset=offset, bytes_max=bytes_max))
+            except LogDamaged as damage:
+                self._note_damage(damage)
+                rule = on_damage or self.policy.on_damage
+                if rule is OnDamage.STOP or damage.last is None or not damage.holds(offset):
+                    raise damage.with_remedy(DAMAGE_REMEDY) from None
+                if on_damage is None:
+                    self.skipped_offsets += damage.last - offset
+                offset = damage.last
 
     def offset_at(self, append_time: int) -> int:
         """The first offset that was appended at that time (µs since 1970) or later; the end if there is none."""
@@ -520,7 +563,7 @@ class Log:
         while offset < committed:
             segment = segments[place]
             following = segments[place + 1] if place + 1 < len(segments) else None
-            found = segment.read(offset, bytes_max, following.base if following else None)
+            found = segment.read(offset, bytes_max, following.base if following else committed)
             if found:
                 if following and found[-1].end > following.base:
                     raise recovery.overlap(segment, following, found[-1].end)
@@ -528,7 +571,8 @@ class Log:
             if following is None:
                 break
             # The offsets from here to the next segment were never given out, unless a segment is missing.
-            recovery.check_follows(segment, following, offset)
+            if wrong := recovery.misplaced(segment, following, offset):
+                raise wrong
             place += 1
         return []
 
@@ -551,6 +595,59 @@ class Log:
                 return min(found, self.committed)
             position = max(0, position - segment.size)
         return self.committed
+
+    # Damage.
+
+    def _leave_behind(self, found: recovery.Recovered) -> None:
+        """Seal the last segment, which is damaged, as it is, and go on in a new one."""
+        damaged = self._segments[-1]
+        if found.is_reservation_lost and not self.is_piped:
+            self.end += RESERVATION_LOST_AHEAD
+        if damaged.base == self.end:
+            if self.is_piped:
+                raise found.damage[0]  # the next offset is the origin's to say
+            self.end += 1  # two segments cannot have one name
+        for damage in found.damage:
+            self._remember(damage)
+        append_time = self._append_time  # of the last message, as retention wants it
+        try:
+            recovery.note_damage(self._files, self.directory, damaged.base, found.damage)
+            damaged.write_control(Control(self.end, self.previous_base()), self.end, append_time)
+        except OSError as error:
+            raise AppendFailed(f"{damaged.path}: cannot be sealed: {error.strerror}") from error
+        control = Control(self.end, damaged.base, snapshot=self._producers.snapshot(self.end))
+        active = self.create_segment(self.end, control, append_time)
+        damaged.size = damaged.written
+        damaged.sealed = True
+        self._segments = (*self._segments, active)
+        self.written = self.durable = self.committed = self._opened_at = self.end
+        self._reserved = self.reserved_written = self.end
+        self._closed_cleanly = False
+        self._oldest_us = None
+
+    def _note_damage(self, damage: LogDamaged) -> None:
+        """Remember what a reader found, and note it for the next start."""
+        if not self._remember(damage):
+            return
+        base = next((segment.base for segment in self._segments if segment.path == damage.path), None)
+        if base is None or base == self._segments[-1].base:
+            return  # recovery looks there by itself
+        noted = [each for each in self.damage if each.path == damage.path]
+        try:
+            recovery.note_damage(self._files, self.directory, base, noted)
+        except OSError as error:
+            logger.warning("%s: cannot note that it is damaged: %s", damage.path, error.strerror)
+
+    def _remember(self, damage: LogDamaged) -> bool:
+        """Whether it is new, and there is room for it."""
+        key = (damage.path.name, damage.position)
+        with self._segments_lock:
+            if key in self._damage or len(self._damage) >= _DAMAGE_MAX:
+                return False
+            self._damage[key] = damage
+        logger.error("%s", damage)
+        self._owner.damaged(self)
+        return True
 
     # Upkeep.
 
@@ -893,6 +990,15 @@ class Log:
         self._files.sync_directory(self.directory)
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(segment.index_path)
+        name = segment.path.name
+        with self._segments_lock:
+            known = [key for key in self._damage if key[0] == name]
+            for key in known:
+                del self._damage[key]
+        if known:
+            self._owner.damaged(self)
+            with contextlib.suppress(FileNotFoundError):
+                self._files.remove(self.directory / recovery.damaged_name(segment.base))
 
 
 def _base(segment: Segment) -> int:

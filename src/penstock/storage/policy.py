@@ -38,7 +38,19 @@ class Dedup(StrEnum):
     PAYLOAD = "payload"  # those with an equal payload
 
 
-_ENUMS: Final[dict[str, type[StrEnum]]] = {"durability": Durability, "cleanup": Cleanup, "dedup": Dedup}
+class OnDamage(StrEnum):
+    """What a reader does where stored messages are damaged."""
+
+    STOP = "stop"  # it gets an error with the file and the offsets
+    SKIP = "skip"  # it goes on behind them, and they are counted
+
+
+_ENUMS: Final[dict[str, type[StrEnum]]] = {
+    "durability": Durability,
+    "cleanup": Cleanup,
+    "dedup": Dedup,
+    "on_damage": OnDamage,
+}
 # What each number must be at least, and at most if there is a bound.
 _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
     "segment_bytes": (SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX),
@@ -73,6 +85,7 @@ class Policy:
     dead_letters: bool = True
     # A consumer that does not answer in a refresh, or is away, is waited for so long.
     refresh_wait_ms: int = 60_000
+    on_damage: OnDamage = OnDamage.STOP
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():

@@ -4,14 +4,19 @@ Only the last segment can be unfinished, so only it is walked. Where the walk me
 batch there are two cases, and `durable_bytes`, which every batch carries, tells them apart:
 
 - a torn tail: the power went before these bytes were synced, so nobody was told of them. They are cut off.
-- damage: a later batch knows that these bytes were durable. Nothing is touched, and the log is refused.
+- damage: a later batch knows that these bytes were durable. They are left as they are, and so is what is around them:
+  the segment is sealed, and the log goes on in a new one.
 
 What is kept is synced before it is served: until then it may be only in the memory of the operating system.
+
+Sealed segments are not walked, so a file beside each one that is known to be damaged says so: `<base>.damaged`, with
+what was found there in JSON. Like an index it is never trusted, and may be missing; readers find damage by themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 ASIDE_SUFFIX: Final = ".aside"  # a segment that is being rewritten; not yet part of the log
 _REWRITE_BYTES: Final = 1 << 20
-_NAME: Final = re.compile(r"([0-9]{20})\.(log|index|log\.aside)")
+DAMAGED_SUFFIX: Final = ".damaged"
+_NAME: Final = re.compile(r"([0-9]{20})\.(log|index|log\.aside|damaged)")
 # Stands for the segments from the first to the second, and replaces them.
 _MERGED_NAME: Final = re.compile(r"([0-9]{20})-([0-9]{20})\.merged")
 
@@ -47,6 +53,11 @@ class Recovered:
     reserved: int = 0
     closed: bool = False
     producers: Producers = field(default_factory=Producers)
+    # What is damaged in the last segment, and what was noted of the others.
+    damage: list[LogDamaged] = field(default_factory=list)
+    known_damage: list[LogDamaged] = field(default_factory=list)
+    # Whether a reservation may have been where the damage is: then it is not known up to where offsets are reserved.
+    is_reservation_lost: bool = False
 
 
 def find_segments(
@@ -57,8 +68,13 @@ def find_segments(
     return segments, problems
 
 
-def recover(files: Files, open_segments: OpenSegments, directory: Path, reader: Reader) -> Recovered:
-    """Find the end of a log, after whatever happened to it. No segments: it is a new one."""
+def recover(
+    files: Files, open_segments: OpenSegments, directory: Path, reader: Reader, *, strict: bool = False
+) -> Recovered:
+    """Find the end of a log, after whatever happened to it. No segments: it is a new one.
+
+    If it is `strict` then damage in the last segment is raised, and nothing is changed.
+    """
     segments, merged, others, problems = _look_around(files, open_segments, directory, reader)
     if merged:
         # It may have its name only in the memory of the operating system.
@@ -69,20 +85,64 @@ def recover(files: Files, open_segments: OpenSegments, directory: Path, reader: 
     if problems:
         raise BadDirectory(problems[0])
     _clear_away(files, directory, segments, others)
-    complete = False
+    unborn: Segment | None = None
     while segments:
-        recovered = _walk(segments, complete=complete)
+        recovered = _walk(segments, unborn, strict=strict)
         if recovered is not None:
-            _finish_truncation(files, segments)
+            _finish_truncation(files, segments, recovered)
+            noted = {int(name[:20]) for name in others if name.endswith(DAMAGED_SUFFIX)}
+            for segment in segments[:-1]:
+                if segment.base in noted:
+                    recovered.known_damage += _noted_damage(files, segment)
             return recovered
         # The last segment was being created: the one before it is complete, and goes on.
         unborn = segments.pop()
-        complete = True
         unborn.release()
         logger.warning("%s: was being created when the process ended, removed", unborn.path)
         files.remove(unborn.path)
         files.sync_directory(directory)
     return Recovered([])
+
+
+def note_damage(files: Files, directory: Path, base: int, damage: Sequence[LogDamaged]) -> None:
+    """Note durably what is damaged in a segment, in place of what was noted before."""
+    document = [
+        {"position": each.position, "first": each.first, "last": each.last, "reason": each.reason} for each in damage
+    ]
+    path = directory / damaged_name(base)
+    file = files.create(path)
+    try:
+        file.write(json.dumps(document, indent=1).encode(), 0)
+        file.sync()
+    finally:
+        file.close()
+    files.sync_directory(directory)
+
+
+def damaged_name(base: int) -> str:
+    return f"{base:020d}{DAMAGED_SUFFIX}"
+
+
+def _noted_damage(files: Files, segment: Segment) -> list[LogDamaged]:
+    """What was noted of a segment, without what has been restored since; the note goes with the last of it."""
+    path = segment.path.with_name(damaged_name(segment.base))
+    try:
+        file = files.open(path)
+        try:
+            noted = json.loads(file.read(file.size(), 0))
+        finally:
+            file.close()
+        damage = [
+            LogDamaged(segment.path, int(each["position"]), int(each["first"]), each["last"], str(each["reason"]))
+            for each in noted
+            if not segment.is_sound_at(int(each["position"]), int(each["first"]))
+        ]
+        if not damage:
+            files.remove(path)
+        return damage
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s cannot be read, whoever reads damaged messages finds them again: %s", path, error)
+        return []
 
 
 def merged_name(first: int, last: int) -> str:
@@ -114,8 +174,8 @@ def examine(segments: Sequence[Segment]) -> Iterator[tuple[Segment, Examined]]:
     for place, segment in enumerate(segments):
         previous = segments[place - 1] if place else None
         following = segments[place + 1] if place + 1 < len(segments) else None
-        if previous is not None and (misplaced := _misplaced(previous, segment, end)):
-            yield segment, misplaced
+        if previous is not None and (wrong := misplaced(previous, segment, end)):
+            yield segment, wrong
         for found in _examine_segment(segment, previous, following, complete=following is not None):
             if isinstance(found, Found):
                 end = found.batch.end
@@ -209,8 +269,8 @@ def _clear_away(files: Files, directory: Path, segments: list[Segment], others: 
             files.remove(directory / name)
 
 
-def _walk(segments: list[Segment], *, complete: bool) -> Recovered | None:
-    """Recover from the last segment, of which all was durable if it is `complete`.
+def _walk(segments: list[Segment], unborn: Segment | None, *, strict: bool) -> Recovered | None:
+    """Recover from the last segment, of which all was durable if the next one, `unborn`, was being created.
 
     None if not even its head was written.
     """
@@ -218,21 +278,43 @@ def _walk(segments: list[Segment], *, complete: bool) -> Recovered | None:
     active.sealed = False
     recovered = Recovered(segments, end=active.base)
     index = Index()
-    size = durable_bytes = 0
+    # Every batch begins on a multiple of 8, also one behind damage at the end.
+    size = (active.size + 7) // 8 * 8
+    durable_bytes = 0
+    is_empty = True
     previous = segments[-2] if len(segments) > 1 else None
-    for found in _examine_segment(active, previous, None, complete=complete):
+    for found in _examine_segment(active, previous, unborn, complete=unborn is not None):
         if isinstance(found, TornTail):
             logger.warning(
                 "%s: a torn tail of %d bytes, never acknowledged, is cut off at byte %d, offset %d (%s)", *found
             )
+            size = found.position
             break
+        if isinstance(found, LogDamaged):
+            if strict:
+                raise found
+            if found.position == 0:
+                if active.is_sound_at(0):
+                    raise found  # it is of another log, or under another's name
+                if previous is not None and active.log is None and (number := _log_number(previous)) is not None:
+                    # Without its head it does not tell which log it is of.
+                    active.log = number
+                    return _walk(segments, unborn, strict=strict)
+                recovered.producers = _producers_before(segments)
+            recovered.damage.append(found)
+            recovered.is_reservation_lost = True
+            recovered.end = max(recovered.end, found.last or 0)
+            index.interrupt()
+            continue
         if not isinstance(found, Found):
             raise found
         _apply(found, recovered)
         index.add(found.batch, found.position)
-        size = found.position + len(found.batch.data)
         durable_bytes = max(durable_bytes, found.batch.durable_bytes)
-    if not size:
+        is_empty = False
+    if is_empty:
+        if recovered.damage:
+            raise recovered.damage[0]
         if active.holds_batches() or (previous is None and active.base):
             raise LogDamaged(active.path, 0, active.base, None, "it does not begin with its head")
         return None
@@ -242,26 +324,49 @@ def _walk(segments: list[Segment], *, complete: bool) -> Recovered | None:
     return recovered
 
 
+def _log_number(segment: Segment) -> int | None:
+    with contextlib.suppress(LogDamaged, UnsupportedBatch):
+        segment.head()
+    return segment.log
+
+
+def _producers_before(segments: Sequence[Segment]) -> Producers:
+    """What is known of producers where the last segment begins, if its head does not tell."""
+    producers = Producers()
+    begin = 0
+    for place, segment in reversed(list(enumerate(segments[:-1]))):
+        with contextlib.suppress(LogDamaged, UnsupportedBatch):
+            producers, begin = Producers.restore(segment.head().snapshot), place
+            break
+    for segment in segments[begin:-1]:
+        for found in segment.scan(check=True):
+            if isinstance(found, Found) and found.batch.count:
+                producers.note(found.batch)
+                producers.settle(found.batch)
+    return producers
+
+
 def _make_durable(segment: Segment, start: int, size: int) -> None:
-    """Cut the file off at `size`, and sync what is behind `start`, written once more.
+    """Cut the file off at `size`, or extend it, and sync what is behind `start`, written once more.
 
     If a sync failed before the process ended, the pages may be in memory, marked as clean, and not on the disk.
     """
     file = segment.file
-    if size < segment.size:
+    if size != segment.size:
         file.truncate(size)
     for position in range(start, size, _REWRITE_BYTES):
         file.write(file.read(min(_REWRITE_BYTES, size - position), position), position)
     file.sync()
 
 
-def _finish_truncation(files: Files, segments: list[Segment]) -> None:
+def _finish_truncation(files: Files, segments: list[Segment], recovered: Recovered) -> None:
     for dropped in _dropped(segments):
         logger.warning("%s: was dropped by a truncation, removed", dropped.path)
         files.remove(dropped.path)
         files.sync_directory(dropped.path.parent)
         segments.remove(dropped)
-    if len(segments) > 1:
+    # A head that is damaged does not tell what it follows, and the walk has looked only for batches of this log.
+    if len(segments) > 1 and not (recovered.damage and recovered.damage[0].position == 0):
         check_follows(segments[-2], segments[-1], segments[-1].base)
 
 
@@ -337,17 +442,23 @@ def _apply(found: Found, recovered: Recovered) -> None:
     if found.position == 0:
         recovered.producers = Producers.restore(control.snapshot)
     recovered.reserved = control.reserved
+    recovered.is_reservation_lost = False
     recovered.closed = found.position > 0 and control.reserved == batch.base_offset
 
 
-def _misplaced(previous: Segment, segment: Segment, end: int) -> LogDamaged | None:
+def misplaced(previous: Segment, segment: Segment, end: int) -> LogDamaged | None:
+    """What is wrong between the two, of which the first ends at `end`."""
     if end > segment.base:
         return overlap(previous, segment, end)
     try:
         check_follows(previous, segment, end)
     except LogDamaged as damage:
-        # A head that is damaged is told of when the segment is read.
-        return damage if damage.path != segment.path else None
+        if damage.path != segment.path:
+            return damage
+        # The head is damaged, which costs no message. Whether something is missing before it, the foot tells.
+        if end < segment.base and previous.end() < segment.base:
+            reason = f"{segment.path.name} comes next, and does not begin with its head"
+            return LogDamaged(previous.path, previous.size, end, segment.base, reason)
     except UnsupportedBatch:
         pass
     return None

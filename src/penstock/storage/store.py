@@ -50,6 +50,7 @@ from penstock.errors import (
     BadDirectory,
     Closed,
     DiskError,
+    LogDamaged,
     LogFailed,
     OffsetOutOfRange,
     Overloaded,
@@ -67,7 +68,7 @@ from penstock.storage.limit import trim
 from penstock.storage.log import Done, Log
 from penstock.storage.log import State as LogState
 from penstock.storage.meta import Change, Meta, SegmentRow
-from penstock.storage.policy import Cleanup, Durability, Policy, Topic
+from penstock.storage.policy import Cleanup, Durability, OnDamage, Policy, Topic
 from penstock.storage.producers import SOURCES_MAX
 from penstock.storage.segment import OpenSegments, Reader, Segment
 from penstock.storage.space import DiskSpace, is_disk_full
@@ -91,6 +92,8 @@ _LIMIT_PROBLEM: Final = "store"
 _STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT, segment_bytes=1 << 20, tombstone_ms=0)
 # The state topic is compacted when its sealed segments have grown by this much, and by as much as they were.
 _STATE_GROWTH_BYTES: Final = 4 << 20
+
+_STATE_REMEDY: Final = "it holds topics, groups and positions: restore the file from a copy, or run penstock log repair"
 
 T = TypeVar("T")
 Place = tuple[int, int]  # the id of a topic, and a partition
@@ -144,6 +147,8 @@ class Store:
         self._logs: dict[Place, Log] = {}
         # Logs that cannot be opened. The others are served all the same.
         self.refused: dict[Place, PenstockError] = {}
+        # Logs of which some messages cannot be read. They are served around them.
+        self.damage: dict[Log, None] = {}
         # Logs that take nothing more, because a sync of theirs failed.
         self.failed: dict[Log, None] = {}
         self._topics: dict[int, Topic] = {}
@@ -183,8 +188,11 @@ class Store:
         self._open_state_segments = OpenSegments(_STATE_SEGMENTS_OPEN, self.space.release)
         self._meta = meta or Meta(directory / "meta.db")
         try:
-            self._state_log = self._logs[STATE_TOPIC, 0] = self._open_log((STATE_TOPIC, 0), _STATE_POLICY)
-            self._state = State(self._state_log, self._meta)
+            try:
+                self._state_log = self._logs[STATE_TOPIC, 0] = self._open_log((STATE_TOPIC, 0), _STATE_POLICY)
+                self._state = State(self._state_log, self._meta)
+            except LogDamaged as damage:
+                raise damage.with_remedy(_STATE_REMEDY) from None
             self._open_topics()
             self._measure()
         except BaseException:
@@ -345,14 +353,16 @@ class Store:
         log.append(batch, done=done)
         return await settled
 
-    async def read(self, log: Log, offset: int, bytes_max: int) -> list[Batch]:
-        """Read from memory at once, or from disk in another thread."""
+    async def read(self, log: Log, offset: int, bytes_max: int, on_damage: OnDamage | None = None) -> list[Batch]:
+        """Read from memory at once, or from disk in another thread; `on_damage` as in `Log.read_disk`."""
         batches = log.read_tail(offset, bytes_max)
         if batches is not None:
             return batches
         if self._readers is None:
             self._readers = ThreadPoolExecutor(4, "penstock-read")
-        return await asyncio.get_running_loop().run_in_executor(self._readers, log.read_disk, offset, bytes_max)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._readers, log.read_disk, offset, bytes_max, on_damage
+        )
 
     def upkeep(self) -> None:
         """Drop what the policies do not keep, compact, and bring `meta.db` up to date."""
@@ -476,6 +486,12 @@ class Store:
 
     def fault(self, seam: str, log: Log, error: Exception) -> None:
         self.health.fault(seam, str(log.directory), error)
+
+    def damaged(self, log: Log) -> None:
+        if log.damage:
+            self.damage[log] = None
+        else:
+            self.damage.pop(log, None)
 
     def _note_failure(self, log: Log) -> None:
         if log.failure is not None and log.state is LogState.FAILED:
@@ -729,6 +745,7 @@ class Store:
                 self._dirty.pop(log, None)
                 self._unsynced.pop(log, None)
                 self.failed.pop(log, None)
+                self.damage.pop(log, None)
                 log.abandon()
                 logs.append(log)
         return logs
@@ -747,6 +764,8 @@ class Store:
             tail_budget=TailBudget(0) if topic_id == STATE_TOPIC else self._tail_budget,
             reader=self.settings.reader,
             piped=piped,
+            # What the state topic lost would be missing, or come back as it was before: people must decide on that.
+            strict=topic_id == STATE_TOPIC,
         )
 
     def _remove_files(self, topic_id: int, logs: list[Log]) -> None:

@@ -1,0 +1,67 @@
+"""`penstock log repair`: set damaged bytes aside, and tell what was lost with them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli import output
+from penstock.storage.repair import Outcome, Quarantined, repair
+from penstock.storage.state import STATE_TOPIC
+
+
+def run(directory: Path, *, as_json: bool) -> bool:
+    """Whether all is sound now."""
+    bar = output.progress(TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    task = bar.add_task("", total=None)
+    with bar:
+        outcome = repair(directory, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    if as_json:
+        output.print_json(
+            {
+                "directory": str(directory),
+                "sound": not outcome.problems,
+                "report": None if outcome.report is None else str(outcome.report),
+                "quarantined": [asdict(each) for each in outcome.quarantined],
+                "problems": outcome.problems,
+            }
+        )
+    else:
+        _show(outcome)
+    return not outcome.problems
+
+
+def _show(outcome: Outcome) -> None:
+    console = output.console()
+    if outcome.quarantined:
+        console.print(_table(outcome.quarantined))
+        console.print(f"\nreport: {outcome.report}", soft_wrap=True, highlight=False, markup=False)
+    else:
+        print("nothing is damaged" if not outcome.problems else "nothing was repaired")
+    if outcome.is_state_hit:
+        print(
+            "Records of the state topic were lost: topics, groups and positions that were stored there are missing, or "
+            "as they were before.\nCompare `penstock topic list` and `penstock group list` with what you expect before "
+            "you let clients in. The quarantine has a copy of meta.db."
+        )
+    for problem in outcome.problems:
+        console.print(problem, soft_wrap=True, highlight=False, markup=False)
+
+
+def _table(found: list[Quarantined]) -> Table:
+    table = output.plain_table()
+    table.add_column("topic", overflow="fold")
+    for name in ("part", "position", "bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("lost offsets", no_wrap=True)
+    table.add_column("kept in", overflow="fold")
+    for each in found:
+        name = "(state)" if each.topic_id == STATE_TOPIC else each.topic or f"id {each.topic_id}"
+        lost = "none" if each.first == each.next else f"{each.first} to {each.next - 1}"
+        size = output.size(each.stop - each.position)
+        table.add_row(*map(Text, (name, str(each.partition), str(each.position), size, lost, each.kept)))
+    return table
