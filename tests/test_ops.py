@@ -51,7 +51,7 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
     """The names of all series, and of all labels."""
-    with Serve(tmp_path_factory.mktemp("ops")) as server, Flux(server) as client:
+    with Serve(tmp_path_factory.mktemp("ops"), storage_retain_bytes=1 << 30) as server, Flux(server) as client:
         client.subscribe("orders", "DURABLE:clerks", "1")
         assert client.publish("orders", b"hello") == "+OK"
         text = get(server, "/metrics").body.decode()
@@ -119,7 +119,7 @@ def test_every_figure_is_told_of(exported: tuple[set[str], set[str]]) -> None:
 def test_every_limit_is_told_of(tmp_path: Path) -> None:
     page = (OPS.parent / "docs" / "operations.md").read_text()
     told = {name for row in table(page, "## Limits") for name in re.findall(r"\w+", row[0])}
-    with Serve(tmp_path) as server:
+    with Serve(tmp_path, storage_retain_bytes=1 << 30) as server:
         shown = get(server, "/varz").json["limits"]
 
     # Those of transactions are there once there was one.
