@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
 import pytest
 
 from penstock.batch import Batch, accept, encode
-from penstock.broker import broker, transactions
+from penstock.broker import broker, intake, partition, transactions
 from penstock.broker.partition import Partition
 from penstock.errors import (
     AppendFailed,
@@ -190,6 +191,28 @@ async def test_messages_of_a_transaction_are_known_by_their_ids() -> None:
 
         assert receipt.stored() == [(b"orders", 0, 1, True)]
         assert life.in_log(b"orders") == [b"before", b"1"]
+
+
+@in_loop
+async def test_the_ids_of_a_large_batch_are_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    read = intake._read_identities
+
+    def watched(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(*given)
+
+    monkeypatch.setattr(intake, "_read_identities", watched)
+    monkeypatch.setattr(partition, "LARGE_MESSAGES", 5)
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.open_transactions())
+        await life.stored(b"orders", b"before", headers=b"Msg-ID: 0\r\n")
+        offset = await stage_batch(life, b"orders", batch_of(*[b"x"] * 10, headers=b"Msg-ID: 1\r\n"))
+        threads.clear()
+        assert await commit(life, [offset])
+
+        assert [thread is threading.current_thread() for thread in threads] == [False]
+        assert (await life.stored(b"orders", b"again", headers=b"Msg-ID: 1\r\n")).duplicates
 
 
 # Once

@@ -26,7 +26,7 @@ from penstock.broker.epochs import Epochs
 from penstock.broker.figures import Figures
 from penstock.broker.group import Group, Mode
 from penstock.broker.inflight import Record
-from penstock.broker.intake import Intake, Receipt, Refusals
+from penstock.broker.intake import Identity, Intake, Receipt, Refusals
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member, Sink
 from penstock.broker.order import Order, Publisher
@@ -543,11 +543,16 @@ class Broker:
         topic = self.topics.by_id(partition.topic_id)
         return topic is not None and not topic.takes_opaque(batch)
 
-    def note(self, partition: Partition, batch: Batch) -> None:
+    async def identities(self, partition: Partition, batch: Batch) -> Sequence[Identity]:
+        """Return what `note` is told of a stored batch."""
+        topic = self.topics.by_id(partition.topic_id)
+        return [] if topic is None else await self._intake.identities(topic, partition, batch)
+
+    def note(self, partition: Partition, identities: Sequence[Identity], append_time: int) -> None:
         """Messages came into a partition, and not the way of those that are published."""
         topic = self.topics.by_id(partition.topic_id)
         if topic is not None:
-            self._intake.note(topic, partition, batch)
+            self._intake.note(topic, identities, append_time)
 
     def partition(self, topic_id: int, number: int) -> Partition | None:
         """Return a partition, or None if there is none. Raises if its topic cannot be opened."""

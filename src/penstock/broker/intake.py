@@ -214,11 +214,11 @@ class Intake:
             publisher.live = LiveQueue(self._live, self._host.store)
         return publisher.live
 
-    def note(self, topic: ServedTopic, partition: Partition, batch: Batch) -> None:
+    def note(self, topic: ServedTopic, identities: Sequence[Identity], append_time: int) -> None:
         """What came another way is known from now on, if it is sent again."""
-        if topic.dedup is not None and not topic.takes_opaque(batch):
-            for identity, place, _ in _read_identities(batch, topic.topic.policy.dedup, partition.number):
-                topic.dedup.add(identity, place, batch.append_time)
+        if topic.dedup is not None:
+            for identity, place, _ in identities:
+                topic.dedup.add(identity, place, append_time)
 
     def _append(
         self, target: Target, run: Run, indices: Sequence[int], receipt: Receipt, done: Done | None = None
@@ -431,7 +431,7 @@ class Intake:
         policy = topic.topic.policy
         since_us = self._host.clock.now_us() - policy.dedup_window_us
         # The identities of each batch, with its time. They are never sorted one by one, which would take 0.1 s.
-        found: list[tuple[int, list[_Identity]]] = []
+        found: list[tuple[int, list[Identity]]] = []
         count = 0
         partitions = list(topic.partitions)
         if self._host.delays is not None:
@@ -444,7 +444,7 @@ class Intake:
                 batches := await self._host.store.read(log, offset, _READ_BYTES, OnDamage.SKIP)
             ):
                 for batch in batches:
-                    identities = await self._identities(topic, partition, batch)
+                    identities = await self.identities(topic, partition, batch)
                     found.append((batch.append_time, identities))
                     count += len(identities)
                     if count > 2 * ENTRIES_MAX:
@@ -457,7 +457,7 @@ class Intake:
                     dedup.add(identity, place, append_time)
         return dedup
 
-    async def _identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> list[_Identity]:
+    async def identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> list[Identity]:
         """Return the identities of a stored batch without holding up the loop."""
         is_late = partition not in topic.partitions
         read = partial(_read_identities, batch, topic.topic.policy.dedup, None if is_late else partition.number)
@@ -468,7 +468,7 @@ class Intake:
             await asyncio.sleep(0)
         if not is_late:
             return found
-        kept: list[_Identity] = []
+        kept: list[Identity] = []
         async for some in _sliced(found):
             kept += [
                 each for each in some if each.subject is not None and self._host.topics.owner(each.subject) is topic
@@ -476,7 +476,7 @@ class Intake:
         return kept
 
 
-class _Identity(NamedTuple):
+class Identity(NamedTuple):
     """What tells a message from others, and where it is."""
 
     identity: bytes
@@ -488,7 +488,7 @@ class _Identity(NamedTuple):
 _append_time = itemgetter(0)
 
 
-def _read_identities(batch: Batch, mode: DedupMode, partition: int | None) -> list[_Identity]:
+def _read_identities(batch: Batch, mode: DedupMode, partition: int | None) -> list[Identity]:
     """Return the identities of a batch, of its newest messages if they are many. `partition`: None if they are for
     later."""
     columns = batch.columns()
@@ -500,15 +500,15 @@ def _read_identities(batch: Batch, mode: DedupMode, partition: int | None) -> li
     else:
         return []
     subjects = columns.subjects() if partition is None else None
-    found: deque[_Identity] = deque(maxlen=ENTRIES_MAX)
+    found: deque[Identity] = deque(maxlen=ENTRIES_MAX)
     for identity, offset, subject in zip(identities, columns.offsets(), subjects or repeat(None), strict=False):
         if identity is not None:
             place = _UNPLACED if partition is None else _packed(partition, offset)
-            found.append(_Identity(identity, place, subject))
+            found.append(Identity(identity, place, subject))
     return list(found)
 
 
-def _forget_oldest(found: list[tuple[int, list[_Identity]]], count: int) -> int:
+def _forget_oldest(found: list[tuple[int, list[Identity]]], count: int) -> int:
     """Drop the oldest batches while enough are left without them; how many identities are left."""
     found.sort(key=_append_time)
     dropped = 0
@@ -519,7 +519,7 @@ def _forget_oldest(found: list[tuple[int, list[_Identity]]], count: int) -> int:
     return count
 
 
-async def _sliced(items: list[_Identity]) -> AsyncIterator[list[_Identity]]:
+async def _sliced(items: list[Identity]) -> AsyncIterator[list[Identity]]:
     """Yield some at a time, and let others use the loop in between."""
     for begin in range(0, len(items), _SLICE):
         yield items[begin : begin + _SLICE]

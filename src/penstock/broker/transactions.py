@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from penstock.batch import Batch
+from penstock.broker.intake import Identity
 from penstock.broker.partition import Partition
 from penstock.broker.sources import source_number
 from penstock.broker.subscription import Loop
@@ -93,7 +94,11 @@ class Host(Loop, Protocol):
         """Whether `note` wants to know of it."""
         ...
 
-    def note(self, partition: Partition, batch: Batch) -> None:
+    async def identities(self, partition: Partition, batch: Batch) -> Sequence[Identity]:
+        """Return what `note` is told of a stored batch."""
+        ...
+
+    def note(self, partition: Partition, identities: Sequence[Identity], append_time: int) -> None:
         """Messages came into a partition, and not the way of those that are published."""
         ...
 
@@ -375,11 +380,14 @@ class Transactions:
         for place, target in targets.items():
             await self._append(decision, place, target)
         await _all_durable(decision.held)
+        known = [
+            (target, await self._host.identities(target, batch), batch.append_time) for target, batch in decision.noted
+        ]
         # No await from here on: nobody sees one of them without the others.
         for log in decision.held:
             log.release()
-        for target, batch in decision.noted:
-            self._host.note(target, batch)
+        for target, identities, append_time in known:
+            self._host.note(target, identities, append_time)
         decision.is_stored = True
         self._host.spawn(self._settle(decision))
 

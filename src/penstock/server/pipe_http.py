@@ -280,7 +280,8 @@ class _PipeDoor:
             if isinstance(each, BaseException):
                 raise each
         for batch in noted:
-            self._broker.note(partition, batch)
+            identities = await self._broker.identities(partition, batch)
+            self._broker.note(partition, identities, batch.append_time)
 
     async def _target(self, request: Request) -> ServedTopic:
         count = _number(request, "partitions", default=1)
