@@ -250,6 +250,26 @@ def test_a_roll_that_the_disk_refuses_does_not_break_the_append_behind_it() -> N
         assert values(log) == [b"a", b"c"]
 
 
+@pytest.mark.parametrize("size", [500, 30_000, 900_000], ids=["small", "batches", "larger than a part"])
+@pytest.mark.parametrize("whole_store", [False, True])
+def test_a_burst_between_two_upkeeps_leaves_the_newest_messages(whole_store: bool, size: int) -> None:
+    """RE-02: as much as the limit has room for, though all came at once."""
+    limit = 1_000_000
+    clock, disk = ManualClock(), FaultyFiles()
+    with open_store(disk, clock, retain_bytes=limit if whole_store else None) as store:
+        topic = store.create_topic("orders", policy=Policy(retain_bytes=None if whole_store else limit))
+        log = store.log(topic.id)
+        for _ in range(3_000_000 // size):
+            append(log, bytes(size))
+        store.flush()
+        for _ in range(3):
+            clock.advance(UPKEEP_US)
+            store.upkeep()
+        assert log.start > 0
+        left = len(values(log, log.start)) * size
+        assert limit * 7 // 10 <= left <= limit
+
+
 # The limit of the whole store.
 
 

@@ -189,13 +189,13 @@ def rewrite(
     files.sync_directory(segment.path.parent)
 
 
-def small_neighbours(segments: Sequence[Segment], policy: Policy) -> list[Sequence[Segment]]:
+def small_neighbours(
+    segments: Sequence[Segment], policy: Policy, store_limit: int | None = None
+) -> list[Sequence[Segment]]:
     """Return the sealed segments that should be merged: some in a row that are no more than half a segment together,
     and no more than a part of what is retained: retention drops them together."""
-    span_us, part_bytes = retention.part_limits(policy)
-    bytes_max = policy.segment_bytes // 2
-    if part_bytes is not None:
-        bytes_max = min(bytes_max, part_bytes)
+    span_us = retention.segment_span_us(policy)
+    bytes_max = min(policy.segment_bytes // 2, retention.segment_bytes(policy, store_limit))
     groups: list[list[Segment]] = [[]]
     size = 0
     for segment, following in pairwise(segments):

@@ -12,11 +12,11 @@ from penstock.storage.log import Log, State
 logger = logging.getLogger(__name__)
 
 
-def trim(logs: Sequence[Log], excess: int) -> tuple[list[Log], int]:
-    """Drop the oldest segments of these logs until `excess` bytes are freed.
+def trim(logs: Sequence[Log], excess: int, spare: int) -> tuple[list[Log], int]:
+    """Drop the oldest segments of these logs until `excess` bytes are freed, and at most `spare` bytes more.
 
     A segment is as old as its last message. Return the logs whose active segment is next, and must be sealed before it
-    can go, and how many bytes are too many even without those.
+    can go, and how many bytes are too many even without all of them.
     """
     oldest = [(time, number) for number, log in enumerate(logs) if (time := _oldest_time(log)) is not None]
     heapify(oldest)
@@ -24,6 +24,8 @@ def trim(logs: Sequence[Log], excess: int) -> tuple[list[Log], int]:
     while excess > 0 and oldest:
         number = oldest[0][1]
         log = logs[number]
+        if log.segments[0].size > excess + spare:
+            return unsealed, 0
         if len(log.segments) == 1:
             unsealed.append(log)
             excess -= log.segments[0].size

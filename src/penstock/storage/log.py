@@ -168,6 +168,8 @@ class Log:
         self._oldest_us = found.oldest_us
         # Whether the next write begins a new segment.
         self._rolls = False
+        # Bytes that the whole store retains, if that is limited and this log may be shortened for it.
+        self.store_limit: int | None = None
         self.number = secrets.randbits(32) if found.log is None else found.log
         self._pending: list[Batch | Run] = []
         self._pending_bytes = 0
@@ -389,14 +391,14 @@ class Log:
         if self.is_piped:
             raise ReadOnlyTopic(f"{self.directory}: the log is piped from another broker: publish there")
 
-    def is_roll_due(self, store_limit: int | None = None) -> bool:
-        """Return whether the active segment is a large part of what is retained, here or in the whole store."""
+    def is_roll_due(self) -> bool:
+        """Return whether the active segment spans a large part of the time that is retained."""
         if self._oldest_us is None:
             return False
         if self._purged >= self.end:
             return True
-        age_us = self._clock.now_us() - self._oldest_us
-        return retention.fills_part(self.policy, store_limit, age_us, self._segments[-1].size)
+        span_us = retention.segment_span_us(self.policy)
+        return span_us is not None and self._clock.now_us() - self._oldest_us >= span_us
 
     def roll(self) -> None:
         """Have the next write begin a new segment, unless the active one has no messages. Without new messages it
@@ -710,7 +712,7 @@ class Log:
         )
         compacted = self._segments
         following = dict(pairwise(compacted))
-        for group in compaction.small_neighbours(compacted, self.policy):
+        for group in compaction.small_neighbours(compacted, self.policy, self.store_limit):
             self._merge(group, following[group[-1]], gives_up)
         self._compacted_base = segments[-1].base
         return dropped
@@ -919,6 +921,7 @@ class Log:
         """Which batches go to the active segment, and which to new ones: each with what its head must know."""
         size = self._segments[-1].written
         base = self._segments[-1].base
+        segment_bytes = retention.segment_bytes(self.policy, self.store_limit)
         part = Part(None, [])
         parts = [part]
         first = batches[0].base_offset if batches else self.end
@@ -928,7 +931,7 @@ class Log:
             parts.append(part)
             size = 0
         for batch in batches:
-            if size + batch.size > self.policy.segment_bytes and batch.base_offset > base:
+            if size + batch.size > segment_bytes and batch.base_offset > base:
                 base = batch.base_offset
                 part = Part(self._producers.snapshot(base), [])
                 parts.append(part)

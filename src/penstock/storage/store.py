@@ -60,6 +60,7 @@ from penstock.errors import (
     UnsupportedBatch,
 )
 from penstock.health import Health, Usage
+from penstock.storage import retention
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
 from penstock.storage.format import claim_format
@@ -727,6 +728,7 @@ class Store:
             log = self._logs.get((topic.id, partition))
             if log is not None:
                 log.policy = topic.policy
+                log.store_limit = None if topic.is_internal else self.settings.retain_bytes
                 log.purge(self._state.get("start", f"{topic.id}/{partition}") or 0)
                 if topic.origin is not None and not log.is_piped:
                     log.pipe()
@@ -827,9 +829,7 @@ class Store:
 
     def _due_to_roll(self) -> list[Log]:
         """Return the logs that must begin a new segment, so that retention can drop parts of what they have."""
-        trimmable = set(self._trimmable())
-        limit = self.settings.retain_bytes
-        return [log for log in self._logs.values() if log.is_roll_due(limit if log in trimmable else None)]
+        return [log for log in self._logs.values() if log.is_roll_due()]
 
     def _roll(self, logs: list[Log]) -> None:
         """Have these logs begin new segments: in the next rounds, or now if nobody drives any."""
@@ -855,7 +855,7 @@ class Store:
         if limit is None:
             return []
         excess = self.store_bytes - limit
-        unsealed, left = trim(logs, excess)
+        unsealed, left = trim(logs, excess, retention.part_bytes(limit))
         if excess > 0:
             self._measure()
             logger.info("the store had %d bytes more than storage.retain_bytes allows: dropped the oldest", excess)
