@@ -836,6 +836,15 @@ def test_a_fetch_that_cannot_be_is_wrong_usage(options: tuple[str, ...]) -> None
     assert "Error" in wrong_usage("fetch", "any", *options)
 
 
+def test_an_offset_that_is_not_there_yet_is_an_error(penstock: Penstock, client: Client) -> None:
+    client.publish("short", b"0")
+
+    assert penstock("fetch", "short", "--from", 1) == Done(0, "", "")
+    done = penstock("fetch", "short", "--from", 1900000000)
+    reason = "short has no offset 1900000000 yet, it ends at 0:1; a time is written @1900000000"
+    assert done == Done(1, "", f"error: {reason}\n")
+
+
 def test_a_partition_that_is_not_there_is_an_error(penstock: Penstock, spread: list[str]) -> None:
     done = penstock("fetch", "spread", "--partition", 3)
     assert done == Done(1, "", "error: spread has no partition 3: it has 0 to 2\n")

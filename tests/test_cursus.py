@@ -538,6 +538,17 @@ def test_a_member_that_waits_for_messages_is_alive(tmp_path: Path) -> None:
         assert waiting.batch() == [(0, b"", b"x")]
 
 
+def test_a_member_that_asks_for_messages_gets_nothing_else(tmp_path: Path) -> None:
+    with Serve(tmp_path, server_session_timeout_ms=500) as server, Cursus(server) as silent, Cursus(server) as other:
+        other.create("orders")
+        silent.ask("JOIN_GROUP topic=orders group=g member=m")
+        # It was looked at, again and again, and is gone.
+        while other.status("orders", "g")["members"]:
+            pass
+        silent.command("LIST")
+        assert silent.frame().decode() == "orders"
+
+
 def test_a_subscriber_needs_no_heartbeat(tmp_path: Path) -> None:
     with Serve(tmp_path, server_session_timeout_ms=500) as server, Cursus(server) as client, Cursus(server) as other:
         other.create("orders")

@@ -52,6 +52,11 @@ def test_plain_objects_are_values_as_they_are_written() -> None:
     ] * 2
 
 
+@pytest.mark.parametrize(("name", "text"), [("orders.jsonl", '{"id":"1"}'), ("orders.csv", "id\n1\n")])
+def test_a_byte_order_mark_is_not_part_of_the_first_message(name: str, text: str) -> None:
+    assert [message.value for message in read(text.encode("utf-8-sig"), name)] == [b'{"id":"1"}']
+
+
 @pytest.mark.parametrize("name", ["orders.jsonl", "orders.csv", "orders.parquet"])
 def test_fields_are_key_and_subject(name: str) -> None:
     data = {
@@ -123,6 +128,9 @@ def test_what_parquet_has_and_json_does_not_is_text() -> None:
         (b'{"a": 1}\n[]\n', "f.jsonl", {}, "line 2: this is not a JSON object"),
         (b"a,b\n1,2\n3\n", "f.csv", {}, "line 3: it has another number of columns"),
         (b"a\n\xff\n", "f.csv", {}, "this is not CSV in UTF-8"),
+        (b"\xff\n1\n", "f.csv", {}, "line 1: this is not CSV in UTF-8"),
+        (b"id,name,id\n1,2,3\n", "f.csv", {}, "line 1: several columns are called 'id'"),
+        (b'{"a": NaN}\n', "f.jsonl", {}, "line 1: this is not JSON: NaN is not a value of JSON"),
         (b"PAR1", "f.parquet", {}, "this is not a Parquet file"),
     ],
 )

@@ -22,7 +22,7 @@ _SERVER: Final = "A server, and its data"
 _CLIENT: Final = "Talk to a server"
 # Modules with commands of their own, by name: where they are listed, and what for.
 MODULES: Final = {
-    "log": (_SERVER, "Look into the logs of a data directory; nothing is changed."),
+    "log": (_SERVER, "Look into the logs of a data directory, verify and repair them."),
     "registry": (_SERVER, "Tell the brokers of a tree their roles and parents, from a file that is watched."),
     "context": (_CLIENT, "Give brokers names: add, list, use and remove contexts."),
     "topic": (_CLIENT, "Make, list, change and delete topics."),

@@ -77,7 +77,11 @@ def fetch(
     if follow and end != "latest":
         raise typer.BadParameter("with --follow there is no end", param_hint="'--to'")
     with at.client() as client:
-        spans = [_span(client, topic, position, start, end) for position in _choose(client, topic, partition)]
+        positions = _choose(client, topic, partition)
+        if isinstance(start, int) and start > max(position.committed for position in positions):
+            ends = ", ".join(f"{position.partition}:{position.committed}" for position in positions)
+            raise PenstockError(f"{topic} has no offset {start} yet, it ends at {ends}; a time is written @{start}")
+        spans = [_span(client, topic, position, start, end) for position in positions]
         messages = _followed(client, topic, partition, spans) if follow else _stored(client, topic, spans)
         with closing(messages):
             chosen = islice(messages, count)

@@ -8,11 +8,13 @@ holds is told by its first row.
 from __future__ import annotations
 
 import base64
+import codecs
 import csv
 import datetime
 import decimal
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +100,7 @@ class Import:
 def _json_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]:
     for number, line in enumerate(stream, 1):
         advance(len(line))
-        text = line.strip()
+        text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
         if text:
             where = f"line {number}"
             try:
@@ -115,12 +117,15 @@ def _csv_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]
 
     table = csv.DictReader(lines(), strict=True)
     try:
+        twice = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
+        if twice:
+            raise BadRequest(f"line 1: several columns are called {twice[0]!r}: give each a name of its own")
         for fields in table:
             if None in fields or None in fields.values():
                 raise BadRequest(f"line {table.line_num}: it has another number of columns than the first line")
             yield fields, None, f"line {table.line_num}"
     except (csv.Error, UnicodeDecodeError) as error:
-        raise BadRequest(f"line {table.line_num}: this is not CSV in UTF-8: {error}") from None
+        raise BadRequest(f"line {table.line_num or 1}: this is not CSV in UTF-8: {error}") from None
 
 
 def _parquet_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import typer
 
@@ -46,12 +46,16 @@ def is_message(fields: dict[str, Any]) -> bool:
 
 def read_object(line: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"this is not JSON: {error} (for lines that are values use --format lines)") from None
     if not isinstance(fields, dict):
         raise BadRequest("this is not a JSON object")
     return fields
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a value of JSON")
 
 
 def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:

@@ -663,7 +663,8 @@ class Cursus:
                     self._session_us // 1000,
                 )
                 self._session.leave(name)
-        if self._session.memberships:
+        # Who joined a group and asks for messages expects nothing but answers.
+        if any(member.expires_us is None for [(member, _), *_] in self._session.memberships.values()):
             self._session.peer.write(_KEEP_ALIVE)
         return self._keep_alive_s
 
