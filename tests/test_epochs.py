@@ -75,6 +75,22 @@ async def test_an_epoch_that_could_not_be_stored_is_stored_by_the_next_message(m
 
 
 @in_loop
+async def test_thousands_of_epochs_that_could_not_be_stored_are_no_burden(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(_: list[Change]) -> None:
+        raise LogFailed("disk")
+
+    async with Life(FaultyFiles()) as life:
+        with monkeypatch.context() as patch:
+            patch.setattr(life.broker.store, "write_state", fail)
+            for number in range(3000):
+                with pytest.raises(LogFailed):
+                    await publish(life, "p", number)
+
+        await life.do(publish(life, "p", 3000))
+        assert await refused(life, "p", 2999)
+
+
+@in_loop
 async def test_the_producer_that_is_silent_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epochs, "PRODUCERS_MAX", 3)
     disk = FaultyFiles()

@@ -53,11 +53,12 @@ class _Epoch:
 
     async def ended(self) -> None:
         """Wait until nothing is under way under it, nor under those before it. Nothing new begins meanwhile."""
-        if self.before is not None:
-            await self.before.ended()
-        while self.publishing:
-            self._idle.clear()
-            await self._idle.wait()
+        epoch: _Epoch | None = self
+        while epoch is not None:
+            while epoch.publishing:
+                epoch._idle.clear()
+                await epoch._idle.wait()
+            epoch = epoch.before
 
 
 class Epochs:
@@ -79,7 +80,8 @@ class Epochs:
         key = f"{topic_id}/{producer}"
         epoch = self._newest.pop(key, None)
         if epoch is None or epoch.number < number:
-            epoch = _Epoch(number, epoch)
+            # Nobody waits for an epoch under which nothing is published, so the chain stays short.
+            epoch = _Epoch(number, epoch if epoch is None or epoch.publishing else epoch.before)
         self._newest[key] = epoch
         if number < epoch.number:
             raise StaleEpoch(
