@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 # Groups are limited in number, so their names are in size.
 _GROUP_NAME_BYTES_MAX: Final = 4096
-# Partitions of a topic that are looked at for a hint: it is no more than that.
+# Look at this many partitions of a topic for a hint: it may miss rare subjects.
 _HINT_PARTITIONS: Final = 8
 
 _SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000

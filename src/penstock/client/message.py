@@ -200,7 +200,7 @@ class Message:
     def respond(
         self, value: bytes | None = None, *, json: Any = ABSENT, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Reply to a request. The reply is sent soon, once, and not stored: whoever asked may not wait any more."""
+        """Reply to a request. The reply is sent once and is not stored; the requester may have stopped waiting."""
         reply, feed = self.reply, self._delivery.feed
         if reply is None:
             raise BadRequest(f"a message of {self.subject} has no reply subject: it is no request")
