@@ -57,6 +57,13 @@ class WatchedFiles:
         self.note(Call("rename", to))
         self._files.rename(path, to)
 
+    def link(self, path: Path, to: Path) -> None:
+        self.note(Call("link", to))
+        self._files.link(path, to)
+
+    def version(self, path: Path) -> str:
+        return self._files.version(path)
+
     def remove(self, path: Path) -> None:
         self.note(Call("remove", path))
         self._files.remove(path)

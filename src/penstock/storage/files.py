@@ -87,6 +87,14 @@ class Files(Protocol):
 
     def rename(self, path: Path, to: Path) -> None: ...
 
+    def link(self, path: Path, to: Path) -> None:
+        """Give a file a second name: it stays until both are removed, or replaced."""
+        ...
+
+    def version(self, path: Path) -> str:
+        """Tell a file from any other that had or will have this name. It changes with every write."""
+        ...
+
     def remove(self, path: Path) -> None: ...
 
     def sync_directory(self, path: Path) -> None: ...
@@ -210,6 +218,14 @@ class OsFiles:
 
     def rename(self, path: Path, to: Path) -> None:
         path.rename(to)
+
+    def link(self, path: Path, to: Path) -> None:
+        os.link(path, to)
+
+    def version(self, path: Path) -> str:
+        # A rewritten file is made while the old one is there: it has another inode. An appended one has another time.
+        found = path.stat()
+        return f"{found.st_ino:x}.{found.st_mtime_ns:x}"
 
     def remove(self, path: Path) -> None:
         path.unlink()

@@ -58,6 +58,10 @@ class DiskSpace:
     def usage(self) -> dict[str, Usage]:
         return {"disk_bytes": Usage(self.total - self.free, self.total)}
 
+    @property
+    def is_full(self) -> bool:
+        return self._is_full
+
     def admit(self) -> None:
         """Raise AppendFailed if there is no room for anything but the state topic."""
         if self._is_full and self._reserve_bytes:

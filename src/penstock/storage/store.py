@@ -4,6 +4,7 @@
     <data>/FORMAT                           the version of all that follows
     <data>/meta.db                          a projection for queries
     <data>/topics/<topic id>/<partition>/   a log; topic 0 is the state topic
+    <data>/snapshots/<id>/                  second names of segments, while somebody copies them
 
 A store and its logs belong to one thread. Alone it is driven by `flush`, which writes and syncs in the calling
 thread. In an event loop it is driven by `run`: two lanes, each with one round at a time in a worker thread.
@@ -20,6 +21,7 @@ for those who await:
     create, alter   decide → commit to the state topic → open the new logs → install
     purge           commit the new starts to the state topic → let nobody read below
     delete          commit a mark to the state topic → forget → remove the files → commit that the mark is gone
+    snapshot        note the marks of all logs → give their segments second names; upkeep waits as well
 
 The state topic comes first, so the next start finishes what was interrupted.
 """
@@ -60,7 +62,7 @@ from penstock.errors import (
     UnsupportedBatch,
 )
 from penstock.health import Health, Usage
-from penstock.storage import retention
+from penstock.storage import recovery, retention
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
 from penstock.storage.format import claim_format
@@ -72,6 +74,8 @@ from penstock.storage.meta import Change, Meta, SegmentRow
 from penstock.storage.policy import Cleanup, Durability, OnDamage, Policy, Topic
 from penstock.storage.producers import SOURCES_MAX
 from penstock.storage.segment import OpenSegments, Reader, Segment
+from penstock.storage.snapshot import DIRECTORY as SNAPSHOTS
+from penstock.storage.snapshot import Mark, Snapshot, clear_all
 from penstock.storage.space import DiskSpace, is_disk_full
 from penstock.storage.state import STATE_TOPIC, State
 from penstock.storage.tail import TailBudget
@@ -85,6 +89,9 @@ _QUICK_BYTES: Final = 64 << 10
 _OPEN_SEGMENTS_MAX: Final = 1024
 _STATE_SEGMENTS_OPEN: Final = 8
 _SPACE_EVERY_S: Final = 1.0
+# Snapshots at once. One that nobody reads ends after a while: it keeps room on the disk that retention would free.
+SNAPSHOTS_MAX: Final = 8
+SNAPSHOT_IDLE_US: Final = 600_000_000
 # The name of the problem that the store is larger than allowed, and nothing can go.
 _LIMIT_PROBLEM: Final = "store"
 
@@ -177,10 +184,14 @@ class Store:
         # `run` ends: upkeep gives up.
         self._is_ending = False
         self._readers: ThreadPoolExecutor | None = None
+        self._snapshots: dict[Snapshot, None] = {}
+        # Held by whoever drops or rewrites segments, or needs that nobody does.
+        self._upkeeping = asyncio.Lock()
         self._files.make_directory(directory)
         self._lock = self._files.lock(directory / "LOCK")
         try:
             claim_format(self._files, directory)
+            clear_all(self._files, directory)
         except BaseException:
             self._lock.close()
             raise
@@ -265,6 +276,25 @@ class Store:
             await self._change_in_turn(self._identify)
         found: str = self._state.get("store", "identity")
         return found
+
+    async def snapshot(self) -> Snapshot:
+        """Return all logs as they are now, to be read until the snapshot is closed."""
+        if len(self._snapshots) >= SNAPSHOTS_MAX:
+            raise Overloaded(f"there are {SNAPSHOTS_MAX} snapshots already: wait until a backup has ended")
+        async with self._upkeeping:
+            return await self._change_in_turn(self._snapshot)
+
+    def snapshot_now(self) -> Snapshot:
+        """As `snapshot`, of a store that nobody drives. All of it must be flushed."""
+        return self._change_now(self._snapshot)
+
+    def end_snapshot(self, snapshot: Snapshot) -> None:
+        """Let a snapshot go. For any thread."""
+        self._snapshots.pop(snapshot, None)
+        try:
+            snapshot.close()
+        except OSError as error:
+            logger.warning("a snapshot cannot be removed, the next start tries again: %s", error)
 
     async def write_state(self, changes: Sequence[Change]) -> None:
         """Set and delete values, all or none of them, and wait until they are committed."""
@@ -394,6 +424,8 @@ class Store:
 
     def _let_go(self) -> None:
         self._worker.shutdown()
+        for snapshot in list(self._snapshots):
+            self.end_snapshot(snapshot)
         if self._readers is not None:
             self._readers.shutdown()
         self._meta.close()
@@ -535,6 +567,37 @@ class Store:
     async def _identify(self, disk: _Disk) -> None:
         if self._state.get("store", "identity") is None:
             await disk.commit([Change("store", "identity", secrets.token_hex(16))])
+
+    async def _snapshot(self, disk: _Disk) -> Snapshot:
+        # No await before all marks are taken: they must be of one moment.
+        time_us, now_us = self._clock.now_us(), self._clock.monotonic_us()
+        marks = [self._mark(place, self._logs[place]) for place in sorted(self._logs)]
+        places, made = sorted(self.refused), []
+
+        def link() -> None:
+            refused = [self._mark_refused(place) for place in places]
+            path = self.directory / SNAPSHOTS / secrets.token_hex(8)
+            made.append(Snapshot(self._files, path, time_us, [*marks, *refused], now_us))
+
+        await disk.work(link)
+        [snapshot] = made
+        self._snapshots[snapshot] = None
+        return snapshot
+
+    def _mark(self, place: Place, log: Log) -> Mark:
+        topic = self._topics.get(place[0])
+        segments = [(segment, segment.size) for segment in log.segments]
+        name = topic.name if topic else None
+        return Mark(place[0], name, place[1], log.number, segments, log.start, log.committed, log.is_piped, None)
+
+    def _mark_refused(self, place: Place) -> Mark:
+        """Of a log that cannot be opened: its files, whatever is in them."""
+        topic, reason = self._topics[place[0]], str(self.refused[place])
+        path = self.directory / "topics" / str(place[0]) / str(place[1])
+        found, _ = recovery.find_segments(self._files, self._open_segments, path, "pread")
+        segments = [(segment, segment.size) for segment in found]
+        start = segments[0][0].base if segments else 0
+        return Mark(place[0], topic.name, place[1], None, segments, start, None, topic.origin is not None, reason)
 
     async def _create(self, name: str, partitions: int, policy: Policy, origin: str | None, disk: _Disk) -> Topic:
         number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
@@ -796,13 +859,23 @@ class Store:
         while True:
             await asyncio.sleep(_SPACE_EVERY_S)
             await asyncio.get_running_loop().run_in_executor(self._worker, self.space.check)
+            await self._drop_snapshots()
+
+    async def _drop_snapshots(self) -> None:
+        """End the snapshots that nobody reads, and all of them when the disk is full."""
+        horizon_us = self._clock.monotonic_us() - SNAPSHOT_IDLE_US
+        for snapshot in list(self._snapshots):
+            if self.space.is_full or snapshot.used_us < horizon_us:
+                logger.warning("a snapshot ends: %s", "the disk is full" if self.space.is_full else "nobody reads it")
+                await asyncio.get_running_loop().run_in_executor(self._worker, self.end_snapshot, snapshot)
 
     async def _compact_state(self, worker: ThreadPoolExecutor, lanes: _Lanes) -> None:
         """Compact the state topic when it has grown: between two upkeeps it could grow by hundreds of megabytes."""
         loop = asyncio.get_running_loop()
         while True:
             await lanes.overgrown.wait()
-            await loop.run_in_executor(worker, self._upkeep, [self._state_log])
+            async with self._upkeeping:
+                await loop.run_in_executor(worker, self._upkeep, [self._state_log])
             self._state_bytes = self._sealed_state_bytes()
             lanes.overgrown.clear()
 
@@ -819,8 +892,9 @@ class Store:
             await asyncio.sleep(self.settings.upkeep_ms / 1000)
             try:
                 self._roll(self._due_to_roll())
-                await loop.run_in_executor(worker, self._upkeep, list(self._logs.values()))
-                self._roll(await loop.run_in_executor(worker, self._trim, self._trimmable()))
+                async with self._upkeeping:
+                    await loop.run_in_executor(worker, self._upkeep, list(self._logs.values()))
+                    self._roll(await loop.run_in_executor(worker, self._trim, self._trimmable()))
                 projection = self._take_projection()
                 if await loop.run_in_executor(worker, self._write_projection, projection):
                     self._state.projected(projection.changes)

@@ -25,6 +25,7 @@ import errno
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -39,10 +40,10 @@ from penstock.storage.files import File
 # fmt: off
 _MUTATING: Final = frozenset({
     "create", "write", "truncate", "allocate", "sync",
-    "rename", "remove", "sync_directory", "make_directory", "remove_directory",
+    "rename", "link", "remove", "sync_directory", "make_directory", "remove_directory",
 })
 # fmt: on
-_CALLS: Final = _MUTATING | {"open", "sizes", "read", "view"}
+_CALLS: Final = _MUTATING | {"open", "sizes", "version", "read", "view"}
 
 # The smaller ones are no real sectors: they tear the records of a small log more often. A cut draws from
 # those that make no more pieces of a file than the bound, or it would take longer than the workload did.
@@ -179,6 +180,22 @@ class FaultyFiles:
                     arrival = self._change_names(target, {to.name: node})
                     self._change_names(source, {path.name: None}, needs=arrival)
             _raise(planned)
+
+    def link(self, path: Path, to: Path) -> None:
+        with self._lock:
+            inode, target = self._find_file(path), self._find_directory(to.parent)
+            if to.name in target.entries:
+                raise _error(errno.EEXIST, to)
+            planned = self._begin("link", path, to)
+            if self._happens(planned):
+                self._change_names(target, {to.name: inode})
+            _raise(planned)
+
+    def version(self, path: Path) -> str:
+        with self._lock:
+            inode = self._find_file(path)
+            _raise(self._begin("version", path))
+            return f"{id(inode):x}.{zlib.crc32(inode.content):x}"
 
     def remove(self, path: Path) -> None:
         with self._lock:

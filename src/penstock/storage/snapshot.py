@@ -1,0 +1,205 @@
+"""A snapshot: all logs of a store as they were at one moment, for as long as somebody copies them.
+
+The marks of all logs are taken in one turn of the event loop, so they fit together: whatever the state topic says of a
+message below its mark, that message is below the mark of its own log. Each segment then gets a second name in
+`<data>/snapshots/<id>/`, so retention, compaction and the deletion of a topic take nothing away from the snapshot. The
+last segment of a log ends at its mark: the last batch that was committed.
+
+A log that cannot be opened has no mark. Its files are part of the snapshot as they are.
+
+The listing describes the snapshot in JSON. It is the file behind the segments, and can be read like them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from penstock.errors import AppendFailed, BadRequest, Closed, ReadFailed
+from penstock.storage.files import File, Files
+from penstock.storage.segment import Found, Segment
+
+DIRECTORY: Final = "snapshots"
+
+
+class Mark(NamedTuple):
+    """Where a log stood: its segments with the bytes that readers could see, and its committed offset, if known."""
+
+    topic_id: int
+    topic: str | None
+    partition: int
+    number: int | None
+    segments: Sequence[tuple[Segment, int]]
+    start: int
+    committed: int | None
+    is_piped: bool
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSegment:
+    base: int
+    bytes: int
+    # As `Files.version` tells it.
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListedLog:
+    """`segments` are in order; over all logs, they are the files 0, 1, 2, … of the snapshot."""
+
+    topic_id: int
+    topic: str | None
+    partition: int
+    number: int | None
+    start: int
+    committed: int | None
+    is_piped: bool
+    problem: str | None
+    segments: list[ListedSegment]
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ListedLog:
+        segments = [ListedSegment(**segment) for segment in value["segments"]]
+        return cls(**{**value, "segments": segments})
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    time_us: int
+    logs: list[ListedLog]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Listing:
+        value = json.loads(data)
+        return cls(value["time_us"], [ListedLog.from_json(log) for log in value["logs"]])
+
+
+class Snapshot:
+    """Any thread may read and close it."""
+
+    def __init__(self, files: Files, directory: Path, time_us: int, marks: Sequence[Mark], now_us: int) -> None:
+        """Give every segment its second name. Nothing may drop or rewrite segments meanwhile."""
+        self._files = files
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._open: tuple[int, File] | None = None
+        self._is_closed = False
+        # When it was last used, on the monotonic clock.
+        self.used_us = now_us
+        self._sizes: list[int] = []
+        try:
+            files.make_directory(directory)
+            listing = Listing(time_us, [self._link_log(mark) for mark in marks])
+            self._write_listing(listing.encode())
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                clear(files, directory)
+            if isinstance(error, OSError):
+                raise AppendFailed(
+                    f"{directory}: a snapshot needs hard links to the segments, and one failed: {error}"
+                ) from error
+            raise
+
+    @property
+    def listing(self) -> tuple[int, int]:
+        """The number of the file with the listing, and its bytes."""
+        return len(self._sizes) - 1, self._sizes[-1]
+
+    def read(self, number: int, position: int, length: int, now_us: int = 0) -> bytes:
+        """Return bytes of a file, fewer only at its end. Raises ReadFailed if the disk does not give them back."""
+        if not 0 <= number < len(self._sizes):
+            raise BadRequest(f"the snapshot has files 0 to {len(self._sizes) - 1}, none with number {number}")
+        size = self._sizes[number]
+        with self._lock:
+            self.used_us = max(self.used_us, now_us)
+            if self._is_closed:
+                raise Closed("the snapshot has ended")
+            try:
+                if self._open is None or self._open[0] != number:
+                    self._release()
+                    self._open = number, self._files.open(self._path(number))
+                return self._open[1].read(max(0, min(length, size - position)), position)
+            except OSError as error:
+                raise ReadFailed(f"{self._path(number)}: cannot be read: {error}") from error
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._release()
+        clear(self._files, self._directory)
+
+    def _link_log(self, mark: Mark) -> ListedLog:
+        listed = []
+        followings = [segment.base for segment, _ in mark.segments[1:]]
+        for place, (segment, size) in enumerate(mark.segments):
+            path = self._path(len(self._sizes))
+            self._files.link(segment.path, path)
+            version = self._files.version(path)
+            is_last = False
+            if mark.committed is not None and (place == len(followings) or followings[place] > mark.committed):
+                # What follows is not committed, or there is nothing.
+                size, is_last = _size_below(segment, mark.committed, size), True
+            self._sizes.append(size)
+            listed.append(ListedSegment(segment.base, size, version))
+            if is_last:
+                break
+        return ListedLog(
+            mark.topic_id,
+            mark.topic,
+            mark.partition,
+            mark.number,
+            mark.start,
+            mark.committed,
+            mark.is_piped,
+            mark.problem,
+            listed,
+        )
+
+    def _write_listing(self, data: bytes) -> None:
+        file = self._files.create(self._path(len(self._sizes)))
+        try:
+            file.write(data, 0)
+        finally:
+            file.close()
+        self._sizes.append(len(data))
+
+    def _path(self, number: int) -> Path:
+        return self._directory / str(number)
+
+    def _release(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+
+def clear(files: Files, directory: Path) -> None:
+    """Remove the names of a snapshot."""
+    for name in files.sizes(directory):
+        files.remove(directory / name)
+    with contextlib.suppress(FileNotFoundError):
+        files.remove_directory(directory)
+
+
+def clear_all(files: Files, data_directory: Path) -> None:
+    """Remove what a process that was killed has left of its snapshots."""
+    for name in files.sizes(data_directory / DIRECTORY):
+        clear(files, data_directory / DIRECTORY / name)
+
+
+def _size_below(segment: Segment, committed: int, size: int) -> int:
+    """Return how many of the first `size` bytes hold what is below `committed`."""
+    for found in segment.scan(segment.index.floor(committed)[0]):
+        if isinstance(found, Found) and found.batch.end > committed:
+            return min(found.position, size)
+    return size
