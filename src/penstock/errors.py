@@ -50,6 +50,7 @@
         ├── DirectoryInUse     another process has it open
         ├── BadDirectory       files that do not belong there, or do not fit together
         ├── UnsupportedFormat  a newer version of penstock wrote it
+        ├── BadBackup          a backup that is damaged, incomplete, or not what was asked for
         ├── LogDamaged         bytes that were durable are not what was written
         ├── ReadFailed         the disk does not give back what is there
         ├── AppendFailed       a write failed and was taken back; there may be room again later
@@ -282,6 +283,10 @@ class BadDirectory(DiskError):
 
 class UnsupportedFormat(DiskError):
     code = "UNSUPPORTED_FORMAT"
+
+
+class BadBackup(DiskError):
+    code = "BAD_BACKUP"
 
 
 class LogDamaged(DiskError):

@@ -64,7 +64,7 @@ ONCE_US: Final = 600 * 1_000_000
 # Batches of one transaction: a limit on its decision, about 3 MiB. The position of a batch is the decision and its
 # place in it.
 PARTS_MAX: Final = 1 << 18
-_PARTS_BITS: Final = 20
+PARTS_BITS: Final = 20
 # Batches that are staged and not committed, over all transactions: each takes some memory.
 STAGED_MAX: Final = 1 << 20
 # Names that somebody may come back to, and those of one transaction each; of the latter the oldest are forgotten first.
@@ -73,7 +73,7 @@ ONCE_MAX: Final = 100_000
 # Under which problems are reported.
 _PROBLEM: Final = "transactions"
 
-_SOURCE: Final = source_number("transactions")
+SOURCE: Final = source_number("transactions")
 # When what a log could not take is tried again.
 RETRY_US: Final = 1_000_000
 
@@ -406,7 +406,7 @@ class Transactions:
             if target.log.state is LogState.CLOSED:
                 return  # deleted meanwhile
             end = target.end
-            target.append_batch(batch, _SOURCE, decision.number << _PARTS_BITS | index, None)
+            target.append_batch(batch, SOURCE, decision.number << PARTS_BITS | index, None)
             # Of the others nobody must know; there may be more of them than fit into memory.
             if target.end > end and self._host.is_noted(target, batch):
                 decision.noted.append((target, batch))

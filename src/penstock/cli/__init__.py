@@ -23,6 +23,8 @@ _CLIENT: Final = "Talk to a server"
 # Modules with commands of their own, by name: where they are listed, and what for.
 MODULES: Final = {
     "log": (_SERVER, "Look into the logs of a data directory, verify and repair them."),
+    "backup": (_SERVER, "Back up a running broker: to a directory, a tar stream or an object store."),
+    "restore": (_SERVER, "Make a data directory of a backup, also as of an earlier time or offset."),
     "registry": (_SERVER, "Tell the brokers of a tree their roles and parents, from a file that is watched."),
     "context": (_CLIENT, "Give brokers names: add, list, use and remove contexts."),
     "topic": (_CLIENT, "Make, list, change and delete topics."),

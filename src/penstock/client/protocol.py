@@ -55,7 +55,7 @@ class Batches(NamedTuple):
     data: memoryview
 
 
-Answer = dict[str, Any] | Batches | PenstockError
+Answer = dict[str, Any] | Batches | bytes | bytearray | PenstockError
 
 
 class Request:
@@ -207,6 +207,8 @@ class Connection:
                     feed.received(payload)
             case Type.RESULT:
                 self._answer(number, read_json(payload))
+            case Type.BYTES:
+                self._answer(number, payload)
             case Type.BATCHES:
                 self._answer(number, Batches(*read_batches(payload)))
             case Type.ERROR:

@@ -43,6 +43,7 @@ from penstock.server import calls, provider
 from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.gate import HANDSHAKE_BYTES_MAX, credentials
 from penstock.server.owing import SLICE_MESSAGES, Owing
+from penstock.storage.snapshot import Snapshot
 from penstock.subject import is_readable, is_subject
 from penstock.wire import binary
 from penstock.wire.binary import Frame, FrameReader, Type, Verb
@@ -56,6 +57,8 @@ REQUESTS_MAX: Final = 256
 # What one FETCH gives, however much it asks for; a batch that is larger is given whole.
 FETCH_BYTES_MAX: Final = 16 << 20
 FETCH_WAIT_MS_MAX: Final = 60_000
+# What one READ gives.
+READ_BYTES_MAX: Final = 4 << 20
 # Memory for a frame that is only announced.
 AHEAD_BYTES: Final = 4 << 20
 # Frames that are parsed at once; then others have a turn.
@@ -102,6 +105,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         self._fetches: set[asyncio.Task[None]] = set()
         # One at a time reads and sends: what they have in memory waits for the client.
         self._fetching = asyncio.Lock()
+        # Those that it has begun, by number. Nobody else reads them, and they end with the connection.
+        self._snapshots: dict[int, Snapshot] = {}
+        self._last_snapshot = 0
         self._owing = Owing(self, lambda: self._disconnect(Closed("the server stops")))
         # What members were told of a refresh and have not answered, by the number of the frame; and the last number.
         self._notices: dict[int, tuple[Member, Notice]] = {}
@@ -133,6 +139,8 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         # What changes something is done to its end.
         for fetch in self._fetches:
             fetch.cancel()
+        for number in list(self._snapshots):
+            self.spawn(self._end_snapshot(number))
         for number in list(self.subscriptions):
             self.call(self.unsubscribe, number)
             yield
@@ -302,6 +310,10 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.answer(number, {})
             case Type.CALL:
                 self._begin(number, self._call(number, binary.read_request(payload)))
+            case Type.SNAPSHOT:
+                self._begin(number, self._snapshot(number, binary.read_request(payload)))
+            case Type.READ:
+                self._begin(number, self._read_snapshot(number, binary.read_read(payload)))
             case Type.HELLO:
                 self._hello(number, binary.read_request(payload))
             case Type.HEARTBEAT:
@@ -575,6 +587,37 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         length = sum(map(len, parts))
         self.peer.count_sent(count, length)
         self.peer.write_parts([binary.batches_head(number, log.start, log.committed, length), *parts])
+
+    # Snapshots.
+
+    async def _snapshot(self, number: int, options: dict[str, Any]) -> None:
+        if options.get("end") is not None:
+            await self._end_snapshot(calls.Request(options).number("end"))
+            self.answer(number, {})
+            return
+        snapshot = await self.broker.store.snapshot()
+        self._last_snapshot += 1
+        self._snapshots[self._last_snapshot] = snapshot
+        if not self.peer.is_connected:
+            await self._end_snapshot(self._last_snapshot)
+            return
+        file, size = snapshot.listing
+        self.answer(number, {"snapshot": self._last_snapshot, "file": file, "bytes": size})
+
+    async def _end_snapshot(self, snapshot: int) -> None:
+        if (found := self._snapshots.pop(snapshot, None)) is not None:
+            await self.server.work(self.broker.store.end_snapshot, found)
+
+    async def _read_snapshot(self, number: int, read: binary.Read) -> None:
+        snapshot = self._snapshots.get(read.snapshot)
+        if snapshot is None:
+            raise BadRequest(f"this connection has no snapshot {read.snapshot}: it may have been lost meanwhile")
+        async with self._fetching:
+            await self.peer.drained()
+            now_us = self.broker.clock.monotonic_us()
+            length = min(read.bytes_max, READ_BYTES_MAX)
+            data = await self.server.work(snapshot.read, read.file, read.position, length, now_us)
+            self.peer.write_parts([binary.head(Type.BYTES, number, len(data)), data])
 
     async def _open(self, number: int, options: dict[str, Any]) -> None:
         request = calls.Request(options)

@@ -3,6 +3,8 @@
 It grows when a broker begins to store what earlier ones would not understand, or would take for something else. A
 broker opens its own format and all earlier ones; it writes its own number before it writes anything else, so that from
 then on an earlier broker refuses the directory instead of misreading it. A directory without the file is of format 1.
+
+A directory that is being restored holds another one, `<data>/restoring`, and is refused until that is gone.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 # 1: directories without the file. 2: a log may start within a segment, at an offset that the state topic has.
 FORMAT: Final = 2
 FORMAT_NAME: Final = "FORMAT"
+RESTORING_NAME: Final = "restoring"
 _ASIDE_NAME: Final = "FORMAT.aside"
 _UNNAMED: Final = 1  # directories that have no such file
 # A number, and a newline. More than that is no version.
@@ -28,7 +31,13 @@ _BYTES_MAX: Final = 16
 def check_format(files: Files, directory: Path) -> int:
     """Return the format of a data directory. Raises UnsupportedFormat if it is newer than this broker."""
     path = directory / FORMAT_NAME
-    if FORMAT_NAME not in files.sizes(directory):
+    names = files.sizes(directory)
+    if RESTORING_NAME in names:
+        raise BadDirectory(
+            f"a restore into {directory} was not finished: run penstock restore again, or remove "
+            f"{directory / RESTORING_NAME} to begin without it"
+        )
+    if FORMAT_NAME not in names:
         return _UNNAMED
     file = files.open(path)
     try:

@@ -91,7 +91,7 @@ _STATE_SEGMENTS_OPEN: Final = 8
 _SPACE_EVERY_S: Final = 1.0
 # Snapshots at once. One that nobody reads ends after a while: it keeps room on the disk that retention would free.
 SNAPSHOTS_MAX: Final = 8
-SNAPSHOT_IDLE_US: Final = 600_000_000
+SNAPSHOT_IDLE_US: Final = 3_600_000_000
 # The name of the problem that the store is larger than allowed, and nothing can go.
 _LIMIT_PROBLEM: Final = "store"
 

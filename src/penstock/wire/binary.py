@@ -17,6 +17,9 @@ went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its req
                  · u64 topic · u32 partition · u32 count · u16 length · u64 offset[count]
                  · why they failed, so long, in UTF-8                                    → RESULT: those refused
     CALL         JSON: `call`, and what that needs                                       → RESULT
+    SNAPSHOT     JSON: nothing, or `end`, which snapshot is not needed any more          → RESULT: its number, and the
+                 number and bytes of the file with its listing (see storage/snapshot.py)
+    READ         u64 snapshot · u32 file · u64 position · u32 bytes_max                  → BYTES
     ACK          of a RESET or READY, under its id                                       not answered
 
     RESULT       JSON
@@ -24,6 +27,7 @@ went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its req
     BATCHES      u64 start · u64 committed · stored batches, back to back
     MESSAGES     `id` is the subscription: u64 topic · u32 partition · u64 generation · u16 length of the topic's name
                  · u32 again · the name · (u32 index, u32 deliveries)[again] · a batch
+    BYTES        what was read, as it is in the file
     ENDED        `id` is the subscription. JSON: code, text: no more come
     RESET        `id` is the server's. JSON: subscription, topic: forget the topic, it comes anew       → ACK
     READY        the same: it has come                                                                  → ACK
@@ -60,6 +64,7 @@ _SETTLE: Final = struct.Struct("!QBQQQIIH")
 _BATCHES: Final = struct.Struct("!QQ")
 _MESSAGES: Final = struct.Struct("!QIQHI")
 _AGAIN: Final = struct.Struct("!II")
+_READ: Final = struct.Struct("!QIQI")
 # So many messages are settled by one frame.
 SETTLE_MAX: Final = 10_000
 
@@ -86,11 +91,14 @@ class Type(IntEnum):
     SETTLE = 0x18
     CALL = 0x19
     STAGE = 0x1A
+    SNAPSHOT = 0x1B
+    READ = 0x1C
     RESULT = 0x20
     ERROR = 0x21
     BATCHES = 0x22
     MESSAGES = 0x23
     ENDED = 0x24
+    BYTES = 0x25
 
 
 # Frames with a batch in them: others are small.
@@ -369,6 +377,24 @@ def fetch_frame(number: int, fetch: Fetch) -> bytes:
 def read_fetch(payload: Buffer) -> Fetch:
     _check(len(payload) == _FETCH.size)
     return Fetch(*_FETCH.unpack(payload))
+
+
+class Read(NamedTuple):
+    """Bytes of one file of a snapshot."""
+
+    snapshot: int
+    file: int
+    position: int
+    bytes_max: int
+
+
+def read_frame(number: int, read: Read) -> bytes:
+    return frame(Type.READ, number, _READ.pack(*read))
+
+
+def read_read(payload: Buffer) -> Read:
+    _check(len(payload) == _READ.size)
+    return Read(*_READ.unpack(payload))
 
 
 def end_frame(number: int, subscription: int) -> bytes:

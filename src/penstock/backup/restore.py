@@ -1,0 +1,277 @@
+"""Make a data directory of a backup.
+
+Everything is prepared in `<data>/restoring/data`, which is a data directory of its own. A broker refuses `<data>` while
+`<data>/restoring` is there. So a restore that is interrupted leaves nothing that could be taken for a whole store, and
+is simply run again.
+
+The broker that was backed up may have gone on, and consumers may have seen what it stored then. So no offset and no
+topic id that it may have given out is given out again: every log goes on far behind the backup. `meta.db` and the
+indexes are not part of a backup: they are built again from the logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from penstock.backup import cut
+from penstock.backup.cut import CutLog, Place, ToOffsets, ToTime
+from penstock.backup.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, MANIFESTS, BackedLog, BackedSegment, Manifest
+from penstock.backup.target import CHUNK_BYTES, Target, digest_of, read_tar, unpack
+from penstock.batch import NO_SEGMENT, Control, encode_control
+from penstock.errors import BadBackup, BadDirectory, LogDamaged, PenstockError
+from penstock.storage import recovery
+from penstock.storage.files import FILE_MODE, OsFiles
+from penstock.storage.format import FORMAT, FORMAT_NAME, RESTORING_NAME
+from penstock.storage.meta import Change
+from penstock.storage.segment import Found, OpenSegments, Segment, log_name
+from penstock.storage.state import Addition
+from penstock.storage.store import Settings, Store
+
+# A log goes on so many offsets behind its backup: at 100,000 messages a second it takes half a day to get there. The
+# sequences of the text door have 40 bits for an offset, so 255 restores in a row fit.
+OFFSETS_AHEAD: Final = 1 << 32
+TOPIC_IDS_AHEAD: Final = 256
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    manifest: Manifest
+    cuts: list[CutLog]
+
+
+def manifests(target: Target) -> list[Manifest]:
+    """The backups of a target, oldest first. Raises BadBackup if a manifest is damaged."""
+    names = sorted(name for name in target.names(MANIFESTS) if MANIFEST_NAME.fullmatch(name))
+    return [_read_manifest(target, name) for name in names]
+
+
+def choose(found: list[Manifest], backup: str | None, to: ToTime | ToOffsets | None) -> Manifest:
+    """Return the backup with this id; or the newest; or the first that was made after a time."""
+    if backup is not None:
+        found = [manifest for manifest in found if manifest.id == backup]
+    if not found:
+        raise BadBackup("there is no backup" if backup is None else f"there is no backup {backup}: see --list")
+    if isinstance(to, ToTime):
+        found = [manifest for manifest in found if manifest.time_us >= to.time_us][:1]
+        if not found:
+            raise BadBackup("all backups are older than --time: leave it out to restore the newest")
+    manifest = found[-1]
+    if manifest.data_format > FORMAT:
+        raise BadBackup(
+            f"backup {manifest.id} has data of format {manifest.data_format}, and this version of penstock reads "
+            f"formats up to {FORMAT}: install penstock {manifest.penstock} or later"
+        )
+    return manifest
+
+
+def check(target: Target, manifest: Manifest, progress: Progress = lambda count: None) -> list[str]:
+    """Read every segment of a backup; return what is damaged or missing."""
+    problems = []
+    for segment in manifest.segments:
+        try:
+            digest = digest_of(_counted(target.read(segment.name), progress))
+        except BadBackup as error:
+            problems.append(str(error))
+            continue
+        if digest != segment.sha256:
+            problems.append(f"{segment.name} is damaged: its checksum is wrong")
+    return problems
+
+
+def check_tar(stream: BinaryIO) -> tuple[Manifest, list[str]]:
+    """As `check`, of the backup in a tar stream."""
+    digests: dict[str, str] = {}
+    manifest: Manifest | None = None
+    for name, file in read_tar(stream):
+        if MANIFEST_NAME.fullmatch(name):
+            manifest = Manifest.decode(name, file.read(MANIFEST_BYTES_MAX))
+        else:
+            digests[name] = digest_of(_chunks(file))
+    if manifest is None:
+        raise BadBackup("the tar stream has no manifest: the backup was not finished")
+    wrong = [segment.name for segment in manifest.segments if digests.get(segment.name) != segment.sha256]
+    return manifest, [f"{name} is {'damaged' if name in digests else 'missing'}" for name in wrong]
+
+
+class Restore:
+    """A restore into a directory, from `__enter__` on; nobody else can use the directory until it has ended."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._restoring = directory / RESTORING_NAME
+        self._data = self._restoring / "data"
+        self._files = OsFiles()
+
+    def __enter__(self) -> Restore:
+        self._files.make_directory(self._directory)
+        names = set(os.listdir(self._directory))
+        if names and RESTORING_NAME not in names:
+            raise BadDirectory(f"{self._directory} is not empty: restore into a new directory")
+        self._files.make_directory(self._restoring)
+        self._lock = self._files.lock(self._restoring / "LOCK")
+        # All that is here is of a restore that was interrupted: a broker does not open such a directory.
+        for name in names - {RESTORING_NAME}:
+            _remove(self._directory / name)
+        for name in set(os.listdir(self._restoring)) - {"LOCK"}:
+            _remove(self._restoring / name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+    def unpack(self, stream: BinaryIO) -> Target:
+        """Return the backup in a tar stream, which takes room in the directory until it is restored."""
+        return unpack(stream, self._restoring / "unpacked")
+
+    def run(
+        self,
+        target: Target,
+        manifest: Manifest,
+        to: ToTime | ToOffsets | None = None,
+        progress: Progress = lambda count: None,
+        *,
+        offsets_ahead: int = OFFSETS_AHEAD,
+    ) -> Restored:
+        """Raises BadBackup, with its name, at the first file that is damaged or missing."""
+        self._check_room(manifest)
+        self._files.make_directory(self._data)
+        for log in manifest.logs:
+            self._copy_log(target, log, progress)
+            if log.committed is not None:
+                self._end_log(log, log.committed, offsets_ahead)
+        (self._data / FORMAT_NAME).touch(FILE_MODE)
+        (self._data / FORMAT_NAME).write_text(f"{manifest.data_format}\n")
+        cuts = self._adjust(manifest, to)
+        self._finish()
+        return Restored(manifest, cuts)
+
+    def _check_room(self, manifest: Manifest) -> None:
+        free, _ = self._files.space(self._directory)
+        if manifest.total_bytes > free:
+            raise BadDirectory(
+                f"backup {manifest.id} has {manifest.total_bytes} bytes, and {free} are free in {self._directory}"
+            )
+
+    def _copy_log(self, target: Target, log: BackedLog, progress: Progress) -> None:
+        directory = self._log_directory(log)
+        self._files.make_directory(directory)
+        for segment in log.segments:
+            self._copy_segment(target, segment, directory)
+            progress(segment.bytes)
+        self._files.sync_directory(directory)
+
+    def _copy_segment(self, target: Target, segment: BackedSegment, directory: Path) -> None:
+        path = directory / log_name(segment.base)
+        if target.fetch(segment.name, path) != segment.sha256:
+            raise BadBackup(f"{segment.name} is damaged: its checksum is wrong; restore another backup (--list)")
+        if segment.damage:
+            damage = [LogDamaged(path, each.position, each.first, each.last, each.reason) for each in segment.damage]
+            recovery.note_damage(self._files, directory, segment.base, damage)
+
+    def _end_log(self, log: BackedLog, committed: int, offsets_ahead: int) -> None:
+        """Note at the end of a log that all of it was durable, or damage there would be taken for a torn tail; and
+        where it goes on. Offsets of internal topics were seen by nobody, and those of piped ones are the origin's."""
+        *others, last = log.segments
+        path = self._log_directory(log) / log_name(last.base)
+        segment = Segment(self._files, OpenSegments(), path.parent, last.base, last.bytes, "pread")
+        segment.log = log.number
+        times = [found.batch.append_time for found in segment.scan() if isinstance(found, Found)]
+        is_seen = log.topic is not None and not (log.topic.startswith("$") or log.is_piped)
+        reserved = committed + offsets_ahead if is_seen else committed
+        note = encode_control(Control(reserved, others[-1].base if others else NO_SEGMENT))
+        size = (last.bytes + 7) // 8 * 8
+        note.stamp(
+            committed, append_time=max(times, default=0), log=log.number or 0, durable_bytes=min(size, (1 << 32) - 1)
+        )
+        file = self._files.open(path)
+        try:
+            file.truncate(size)
+            file.write(note.data, size)
+            file.sync()
+        finally:
+            file.close()
+
+    def _log_directory(self, log: BackedLog) -> Path:
+        return self._data / "topics" / str(log.topic_id) / str(log.partition)
+
+    def _adjust(self, manifest: Manifest, to: ToTime | ToOffsets | None) -> list[CutLog]:
+        """Open the logs, cut them, and let groups and topics know that offsets and ids are left out."""
+        settings = Settings(partitions_max=1 << 31)
+        with Store(self._data, settings=settings) as store:
+            held = {Place(log.topic or "", log.partition): log.committed or 0 for log in manifest.logs}
+            cuts = cut.cut(store, {} if to is None else cut.find_cuts(store, to, held))
+            ends = {(log.topic_id, log.partition): log.committed for log in manifest.logs}
+            ids = {topic.name: topic.id for topic in store.topics}
+            ends |= {(ids[each.place.topic], each.place.partition): each.offset for each in cuts}
+            changes = [
+                *(cut.undecided(store.state, to.time_us) if isinstance(to, ToTime) else ()),
+                Change("store", "next_topic", (store.state.get("store", "next_topic") or 1) + TOPIC_IDS_AHEAD),
+                *_move_groups(store, ends),
+            ]
+            _write(store, changes)
+        return cuts
+
+    def _finish(self) -> None:
+        """From the first of these renames on, the directory has the whole store."""
+        self._files.sync_directory(self._data / "topics")
+        for name in ("topics", FORMAT_NAME):
+            (self._data / name).rename(self._directory / name)
+        self._files.sync_directory(self._directory)
+        _remove(self._data)
+        _remove(self._restoring)
+        self._files.sync_directory(self._directory)
+
+
+def _move_groups(store: Store, ends: Mapping[tuple[int, int], int | None]) -> Iterator[Addition]:
+    """Let the groups that had read all of a log go on where it does: they lag behind nothing."""
+    for key, whole in store.state.items("position"):
+        # `<group>/<topic id>/<partition>`, and the name of a group may have slashes.
+        _, topic_id, partition = key.rsplit("/", 2)
+        place = int(topic_id), int(partition)
+        end = ends.get(place)
+        if end is None or place in store.refused:
+            continue
+        going_on = store.log(*place).committed
+        last: dict[str, Any] = [whole, *store.state.additions("position", key)][-1]
+        if end <= last["next"] < going_on:
+            floor = going_on if last["floor"] == last["next"] else last["floor"]
+            yield Addition("position", key, {"floor": floor, "next": going_on, "lots": [], "done": []})
+
+
+def _write(store: Store, changes: list[Change | Addition]) -> None:
+    errors: list[PenstockError] = []
+    store.state.write(changes, lambda _, error: errors.append(error) if error else None)
+    store.flush()
+    if errors:
+        raise errors[0]
+
+
+def _read_manifest(target: Target, name: str) -> Manifest:
+    return Manifest.decode(name, b"".join(target.read(name)))
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    while data := file.read(CHUNK_BYTES):
+        yield data
+
+
+def _counted(data: Iterator[bytes], progress: Progress) -> Iterator[bytes]:
+    for chunk in data:
+        progress(len(chunk))
+        yield chunk
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()

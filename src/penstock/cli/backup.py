@@ -1,0 +1,192 @@
+"""`penstock backup`: copy all that a broker stores to a directory, a tar stream or an object store."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.options import Address, Json, convert, options
+
+if TYPE_CHECKING:
+    from penstock.backup.create import Done, Source
+    from penstock.backup.manifest import Manifest
+    from penstock.backup.target import Target
+
+app = typer.Typer(add_completion=False)
+
+STREAM = "-"
+TARGET = "A directory, the URL of an object store (s3://…, gs://…, az://…, file://…), or - for a tar stream."
+
+
+@app.command()
+@options
+def backup(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET)],
+    *,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Back up a data directory that no broker has open.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="Copy at most so many bytes a second, like 50MiB.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Then remove all but the newest N backups of the target.")
+    ] = None,
+    lists: Annotated[bool, typer.Option("--list", help="List the backups of the target instead.")] = False,
+    json: Json = False,
+    at: Address,
+) -> None:
+    """Back up a running broker: all topics, groups and positions as of one moment.
+
+    Only segments that the target lacks are copied, so the next backup is quick, and
+    one that was interrupted goes on where it was. Exit code 1 if anything in the
+    source is damaged: then the backup is made all the same, and says where.
+    """
+    from penstock.backup.target import open_target
+
+    if target == STREAM:
+        if lists or keep is not None or json or sys.stdout.isatty():
+            raise typer.BadParameter("a tar stream is written to a pipe or file, without --list, --keep and --json")
+        _to_stream(data, at, _rate(rate))
+        return
+    place = open_target(target)
+    if lists:
+        _list(place, as_json=json)
+        return
+    from penstock.backup import prune
+
+    with prune.running(place) as flag:
+        done = _copy(place, data, at, _rate(rate), flag.refresh)
+    removed = [] if keep is None else prune.prune(place, keep)
+    if json:
+        _print_json(done, removed)
+    else:
+        _show(done, removed)
+    _tell_problems(done.manifest)
+
+
+def _to_stream(data: Path | None, at: Address, rate: int | None) -> None:
+    from penstock.backup.target import TarTarget
+
+    tar = TarTarget(sys.stdout.buffer)
+    done = _copy(tar, data, at, rate, lambda: None)
+    tar.close()
+    sys.stdout.buffer.flush()
+    print(f"backup {done.manifest.id}: {_size(done.copied_bytes)}", file=sys.stderr)
+    _tell_problems(done.manifest)
+
+
+def _copy(target: Target, data: Path | None, at: Address, rate: int | None, refresh: Any) -> Done:
+    from penstock.backup.create import Throttle, create, plan
+    from penstock.cli import output, version
+
+    with _source(data, at) as source:
+        planned = plan(source, target)
+        with output.moving("copying", planned.bytes, in_bytes=True) as advance:
+
+            def progress(count: int) -> None:
+                refresh()
+                advance(count)
+
+            throttle = Throttle(rate)
+            return create(source, target, planned, penstock=version(), throttle=throttle, progress=progress)
+
+
+@contextmanager
+def _source(data: Path | None, at: Address) -> Iterator[Source]:
+    if data is None:
+        from penstock.client.snapshot import RemoteSnapshot
+
+        with at.client() as client, RemoteSnapshot(client) as snapshot:
+            yield snapshot
+        return
+    from penstock.errors import BadDirectory
+    from penstock.storage.store import Settings, Store
+
+    if not (data / "LOCK").exists():
+        raise BadDirectory(f"{data} is not a data directory: name the one that holds LOCK and topics")
+    with Store(data, settings=Settings(partitions_max=1 << 31)) as store:
+        yield store.snapshot_now()
+
+
+def _rate(text: str | None) -> int | None:
+    if text is None:
+        return None
+    from penstock.server.config import SETTINGS
+
+    found: int = convert(SETTINGS["storage.unflushed_bytes_max"], text, "--rate")
+    return found
+
+
+def _list(target: Target, *, as_json: bool) -> None:
+    from penstock.backup.restore import manifests
+    from penstock.cli import output
+
+    found = manifests(target)
+    if as_json:
+        output.print_json({"backups": [describe(manifest) for manifest in found]})
+        return
+    rows = [
+        (each.id, len({log.topic_id for log in each.logs if log.topic}), _size(each.total_bytes), len(each.problems))
+        for each in found
+    ]
+    output.console().print(output.table(("backup", "topics", "bytes", "problems"), rows, numbers=("topics", "bytes")))
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    from penstock.moments import iso
+
+    return {
+        "id": manifest.id,
+        "time": iso(manifest.time_us),
+        "penstock": manifest.penstock,
+        "bytes": manifest.total_bytes,
+        "segments": len(manifest.segments),
+        "logs": [
+            {
+                "topic": log.topic,
+                "topic_id": log.topic_id,
+                "partition": log.partition,
+                "start": log.start,
+                "end": log.committed,
+            }
+            for log in manifest.logs
+        ],
+        "problems": manifest.problems,
+    }
+
+
+def _print_json(done: Done, removed: list[str]) -> None:
+    from penstock.cli import output
+
+    counts = {"copied_segments": done.copied_segments, "copied_bytes": done.copied_bytes, "removed": removed}
+    output.print_json({**describe(done.manifest), **counts})
+
+
+def _show(done: Done, removed: list[str]) -> None:
+    manifest = done.manifest
+    topics = len({log.topic_id for log in manifest.logs if log.topic})
+    print(
+        f"backup {manifest.id}: {topics} topics, {len(manifest.segments)} segments, {_size(manifest.total_bytes)}; "
+        f"copied {done.copied_segments} segments, {_size(done.copied_bytes)}"
+    )
+    for name in removed:
+        print(f"removed {name}")
+
+
+def _tell_problems(manifest: Manifest) -> None:
+    for problem in manifest.problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    if manifest.problems:
+        raise typer.Exit(1)
+
+
+def _size(count: int) -> str:
+    from penstock.cli import output
+
+    return output.size(count)
