@@ -42,6 +42,7 @@ _NOT_TYPED: Final = ("make ", "pip ", "python3 -m venv ", "source ")
 _VARIES: Final = [
     (re.compile(r"\d+\.\d+ s, [\d,]+ messages/s"), "0.01 s, 100 messages/s"),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?"), "2030-01-31T12:00:00.000000"),
+    (re.compile(r"\d{8}T\d{6}\.\d{6}Z-[0-9a-f]{6}"), "20300131T120000.000000Z-abcdef"),
     (re.compile(r'"timestamp_us": \d+'), '"timestamp_us": 0'),
     (re.compile(r"127\.0\.0\.1:\d{5}\b"), "127.0.0.1:50000"),
     (re.compile(r"passed in \d+\.\d+s"), "passed in 0.1s"),

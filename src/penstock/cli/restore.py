@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from penstock.cli.options import Json
+from penstock.cli.text import counted
 from penstock.clock import SystemClock
 from penstock.moments import MOMENT_FORMS, iso, read_moment
 
@@ -160,7 +161,7 @@ def _show(restored: Restored, directory: Path) -> None:
     manifest = restored.manifest
     print(f"restored backup {manifest.id}, made at {iso(manifest.time_us, 'seconds')}, to {directory}")
     for each in restored.cuts:
-        print(f"{each.place}: left out {each.messages} messages from offset {each.offset} on")
+        print(f"{each.place}: left out {counted(each.messages, 'message')} from offset {each.offset} on")
     if moved := sum(each.moved for each in restored.cuts):
         print(
             f"warning: {moved} of them were dead letters, redriven or delayed messages that the broker had stored "
