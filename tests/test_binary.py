@@ -26,6 +26,7 @@ from penstock.wire.binary import (
     Frame,
     FrameReader,
     Messages,
+    Read,
     Settle,
     Stage,
     Type,
@@ -44,8 +45,10 @@ from penstock.wire.binary import (
     read_credit,
     read_end,
     read_fetch,
+    read_frame,
     read_json,
     read_messages,
+    read_read,
     read_request,
     read_settle,
     read_stage,
@@ -169,6 +172,13 @@ DRAWN: Final[dict[Type, Drawn]] = {
         ),
     ),
     Type.CALL: Drawn(json_frame(Type.CALL, 7, {"call": "x"}), "19 0000000000000007 0000000c", b'{"call":"x"}'),
+    Type.SNAPSHOT: Drawn(json_frame(Type.SNAPSHOT, 7, {"end": 1}), "1b 0000000000000007 00000009", b'{"end":1}'),
+    Type.READ: Drawn(
+        read_frame(7, Read(NUMBER, PARTITION, OFFSET, 0x05060708)),
+        "1c 0000000000000007 00000018",
+        spelled("0102030405060708 b1b2b3b4 c1c2c3c4c5c6c7c8 05060708", b""),
+    ),
+    Type.BYTES: Drawn(frame(Type.BYTES, 7, b"bytes"), "25 0000000000000007 00000005", b"bytes"),
     Type.RESULT: Drawn(json_frame(Type.RESULT, 8, {"ok": True}), "20 0000000000000008 0000000b", b'{"ok":true}'),
     Type.ERROR: Drawn(json_frame(Type.ERROR, 9, {"code": "X"}), "21 0000000000000009 0000000c", b'{"code":"X"}'),
     Type.BATCHES: Drawn(
@@ -193,6 +203,10 @@ EVERY_FRAME_READ: Final = [
 @pytest.mark.parametrize("drawn", DRAWN.values(), ids=lambda drawn: Type(drawn.made[0]).name)
 def test_a_frame_lies_on_the_wire_as_drawn(drawn: Drawn) -> None:
     assert drawn.made == bytes.fromhex(drawn.head) + drawn.payload
+
+
+def test_a_read_is_read_as_it_was_made() -> None:
+    assert read_read(DRAWN[Type.READ].payload) == Read(NUMBER, PARTITION, OFFSET, 0x05060708)
 
 
 def test_the_table_above_has_every_type() -> None:
@@ -694,6 +708,7 @@ READERS: Final = {
     "append": payload(Type.APPEND, read_append, followed_by=len(b"batch")),
     "stage": payload(Type.STAGE, read_stage, followed_by=len(b"batch")),
     "fetch": payload(Type.FETCH, read_fetch),
+    "read": payload(Type.READ, read_read),
     "end": payload(Type.END, read_end),
     "credit": payload(Type.CREDIT, read_credit),
     "settle": payload(Type.SETTLE, read_settle),
