@@ -16,6 +16,7 @@ from penstock import headers as blocks
 pytest.importorskip("pyspark")
 
 import penstock.spark.pipeline as frames
+from penstock.spark.json_topics import parse_json
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -49,7 +50,7 @@ def rows(spark: SparkSession, *values: bytes | None, **columns: Any) -> DataFram
 
 
 def reasons(spark: SparkSession, values: Sequence[bytes | None], schema: str = ORDER, **options: Any) -> list[str]:
-    parsed = frames.parse_json(rows(spark, *values), schema, **options)
+    parsed = parse_json(rows(spark, *values), schema, **options)
     return [row["_reason"] for row in parsed.orderBy("_offset").collect()]
 
 
@@ -87,7 +88,7 @@ def outcome(stream: DataFrame, directory: Path, mode: str = "append") -> tuple[l
 def test_fields_become_columns_and_the_row_is_kept_beside_them(spark: SparkSession) -> None:
     value = b'{"id":"a","n":1,"at":"2026-01-01T12:00:00.123456Z","place":{"zip":1,"city":"x"},"lines":[1,2]}'
 
-    parsed = frames.parse_json(rows(spark, value, headers={"A": "b"}), ORDER)
+    parsed = parse_json(rows(spark, value, headers={"A": "b"}), ORDER)
 
     assert parsed.columns == [
         *("id", "n", "at", "place", "lines"),
@@ -143,7 +144,7 @@ def test_what_must_be_there_is_missed(spark: SparkSession) -> None:
 
 
 def test_a_column_beside_the_fields_can_be_required(spark: SparkSession) -> None:
-    parsed = frames.parse_json(rows(spark, b"{}", key=None), "id string", required=["_key"])
+    parsed = parse_json(rows(spark, b"{}", key=None), "id string", required=["_key"])
 
     assert [row["_reason"] for row in parsed.collect()] == ["it has no key"]
 
@@ -151,7 +152,7 @@ def test_a_column_beside_the_fields_can_be_required(spark: SparkSession) -> None
 def test_a_field_of_any_name_is_read(spark: SparkSession) -> None:
     schema = "`order-id` int, `a.b` int, `it's` int"
 
-    parsed = frames.parse_json(rows(spark, b'{"order-id":1,"a.b":2,"it\'s":3}', b'{"a.b":"x"}'), schema)
+    parsed = parse_json(rows(spark, b'{"order-id":1,"a.b":2,"it\'s":3}', b'{"a.b":"x"}'), schema)
 
     first, second = parsed.orderBy("_offset").collect()
     assert (first["order-id"], first["a.b"], first["it's"], first["_reason"]) == (1, 2, 3, None)
@@ -164,21 +165,21 @@ def test_a_field_of_any_name_is_read(spark: SparkSession) -> None:
         ("id string, _key string", [], "the schema has a field _key"),
         ("id string, id int", [], "two columns are named id"),
         ("id string", ["at"], "field at is required, but is not in the schema: it has id"),
-        ("int", [], "the schema is 'int': it must name fields"),
+        ("int", [], "invalid schema 'int': it must name fields"),
     ],
 )
 def test_a_schema_that_cannot_be_is_refused(
     spark: SparkSession, schema: str, required: list[str], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        frames.parse_json(rows(spark, b"{}"), schema, required=required)
+        parse_json(rows(spark, b"{}"), schema, required=required)
 
 
 # What goes to the sink.
 
 
 def test_rows_are_written_as_json(spark: SparkSession) -> None:
-    parsed = frames.good(frames.parse_json(rows(spark, b'{"id":"a"}', headers={"A": "b", "Msg-ID": "1"}), "id string"))
+    parsed = frames.good(parse_json(rows(spark, b'{"id":"a"}', headers={"A": "b", "Msg-ID": "1"}), "id string"))
 
     made = frames.transform(parsed, "SELECT *, timestamp_micros(1500001) AS t, CAST(NULL AS int) AS none FROM source")
     out = frames.to_json(made, topic="clean")
@@ -210,7 +211,7 @@ def test_a_binary_key_stays_as_it_is_and_no_key_is_none(spark: SparkSession) -> 
 
 
 def test_json_needs_a_column_and_unique_names(spark: SparkSession) -> None:
-    parsed = frames.parse_json(rows(spark, b"{}"), "id string")
+    parsed = parse_json(rows(spark, b"{}"), "id string")
 
     with pytest.raises(ValueError, match="no column is left to write as JSON"):
         frames.to_json(parsed.select("_key", "_reason"), topic="t")
@@ -220,7 +221,7 @@ def test_json_needs_a_column_and_unique_names(spark: SparkSession) -> None:
 
 def test_a_dead_letter_is_as_the_broker_writes_it(spark: SparkSession) -> None:
     had = {"Trace": "1", "Nats-Msg-Id": "x", "Delay": "5s", "Dead-Letter-Reason": "an earlier one"}
-    parsed = frames.parse_json(rows(spark, b'{"id":"a"}', b"not\xff", headers=had), "id string")
+    parsed = parse_json(rows(spark, b'{"id":"a"}', b"not\xff", headers=had), "id string")
 
     [row] = frames.dead_letters_of(parsed, group="clean").collect()
 
@@ -240,7 +241,7 @@ def test_a_dead_letter_is_as_the_broker_writes_it(spark: SparkSession) -> None:
 
 def test_a_dead_letter_of_a_long_subject_has_a_short_one(spark: SparkSession) -> None:
     subject = "orders." + "x" * 1015
-    parsed = frames.parse_json(rows(spark, b"not", subject=subject), "id string")
+    parsed = parse_json(rows(spark, b"not", subject=subject), "id string")
 
     row = frames.dead_letters_of(parsed, group="g").collect()[0]
 
@@ -249,7 +250,7 @@ def test_a_dead_letter_of_a_long_subject_has_a_short_one(spark: SparkSession) ->
 
 
 def test_rows_without_headers_become_dead_letters_too(spark: SparkSession) -> None:
-    parsed = frames.parse_json(rows(spark, b"not").drop("headers"), "id string")
+    parsed = parse_json(rows(spark, b"not").drop("headers"), "id string")
 
     row = frames.dead_letters_of(parsed, group="g").collect()[0]
 
@@ -258,7 +259,7 @@ def test_rows_without_headers_become_dead_letters_too(spark: SparkSession) -> No
 
 def test_each_row_is_good_or_a_dead_letter(spark: SparkSession) -> None:
     values = [b'{"id":"a"}', b"not", b"", None, b'{"id":"b"}', b"[]"]
-    parsed = frames.parse_json(rows(spark, *values), "id string")
+    parsed = parse_json(rows(spark, *values), "id string")
 
     good = frames.raw(frames.good(parsed), topic="clean")
     both = good.unionByName(frames.dead_letters_of(parsed, group="g")).collect()
@@ -480,7 +481,7 @@ def test_a_join_that_cannot_be_is_refused(spark: SparkSession) -> None:
 
 
 def test_dead_letters_are_read_and_grouped(spark: SparkSession) -> None:
-    parsed = frames.parse_json(rows(spark, b"not", b"[]", b"also not"), "id string")
+    parsed = parse_json(rows(spark, b"not", b"[]", b"also not"), "id string")
     sent = frames.dead_letters_of(parsed, group="clean").collect()
     columns = ("key", "value", "subject", "headers")
     stored = [("DLQ", 0, n, NOON, *(row[name] for name in columns)) for n, row in enumerate(sent)]

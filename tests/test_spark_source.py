@@ -34,8 +34,8 @@ import penstock
 from penstock.errors import NoBroker, UnknownTopic
 from penstock.headers import hash_key
 from penstock.spark import connection, options
+from penstock.spark.json_topics import from_json_topic
 from penstock.spark.source import FilteringReader, Reader, Slice, StreamReader, _fetch, commit
-from penstock.spark.topics import from_json_topic
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

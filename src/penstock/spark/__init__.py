@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from penstock.spark import pipeline
+    from penstock.spark.json_topics import from_json_topic
     from penstock.spark.sessions import register, session
-    from penstock.spark.topics import from_json_topic
 
 __all__ = ["from_json_topic", "pipeline", "register", "session"]
 
 _HOMES: Final = {
-    "from_json_topic": "penstock.spark.topics",
+    "from_json_topic": "penstock.spark.json_topics",
     "register": "penstock.spark.sessions",
     "session": "penstock.spark.sessions",
 }

@@ -17,6 +17,7 @@ from pyspark.sql.functions import expr
 import penstock.spark.pipeline as frames
 from penstock.errors import BadConfig
 from penstock.spark.file import KINDS, Aggregate, DeadLetters, Deduplicate, Join, Pipeline, Replay, Source, Transform
+from penstock.spark.json_topics import RESERVED, parse_json
 from penstock.spark.reason import reason
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class _Checking:
     def _parsed(self, rows: DataFrame, name: str, source: Source) -> DataFrame | None:
         assert source.schema is not None
         with self._asking(name, "schema"):
-            return frames.good(frames.parse_json(rows, source.schema))
+            return frames.good(parse_json(rows, source.schema))
         return None
 
     def _made(self, tables: list[DataFrame]) -> DataFrame | None:
@@ -221,4 +222,4 @@ class _Checking:
 
 
 def _columns(table: DataFrame) -> str:
-    return ", ".join(name for name in table.columns if name not in frames.RESERVED)
+    return ", ".join(name for name in table.columns if name not in RESERVED)

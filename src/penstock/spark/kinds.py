@@ -40,6 +40,7 @@ from penstock.spark.file import (
     Source,
     Transform,
 )
+from penstock.spark.json_topics import RESERVED, parse_json
 
 # So many dead letters are redriven by one request, which may take its time.
 _REDRIVEN_MAX: Final = 1000
@@ -218,7 +219,7 @@ class _Starting:
         source = self.pipeline.sources[side]
         assert source.schema is not None
         rows = self._read(source, includeHeaders="true", **more)
-        return frames.parse_json(rows, source.schema, required=_required(self.pipeline)[side])
+        return parse_json(rows, source.schema, required=_required(self.pipeline)[side])
 
     # Writing.
 
@@ -242,7 +243,7 @@ class _Starting:
         """The rows to the sink, and what did not parse to where the broker keeps dead letters."""
         sink = self._sink
         if sink.parquet is not None:
-            fields = [name for name in rows.columns if name not in frames.RESERVED]
+            fields = [name for name in rows.columns if name not in RESERVED]
             writer = rows.select(*map(frames.named, fields)).writeStream.format("parquet").outputMode(mode)
             self._run("rows", writer.options(**sink.options).option("path", sink.parquet))
             return self._store_letters()

@@ -11,22 +11,16 @@ dead letters, or nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as fn
-from pyspark.sql.types import DataType, StructType
 
-# The columns of the source that a parsed row keeps, each with a line before its name.
-KEPT: Final = ("topic", "partition", "offset", "timestamp", "key", "value", "subject", "headers")
-REASON: Final = "_reason"
-# Names that no field of a schema can have, and that are not written as fields.
-RESERVED: Final = frozenset({REASON, *(f"_{name}" for name in KEPT)})
+from penstock.spark.json_topics import REASON, RESERVED, check_unique
 
 DEAD_LETTERS: Final = "DLQ"
 
-_CORRUPT: Final = "_penstock_corrupt"
 _HEADERS: Final = "map<string,string>"
 # What headers ask of the broker counts for the message that had them: its id would make a copy look like a repetition,
 # and its delay is over.
@@ -38,25 +32,6 @@ _JSON: Final = {
     "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
 }
 _SUBJECT_BYTES_MAX: Final = 1024
-
-
-def parse_json(df: DataFrame, schema: str | StructType, *, required: Sequence[str] = ()) -> DataFrame:
-    """The fields of each value, which is a JSON object in UTF-8, and the columns of the row as _topic, _partition, ….
-
-    `schema`: such as "id string NOT NULL, amount double". `_reason` is null if the row fits it, else it says why not:
-    then its fields are not to be used. A field that is NOT NULL must be there, and what is `required`: fields, or
-    columns such as _key. Others may be absent.
-    """
-    wanted = _struct(schema)
-    _check_names(wanted.names, [name for name in required if name not in RESERVED])
-    present = {*required, *(field.name for field in wanted.fields if not field.nullable)}
-    text = fn.col("value").cast("string")
-    read = StructType([*_nullable(wanted).fields]).add(_CORRUPT, "string")
-    options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-    kept = [fn.col(name).alias(f"_{name}") for name in KEPT if name in df.columns]
-    parsed = df.select(*kept, fn.from_json(text, read, options).alias("_json"))
-    fields = [fn.col("_json").getField(field.name).alias(field.name) for field in wanted.fields]
-    return parsed.select(*fields, *_kept(df), _reason(wanted, present).alias(REASON))
 
 
 def good(df: DataFrame) -> DataFrame:
@@ -79,7 +54,7 @@ def to_json(df: DataFrame, *, topic: str, key: str | None = None, subject: str |
     fields = [named(name) for name in df.columns if name not in RESERVED]
     if not fields:
         raise ValueError("no column is left to write as JSON: select at least one that is not _topic, _key, …")
-    _check_unique(df.columns)
+    check_unique(df.columns)
     return df.select(
         fn.to_json(fn.struct(*fields), _JSON).cast("binary").alias("value"),
         (_key(df) if key is None else _bytes_of(df, key)).alias("key"),
@@ -159,7 +134,7 @@ def aggregate(
     """
     if not measures:
         raise ValueError("an aggregation has at least one measure")
-    _check_unique(["window_start", "window_end", *by, *measures])
+    check_unique(["window_start", "window_end", *by, *measures])
     windows = fn.window(fn.col(time), window, slide) if slide is not None else fn.window(fn.col(time), window)
     made = [fn.expr(sql).alias(name) for name, sql in measures.items()]
     rows = df.withWatermark(time, watermark).groupBy(windows.alias("_window"), *map(named, by)).agg(*made)
@@ -268,77 +243,7 @@ def named(name: str) -> Column:
     return fn.col("`" + name.replace("`", "``") + "`")
 
 
-# What a row says of itself, when it does not parse. The cheap questions come first; most rows are asked no other.
-
-
-def _reason(wanted: StructType, present: set[str]) -> Column:
-    text = fn.col("_value").cast("string")
-    # Opened once more, and only for a row that did not fit.
-    opened = fn.try_parse_json(text)
-    read = fn.col("_json")
-    corrupt = (
-        fn.when(opened.isNull(), "it is not JSON")
-        .when(~fn.schema_of_variant(opened).startswith("OBJECT"), "it is JSON, but not an object")
-        .otherwise(fn.coalesce(*_misfits(wanted, read, opened, "$", ""), fn.lit("a field does not fit the schema")))
-    )
-    # Spark stops at the end of the first object, whatever follows.
-    values = fn.json_array_length(fn.concat(fn.lit("["), text, fn.lit("]")))
-    reason = (
-        fn.when(fn.col("_value").isNull(), "it has no value")
-        .when(read.isNull(), "it is empty")
-        .when(read.getField(_CORRUPT).isNotNull(), corrupt)
-        .when(~fn.is_valid_utf8(text), "it is not UTF-8 text")
-        .when(fn.coalesce(values, fn.lit(0)) != 1, "something follows the JSON object")
-    )
-    for name in sorted(present):
-        if name in RESERVED:
-            reason = reason.when(fn.col(name).isNull(), f"it has no {name[1:]}")
-        else:
-            reason = reason.when(read.getField(name).isNull(), f"field {name} is missing")
-    return reason
-
-
-def _misfits(wanted: StructType, read: Column, opened: Column, path: str, prefix: str) -> Iterator[Column]:
-    """For each field a sentence, if the text has it and Spark could not read it as its type; else null."""
-    for field in wanted.fields:
-        name, kind = f"{prefix}{field.name}", field.dataType
-        if "'" in field.name or "\\" in field.name:
-            continue
-        at = f"{path}['{field.name}']"
-        value = read.getField(field.name)
-        there = fn.try_variant_get(opened, at, "variant")
-        has_misfit = value.isNull() & there.isNotNull() & ~fn.is_variant_null(there)
-        yield fn.when(has_misfit, f"field {name} is not of type {kind.simpleString()}")
-        if isinstance(kind, StructType):
-            yield from _misfits(kind, value, opened, at, f"{name}.")
-
-
-def _struct(schema: str | StructType) -> StructType:
-    made = schema if isinstance(schema, StructType) else StructType.fromDDL(schema)
-    if not isinstance(made, StructType):
-        raise ValueError(f"the schema is {schema!r}: it must name fields, such as 'id string, amount double'")
-    return made
-
-
-def _nullable(schema: StructType) -> StructType:
-    """Spark fills a field that cannot be null with something else."""
-    return cast(StructType, _loosened(schema))
-
-
-def _loosened(kind: DataType) -> DataType:
-    if not isinstance(kind, StructType):
-        return kind
-    made = StructType()
-    for field in kind.fields:
-        made.add(field.name, _loosened(field.dataType), nullable=True)
-    return made
-
-
 # Columns.
-
-
-def _kept(df: DataFrame) -> list[Column]:
-    return [fn.col(f"_{name}") for name in KEPT if name in df.columns]
 
 
 def _key(df: DataFrame) -> Column:
@@ -390,22 +295,6 @@ def _both(left: Sequence[str], right: Sequence[str], on: Sequence[str]) -> list[
     for name in theirs:
         columns.append(fn.col(f"_right.`{name}`").alias(f"right_{name}" if name in left else name))
     return columns
-
-
-def _check_names(names: Sequence[str], required: Sequence[str]) -> None:
-    for name in names:
-        if name in RESERVED or name == _CORRUPT:
-            raise ValueError(f"the schema has a field {name}: that is the name of a column beside the fields")
-    for name in required:
-        if name not in names:
-            raise ValueError(f"field {name} is required, but is not in the schema: it has {', '.join(names)}")
-    _check_unique(names)
-
-
-def _check_unique(names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise ValueError(f"two columns are named {name}: give one of them another name")
 
 
 def _is_data_frame(made: object) -> bool:
