@@ -14,7 +14,7 @@ import pytest
 
 _ROOT: Final = Path(__file__).parent.parent
 # Whatever starts a process imports one of these, or a module of the tests that does.
-_STARTERS: Final = {"subprocess", "multiprocessing", "pyspark", "penstock.spark"}
+_STARTERS: Final = {"subprocess", "multiprocessing", "pyspark", "penstock.pipelines", "penstock.spark"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -25,14 +25,14 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cli.pipeline import line
 from penstock.errors import PenstockError
-from penstock.spark.file import KINDS, load
-from penstock.spark.home import Home, status
+from penstock.pipelines.file import KINDS, load
+from penstock.pipelines.home import Home, status
+from penstock.pipelines.progress import Progress, Reports, begin
+from penstock.pipelines.reason import Reason, told
+from penstock.pipelines.run import run
 from penstock.spark.manifest import ArchivedFile, Entry, Manifest
 from penstock.spark.offsets import Offsets
 from penstock.spark.options import Place
-from penstock.spark.progress import Progress, Reports, begin
-from penstock.spark.reason import Reason, told
-from penstock.spark.run import run
 from tests.conftest import SparkBroker
 from tests.server import clean_environment
 
@@ -777,7 +777,7 @@ def test_a_run_that_was_stopped_is_done_only_if_it_would_not_have_ended(
 ) -> None:
     penstock("init", "replay", tmp_path / "replay.toml")
     stopped = replace(begin("replay-orders", "replay", tmp_path / "replay.toml", None), state="stopped")
-    monkeypatch.setattr("penstock.spark.run.run", lambda *_, **__: stopped)
+    monkeypatch.setattr("penstock.pipelines.run.run", lambda *_, **__: stopped)
 
     assert penstock("run", tmp_path / "replay.toml", *flags).code == code
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
 from penstock.moments import PLACE_FORMS
-from penstock.spark.file import KINDS, Aggregate, Join, Pipeline, Sink, Source, keys, load
-from penstock.spark.lines import Key, scan
+from penstock.pipelines.file import KINDS, Aggregate, Join, Pipeline, Sink, Source, keys, load
+from penstock.pipelines.lines import Key, scan
 from tests.docs import DOCS, table
 
-EXAMPLES = Path(__file__).parent.parent / "src/penstock/spark/examples"
+EXAMPLES = Path(__file__).parent.parent / "src/penstock/pipelines/examples"
 
 TRANSFORM = """\
 name = "clean"

@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("pyspark")
 
 from penstock.client.message import Message
-from penstock.spark import kinds
-from penstock.spark.file import Pipeline, load
+from penstock.pipelines import kinds
+from penstock.pipelines.file import Pipeline, load
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -408,8 +408,8 @@ def test_a_rate_is_kept_by_waiting_between_batches(monkeypatch: pytest.MonkeyPat
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("penstock.spark.kinds.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("penstock.spark.kinds.time.sleep", sleep)
+    monkeypatch.setattr("penstock.pipelines.kinds.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.pipelines.kinds.time.sleep", sleep)
     batch: Any = None
 
     each = kinds._paced(lambda _, number: done.append(number))

@@ -422,7 +422,7 @@ def test_penstock_loads_nothing_of_spark_before_it_is_asked_to() -> None:
 
 
 def test_what_penstock_spark_exports_is_there() -> None:
-    assert {"session", "register", "from_json_topic", "pipeline"} <= set(dir(penstock.spark))
+    assert {"session", "register", "from_json_topic"} <= set(dir(penstock.spark))
     for name in penstock.spark.__all__:
         assert getattr(penstock.spark, name) is not None
     # The name of a function is never taken by a module.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from penstock.client.partitioner import Layout
+from penstock.pipelines.reason import reason
 from penstock.spark import sink
-from penstock.spark.reason import reason
 from tests.conftest import SparkBroker
 
 if TYPE_CHECKING:

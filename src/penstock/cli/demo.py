@@ -27,8 +27,8 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from penstock.spark.file import Pipeline
-    from penstock.spark.progress import Progress
+    from penstock.pipelines.file import Pipeline
+    from penstock.pipelines.progress import Progress
 
 # The orders of so long a time.
 MINUTES: Final = 30
@@ -126,7 +126,7 @@ class _Demo:
 
     @contextmanager
     def _session(self, given: SparkSession | None) -> Iterator[SparkSession]:
-        from penstock.spark.run import opened
+        from penstock.pipelines.run import opened
 
         if given is not None:
             yield given
@@ -139,8 +139,8 @@ class _Demo:
             yield session
 
     def _run_pipelines(self, broker: Broker, spark: SparkSession) -> None:
-        from penstock.spark.file import load
-        from penstock.spark.run import run as run_pipeline
+        from penstock.pipelines.file import load
+        from penstock.pipelines.run import run as run_pipeline
 
         self._step(
             "Pipelines",
@@ -173,7 +173,7 @@ class _Demo:
         self._check(all(broker.lag(each.name) == 0 for each, _ in done), "each pipeline should have read everything")
 
     def _write(self, kind: str, changes: dict[str, str]) -> Path:
-        text = resources.files("penstock.spark").joinpath("examples", f"{kind}.toml").read_text()
+        text = resources.files("penstock.pipelines").joinpath("examples", f"{kind}.toml").read_text()
         for old, new in changes.items():
             assert old in text, f"the example {kind} has no {old}"
             text = text.replace(old, new)

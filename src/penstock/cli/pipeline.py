@@ -23,8 +23,8 @@ from penstock.errors import BadConfig, PenstockError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.spark.file import Pipeline
-    from penstock.spark.progress import Progress
+    from penstock.pipelines.file import Pipeline
+    from penstock.pipelines.progress import Progress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -84,7 +84,7 @@ def init(
 ) -> None:
     """Write an example of a pipeline file, with comments, to be changed. A file that is there is left as it is."""
     path = path or Path(f"{kind}.toml")
-    example = resources.files("penstock.spark").joinpath("examples", f"{kind}.toml").read_text()
+    example = resources.files("penstock.pipelines").joinpath("examples", f"{kind}.toml").read_text()
     try:
         with path.open("x") as file:
             file.write(example)
@@ -104,8 +104,8 @@ def validate(
     """Check a pipeline file: its keys, and with Spark its schema, SQL, columns and function. No broker is asked."""
     with _problems_told():
         pipeline = _load(path)
-        from penstock.spark.check import check
-        from penstock.spark.run import opened
+        from penstock.pipelines.check import check
+        from penstock.pipelines.run import opened
 
         with _showing("starting Spark …", shown=not json), opened(pipeline.name, config=_logging(verbose)) as spark:
             check(spark, pipeline)
@@ -153,7 +153,7 @@ def run(
         raise typer.BadParameter("a run with --follow has no end: give one of them", param_hint="'--flush'")
     with _problems_told():
         pipeline = at.of(_load(path))
-        from penstock.spark.run import run as run_pipeline
+        from penstock.pipelines.run import run as run_pipeline
 
         try:
             with _telling(json) as tell:
@@ -197,8 +197,8 @@ def status(
 ) -> None:
     """Show how far a pipeline is, and how its last run ended."""
     from penstock.cli import output
-    from penstock.spark.home import DATA, home_of
-    from penstock.spark.home import status as status_of
+    from penstock.pipelines.home import DATA, home_of
+    from penstock.pipelines.home import status as status_of
 
     if Path(name).is_file():
         with _problems_told():
@@ -223,7 +223,7 @@ def list_pipelines(
 ) -> None:
     """Show all pipelines that have run with a data directory."""
     from penstock.cli import output
-    from penstock.spark.home import statuses
+    from penstock.pipelines.home import statuses
 
     found = statuses(data)
     if json:
@@ -238,7 +238,7 @@ def list_pipelines(
 
 
 def _loaded(path: Path) -> Pipeline:
-    from penstock.spark.file import load
+    from penstock.pipelines.file import load
 
     return load(path)
 

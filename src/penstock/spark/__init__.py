@@ -1,6 +1,6 @@
-"""Penstock in Spark: the log as a source and a sink, and pipelines made of both. Through the client only.
+"""Penstock in Spark: the log as a source and a sink, and a session that finds them. It reaches the broker as a client.
 
-What is exported here is imported when it is first used: the executors load only what reads and writes.
+Exports are imported on first use: executors load only what reads and writes.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from penstock.spark import pipeline
     from penstock.spark.json_topics import from_json_topic
     from penstock.spark.sessions import register, session
 
-__all__ = ["from_json_topic", "pipeline", "register", "session"]
+__all__ = ["from_json_topic", "register", "session"]
 
-_HOMES: Final = {
+_MODULES: Final = {
     "from_json_topic": "penstock.spark.json_topics",
     "register": "penstock.spark.sessions",
     "session": "penstock.spark.sessions",
@@ -23,12 +22,10 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "pipeline":
-        return importlib.import_module("penstock.spark.pipeline")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, "pipeline"})
+    return sorted({*globals(), *_MODULES})

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.spark.file import Pipeline, Source, Transform
-from penstock.spark.home import Home, home_of, read_ends
-from penstock.spark.progress import DONE, FAILED, STOPPED, Progress, Reports, begin
-from penstock.spark.reason import reason
+from penstock.pipelines.file import Pipeline, Source, Transform
+from penstock.pipelines.home import Home, home_of, read_ends
+from penstock.pipelines.progress import DONE, FAILED, STOPPED, Progress, Reports, begin
+from penstock.pipelines.reason import reason
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,17 +60,17 @@ def run(
     """Run it until all that was there is done; with `follow` until it is stopped. How far it came.
 
     `data`: where its state is kept, below pipelines/; without it in `data` beside its file. A run that would store rows
-    again, because the broker or the sink is further than the state, is refused (`penstock.spark.resume`); `restart`
+    again, because the broker or the sink is further than the state, is refused (`penstock.pipelines.resume`); `restart`
     discards the state and starts over, and `warn` is told what that does. `flush` closes at the end what is still open
-    (`penstock.spark.flush`).
+    (`penstock.pipelines.flush`).
 
     `spark`: a session to use, which stays; without it `opened` gives one, on `master` and with `config`. `tell` is
     called after each batch. `show` is given the table of dead letters, if it is not to be written anywhere. `stop` ends
     it, as SIGINT and SIGTERM do in the main thread. Raises BadConfig if the file does not fit together, and
     PenstockError, with one sentence, if a query fails.
     """
-    from penstock.spark import flush as flushing
-    from penstock.spark import resume
+    from penstock.pipelines import flush as flushing
+    from penstock.pipelines import resume
 
     if flush:
         if follow:
@@ -167,7 +167,7 @@ class _Running:
         return self._progress
 
     def _run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> None:
-        from penstock.spark import flush as flushing
+        from penstock.pipelines import flush as flushing
 
         queries = self._run_queries(spark, trigger)
         if flush and not self._stop.is_set() and flushing.plan(spark, self._pipeline, self._home.checkpoint):
@@ -188,8 +188,8 @@ class _Running:
     def _start(self, spark: SparkSession, trigger: dict[str, Any]) -> list[StreamingQuery]:
         from pyspark.errors import PySparkException
 
-        from penstock.spark import kinds
-        from penstock.spark.check import check
+        from penstock.pipelines import kinds
+        from penstock.pipelines.check import check
 
         check(spark, self._pipeline)
         self._carry_code(spark)
@@ -251,7 +251,8 @@ class _Running:
                     self._commit_end(source, end)
 
     def _commit_end(self, source: Source, end: Mapping[str, Any]) -> None:
-        from penstock.spark import kinds, options
+        from penstock.pipelines import kinds
+        from penstock.spark import options
         from penstock.spark.source import commit
 
         given = {name.lower(): value for name, value in kinds.read_options(self._pipeline, source).items()}
@@ -262,7 +263,7 @@ class _Running:
             logger.warning("pipeline %s: its group does not show how far it is: %s", self._pipeline.name, error)
 
     def _show_letters(self, spark: SparkSession) -> None:
-        from penstock.spark import kinds
+        from penstock.pipelines import kinds
 
         found = kinds.table(spark, self._pipeline)
         rows = found.orderBy("letters", ascending=False).limit(ROWS_MAX).collect()

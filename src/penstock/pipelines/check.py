@@ -14,11 +14,21 @@ from typing import TYPE_CHECKING, Final
 from pyspark.errors import PySparkException
 from pyspark.sql.functions import expr
 
-import penstock.spark.pipeline as frames
+import penstock.pipelines.pipeline as frames
 from penstock.errors import BadConfig
-from penstock.spark.file import KINDS, Aggregate, DeadLetters, Deduplicate, Join, Pipeline, Replay, Source, Transform
+from penstock.pipelines.file import (
+    KINDS,
+    Aggregate,
+    DeadLetters,
+    Deduplicate,
+    Join,
+    Pipeline,
+    Replay,
+    Source,
+    Transform,
+)
+from penstock.pipelines.reason import reason
 from penstock.spark.json_topics import RESERVED, parse_json
-from penstock.spark.reason import reason
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

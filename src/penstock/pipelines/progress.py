@@ -80,7 +80,7 @@ class Reports:
 
     def add(self, progress: Progress, report: Mapping[str, Any]) -> Progress | None:
         """With a `StreamingQueryProgress`, oldest first; None if it was added before."""
-        from penstock.spark.pipeline import late_rows
+        from penstock.pipelines.pipeline import late_rows
 
         query = str(report["id"])
         if report["timestamp"] <= self._last.get(query, ""):

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.spark.file import Pipeline, load
+from penstock.pipelines.file import Pipeline, load
+from penstock.pipelines.progress import KILLED, RUNNING, Progress
 from penstock.spark.offsets import Offsets
 from penstock.spark.options import Place
-from penstock.spark.progress import KILLED, RUNNING, Progress
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from typing import Final
 from penstock.client.sync import Client
 from penstock.client.values import Group
 from penstock.errors import PenstockError, UnknownGroup
-from penstock.spark import connection, kinds, options
+from penstock.pipelines import kinds
+from penstock.pipelines.file import DeadLetters, Pipeline, Sink, Source
+from penstock.pipelines.home import Home
+from penstock.spark import connection, options
 from penstock.spark.archive import Archive
 from penstock.spark.catalogue import Catalogue, connect
-from penstock.spark.file import DeadLetters, Pipeline, Sink, Source
-from penstock.spark.home import Home
 from penstock.spark.manifest import starting_offsets
 from penstock.spark.options import Place
 from penstock.spark.source import group_of

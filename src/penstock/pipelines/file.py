@@ -2,7 +2,7 @@
 
 The dataclasses below are the one list of its keys; a table of the file is one of them, and what a kind needs is in
 `KINDS`. Whatever is wrong is refused, all of it at once, each with file, line and key. What only Spark can tell (does
-the SQL fit the schema?) is asked by `penstock.spark.check`.
+the SQL fit the schema?) is asked by `penstock.pipelines.check`.
 
 Paths in a file are relative to the file, so that it may be run from anywhere.
 """
@@ -22,7 +22,7 @@ from penstock import address, moments, subject
 from penstock.clock import SystemClock
 from penstock.errors import BadConfig
 from penstock.moments import Place
-from penstock.spark.lines import Key, Lines, scan
+from penstock.pipelines.lines import Key, Lines, scan
 
 SERVERS: Final = "127.0.0.1:4222"
 DEAD_LETTERS: Final = "DLQ"

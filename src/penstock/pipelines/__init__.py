@@ -1,0 +1,1 @@
+"""Pipelines: topics through Spark as a file describes, on top of the source and the sink in `penstock.spark`."""
