@@ -25,14 +25,15 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cli.pipeline import line
 from penstock.errors import PenstockError
-from penstock.pipelines.file import KINDS, load
-from penstock.pipelines.home import Home, status
+from penstock.pipelines import failure
+from penstock.pipelines.execution import run
+from penstock.pipelines.failure import Failure
+from penstock.pipelines.pipeline_file import KINDS, load
 from penstock.pipelines.progress import Progress, Reports, begin
-from penstock.pipelines.reason import Reason, told
-from penstock.pipelines.run import run
+from penstock.pipelines.state_directory import StateDirectory, status
 from penstock.spark.manifest import ArchivedFile, Entry, Manifest
 from penstock.spark.offsets import Offsets
-from penstock.spark.options import Place
+from penstock.spark.options import TopicPartition
 from tests.conftest import SparkBroker
 from tests.server import clean_environment
 
@@ -498,7 +499,7 @@ def test_a_query_that_fails_is_told_in_one_sentence(example: Example) -> None:
 
 @of("aggregate")
 def test_a_checkpoint_of_another_pipeline_is_refused(example: Example) -> None:
-    home = Home(example.data, "revenue")
+    home = StateDirectory(example.data, "revenue")
     home.directory.mkdir(parents=True)
     home.identify(load(example.path))
     (home.checkpoint / "rows/offsets").mkdir(parents=True)
@@ -623,7 +624,7 @@ def test_a_file_finds_its_state_from_any_directory_and_restart_starts_over(
     assert broker.lag("moving") == 0
 
 
-def begun(home: Home, *, batch: int, place: Place, end: int, query: str = "q") -> None:
+def begun(home: StateDirectory, *, batch: int, place: TopicPartition, end: int, query: str = "q") -> None:
     """A state as Spark leaves it, up to a batch that ends there."""
     offsets = home.checkpoint / "rows/offsets"
     offsets.mkdir(parents=True)
@@ -637,10 +638,10 @@ def stopped(broker: SparkBroker, tmp_path: Path) -> Iterator[Example]:
     """A pipeline whose state ends at batch 3, offset 5 of orders, as does its group."""
     example = Example("replay", tmp_path, broker)
     example.change(('"replay-orders"', '"halted"'))
-    home = Home(example.data, "halted")
+    home = StateDirectory(example.data, "halted")
     home.directory.mkdir(parents=True)
     home.identify(load(example.path))
-    begun(home, batch=3, place=Place("orders", 0), end=5)
+    begun(home, batch=3, place=TopicPartition("orders", 0), end=5)
     broker.create_group("halted", "orders", mode="partitioned", start="earliest")
     broker.commit("halted", "orders", 0, 5)
     yield example
@@ -686,7 +687,7 @@ def test_a_state_in_the_working_directory_is_named(
 
 
 def test_a_second_file_with_the_name_of_another_is_refused(stopped: Example) -> None:
-    home = Home(stopped.data, "halted")
+    home = StateDirectory(stopped.data, "halted")
     home.save(begin("halted", "replay", stopped.path, None))
     second = stopped.directory / "second.toml"
     second.write_text(stopped.path.read_text().replace('"orders-replayed"', '"orders-elsewhere"'))
@@ -710,7 +711,7 @@ def test_restart_leaves_the_group_of_consumers_alone(stopped: Example, broker: S
         f"error: group halted at {broker.servers} belongs to consumers, not to pipeline halted: give the "
         "pipeline another name\n"
     )
-    assert Home(stopped.data, "halted").has_begun
+    assert StateDirectory(stopped.data, "halted").has_begun
 
 
 @of("aggregate")
@@ -777,7 +778,7 @@ def test_a_run_that_was_stopped_is_done_only_if_it_would_not_have_ended(
 ) -> None:
     penstock("init", "replay", tmp_path / "replay.toml")
     stopped = replace(begin("replay-orders", "replay", tmp_path / "replay.toml", None), state="stopped")
-    monkeypatch.setattr("penstock.pipelines.run.run", lambda *_, **__: stopped)
+    monkeypatch.setattr("penstock.pipelines.execution.run", lambda *_, **__: stopped)
 
     assert penstock("run", tmp_path / "replay.toml", *flags).code == code
 
@@ -792,7 +793,7 @@ def test_the_line_of_a_run_shows_what_moves(tmp_path: Path) -> None:
 
 def test_list_and_status_show_how_far_pipelines_are(tmp_path: Path) -> None:
     for name, state in (("first", "done"), ("second", "running")):
-        home = Home(tmp_path, name)
+        home = StateDirectory(tmp_path, name)
         home.directory.mkdir(parents=True)
         begun = begin(name, "replay", tmp_path / f"{name}.toml", None)
         home.save(replace(begun, state=state, rows=1234, batches=2, batch=7, lag=56))
@@ -814,7 +815,7 @@ def test_a_checkpoint_binds_a_pipeline_from_its_first_batch_on(tmp_path: Path) -
     penstock("init", "replay", tmp_path / "replay.toml")
     first = load(tmp_path / "replay.toml")
     second = replace(first, kind="archive")
-    home = Home(tmp_path, first.name)
+    home = StateDirectory(tmp_path, first.name)
     home.directory.mkdir(parents=True)
 
     home.identify(first)
@@ -831,7 +832,7 @@ def test_a_checkpoint_binds_a_pipeline_from_its_first_batch_on(tmp_path: Path) -
 
 
 def test_progress_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    home = Home(tmp_path, "first")
+    home = StateDirectory(tmp_path, "first")
     home.directory.mkdir(parents=True)
     (home.directory / "progress.json").write_text("{")
 
@@ -842,7 +843,7 @@ def test_progress_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 
 def test_status_of_what_never_ran_says_what_did(tmp_path: Path) -> None:
-    home = Home(tmp_path, "first")
+    home = StateDirectory(tmp_path, "first")
     home.directory.mkdir(parents=True)
     home.save(begin("first", "replay", tmp_path / "first.toml", None))
 
@@ -862,11 +863,11 @@ def test_status_of_what_never_ran_says_what_did(tmp_path: Path) -> None:
                 "[UNRESOLVED_COLUMN.WITH_SUGGESTION] A column with name `x` cannot be resolved. Did you mean [`y`]? "
                 "SQLSTATE: 42703; line 3 pos 7;\n'Project ['x]\n+- Relation\n"
             ),
-            Reason("A column with name `x` cannot be resolved. Did you mean [`y`]?", 3),
+            Failure("A column with name `x` cannot be resolved. Did you mean [`y`]?", 3),
         ),
         (
             "\n[PARSE_SYNTAX_ERROR] Syntax error at or near 'FORM'. SQLSTATE: 42601 (line 2, pos 10)\n\n== SQL ==\n",
-            Reason("Syntax error at or near 'FORM'.", 2),
+            Failure("Syntax error at or near 'FORM'.", 2),
         ),
         (
             (
@@ -876,27 +877,27 @@ def test_status_of_what_never_ran_says_what_did(tmp_path: Path) -> None:
                 "During handling of the above exception, another one occurred:\n\nTraceback (most recent call last):\n"
                 "pyspark.errors.PySparkRuntimeError: [X] failed\n SQLSTATE: 38000"
             ),
-            Reason("nobody at x:1"),
+            Failure("nobody at x:1"),
         ),
         (
             (
                 'Job aborted due to stage failure: Traceback (most recent call last):\n  File "x.py", line 1, in y\n'
                 "ValueError: a row of 'x' is wrong: make it right\n\n\tat org.apache.spark.X\n"
             ),
-            Reason("a row of 'x' is wrong: make it right"),
+            Failure("a row of 'x' is wrong: make it right"),
         ),
         (
             (
                 "Traceback (most recent call last):\nConnectionRefusedError: [Errno 111]\n\nThe above exception was "
                 "the cause:\n\nTraceback (most recent call last):\npenstock.errors.NoBroker: nobody at x:1\n"
             ),
-            Reason("nobody at x:1"),
+            Failure("nobody at x:1"),
         ),
-        ("[DIVIDE_BY_ZERO] Division by zero. SQLSTATE: 22012\n== SQL ==", Reason("Division by zero.")),
+        ("[DIVIDE_BY_ZERO] Division by zero. SQLSTATE: 22012\n== SQL ==", Failure("Division by zero.")),
     ],
 )
-def test_of_what_spark_tells_one_sentence_is_left(text: str, reason: Reason) -> None:
-    assert told(text) == reason
+def test_of_what_spark_tells_one_sentence_is_left(text: str, reason: Failure) -> None:
+    assert failure.parse(text) == reason
 
 
 def test_a_batch_that_is_told_twice_counts_once(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
 from penstock.moments import PLACE_FORMS
-from penstock.pipelines.file import KINDS, Aggregate, Join, Pipeline, Sink, Source, keys, load
 from penstock.pipelines.lines import Key, scan
+from penstock.pipelines.pipeline_file import KINDS, Aggregate, Join, Pipeline, Sink, Source, keys, load
 from tests.docs import DOCS, table
 
 EXAMPLES = Path(__file__).parent.parent / "src/penstock/pipelines/examples"

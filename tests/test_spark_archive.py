@@ -579,14 +579,14 @@ def test_of_two_writers_of_a_delta_table_one_is_refused(tmp_path: Path, monkeypa
     delta = pytest.importorskip("penstock.spark.delta")
     slow, fast = (Query(tmp_path, name, archiveFormat="delta") for name in ("slow", "fast"))
     fast.batch(0, [row(0)])
-    late, add = slow.task([row(1)]), delta.Table._add
+    late, add = slow.task([row(1)]), delta.DeltaManifest._add
 
     def overtaken(self: Any, table: Any, entry: Any) -> None:
-        monkeypatch.setattr(delta.Table, "_add", add)
+        monkeypatch.setattr(delta.DeltaManifest, "_add", add)
         fast.batch(1, [row(1)])
         add(self, table, entry)
 
-    monkeypatch.setattr(delta.Table, "_add", overtaken)
+    monkeypatch.setattr(delta.DeltaManifest, "_add", overtaken)
     with pytest.raises(BadDirectory, match="another writer was faster"):
         slow.commit(0, late)
 
@@ -690,7 +690,7 @@ def drop_head(broker: penstock.Broker, topic: str) -> int:
     return int(broker.topic(topic).positions[0].start)
 
 
-def given_options(broker: penstock.Broker, topic: str, more: dict[str, Any], *, is_stream: bool) -> options.Read:
+def given_options(broker: penstock.Broker, topic: str, more: dict[str, Any], *, is_stream: bool) -> options.ReadOptions:
     assert broker.address is not None
     texts = {"servers": broker.address, "subscribe": topic, "includeheaders": "true"}
     return options.read(texts | {name.lower(): str(value) for name, value in more.items()}, is_stream=is_stream)

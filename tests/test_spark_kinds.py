@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("pyspark")
 
 from penstock.client.message import Message
-from penstock.pipelines import kinds
-from penstock.pipelines.file import Pipeline, load
+from penstock.pipelines import queries
+from penstock.pipelines.pipeline_file import Pipeline, load
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -61,10 +61,10 @@ class Runner:
     def run(self, text: str) -> list[Any]:
         """The progress of all batches."""
         checkpoint = str(self.directory / "checkpoint")
-        queries = kinds.start(self.spark, self.load(text), checkpoint, {"availableNow": True})
-        for query in queries:
+        started = queries.start(self.spark, self.load(text), checkpoint, {"availableNow": True})
+        for query in started:
             query.awaitTermination()
-        return [progress for query in queries for progress in query.recentProgress]
+        return [progress for query in started for progress in query.recentProgress]
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ key = "id"
     ]
     assert list(letters(spark_broker, orders).values()) == ["it is not JSON"]
     assert list(letters(spark_broker, payments).values()) == ["field id is missing"]
-    assert kinds.topics(runner.load(text)) == [orders, payments]
+    assert queries.topics(runner.load(text)) == [orders, payments]
 
 
 # Replay.
@@ -408,11 +408,11 @@ def test_a_rate_is_kept_by_waiting_between_batches(monkeypatch: pytest.MonkeyPat
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("penstock.pipelines.kinds.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("penstock.pipelines.kinds.time.sleep", sleep)
+    monkeypatch.setattr("penstock.pipelines.queries.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.pipelines.queries.time.sleep", sleep)
     batch: Any = None
 
-    each = kinds._paced(lambda _, number: done.append(number))
+    each = queries._paced(lambda _, number: done.append(number))
     each(batch, 0)
     now[0] += 0.25
     each(batch, 1)
@@ -474,8 +474,8 @@ kind = "dead_letters"
 [source]
 subjects = ["DLQ.{orders}"]
 """)
-    assert kinds.start(runner.spark, looked, str(other.directory / "none"), {"availableNow": True}) == []
-    assert sum(row["letters"] for row in kinds.table(runner.spark, looked).collect()) == 3
+    assert queries.start(runner.spark, looked, str(other.directory / "none"), {"availableNow": True}) == []
+    assert sum(row["letters"] for row in queries.table(runner.spark, looked).collect()) == 3
 
 
 # Archive.
@@ -522,7 +522,7 @@ archive = "archive"
 def test_what_the_source_is_told(runner: Runner, line: str, expected: dict[str, str]) -> None:
     made = runner.load(replay("orders", "copy", line))
 
-    options = kinds.read_options(made, made.source)
+    options = queries.read_options(made, made.source)
 
     assert expected.items() <= options.items()
     assert (options["subscribe"], options["group"]) == ("orders", "replay-orders")
@@ -538,6 +538,6 @@ def test_a_query_that_cannot_start_leaves_none_behind(
     (runner.directory / "checkpoint" / "letters").write_text("")
 
     with pytest.raises(Exception, match="letters"):
-        kinds.start(runner.spark, made, str(runner.directory / "checkpoint"), {"processingTime": "1 second"})
+        queries.start(runner.spark, made, str(runner.directory / "checkpoint"), {"processingTime": "1 second"})
 
     assert not runner.spark.streams.active

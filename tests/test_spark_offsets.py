@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.spark.offsets import Offsets, Range, share, split
-from penstock.spark.options import Place
+from penstock.spark.offsets import OffsetRange, Offsets, share, split
+from penstock.spark.options import TopicPartition
 
-_PLACES = st.builds(Place, st.sampled_from(["a", "b", "a.b"]), st.integers(0, 20))
+_PLACES = st.builds(TopicPartition, st.sampled_from(["a", "b", "a.b"]), st.integers(0, 20))
 _AVAILABLE = st.dictionaries(_PLACES, st.integers(0, 10_000), max_size=12)
 
 
 @given(_AVAILABLE, st.integers(1, 20_000))
-def test_what_is_shared_out_is_the_limit_or_all_there_is(available: dict[Place, int], limit: int) -> None:
+def test_what_is_shared_out_is_the_limit_or_all_there_is(available: dict[TopicPartition, int], limit: int) -> None:
     shares = share(available, limit)
 
     assert sum(shares.values()) == min(limit, sum(available.values()))
@@ -25,7 +25,9 @@ def test_what_is_shared_out_is_the_limit_or_all_there_is(available: dict[Place, 
 
 
 @given(_AVAILABLE, st.integers(1, 20_000))
-def test_no_partition_is_left_waiting_while_there_is_one_for_each(available: dict[Place, int], limit: int) -> None:
+def test_no_partition_is_left_waiting_while_there_is_one_for_each(
+    available: dict[TopicPartition, int], limit: int
+) -> None:
     waiting = {place for place, count in available.items() if count}
 
     shares = share(available, limit)
@@ -35,9 +37,13 @@ def test_no_partition_is_left_waiting_while_there_is_one_for_each(available: dic
 
 
 def test_the_limit_is_shared_in_proportion_to_what_waits() -> None:
-    available = {Place("a", 0): 9_001, Place("a", 1): 901, Place("a", 2): 101}
+    available = {TopicPartition("a", 0): 9_001, TopicPartition("a", 1): 901, TopicPartition("a", 2): 101}
 
-    assert share(available, 1_003) == {Place("a", 0): 901, Place("a", 1): 91, Place("a", 2): 11}
+    assert share(available, 1_003) == {
+        TopicPartition("a", 0): 901,
+        TopicPartition("a", 1): 91,
+        TopicPartition("a", 2): 11,
+    }
 
 
 @given(
@@ -48,7 +54,9 @@ def test_the_limit_is_shared_in_proportion_to_what_waits() -> None:
 def test_split_ranges_are_the_same_offsets_in_order(
     spans: list[tuple[int, int]], partitions_min: int | None, records_max: int | None
 ) -> None:
-    ranges = [Range(Place("a", number), start, start + size) for number, (start, size) in enumerate(spans)]
+    ranges = [
+        OffsetRange(TopicPartition("a", number), start, start + size) for number, (start, size) in enumerate(spans)
+    ]
 
     parts = split(ranges, partitions_min=partitions_min, records_max=records_max)
 
@@ -67,13 +75,13 @@ def test_split_ranges_are_the_same_offsets_in_order(
 
 
 def test_ranges_that_are_many_enough_are_not_split() -> None:
-    ranges = [Range(Place("a", number), 0, 100) for number in range(4)]
+    ranges = [OffsetRange(TopicPartition("a", number), 0, 100) for number in range(4)]
 
     assert split(ranges, partitions_min=4, records_max=None) == ranges
 
 
 @given(st.dictionaries(_PLACES, st.integers(0, 1 << 62)), st.integers(1, 1 << 40))
-def test_offsets_are_the_same_after_a_round_through_json(ends: dict[Place, int], number: int) -> None:
+def test_offsets_are_the_same_after_a_round_through_json(ends: dict[TopicPartition, int], number: int) -> None:
     offsets = Offsets({place.topic: number for place in ends}, ends)
 
     assert Offsets.from_json(json.loads(json.dumps(offsets.to_json()))) == offsets

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from penstock.spark import options
-from penstock.spark.options import Assigned, AtEdge, AtOffsets, AtTime, AtTimes, Names, Place, Read
+from penstock.spark.options import Assigned, AtEdge, AtOffsets, AtTime, AtTimes, Names, ReadOptions, TopicPartition
 
 
-def _read(given: Mapping[str, str] | None = None, *, is_stream: bool = True) -> Read:
+def _read(given: Mapping[str, str] | None = None, *, is_stream: bool = True) -> ReadOptions:
     lower = {name.lower(): value for name, value in (given or {}).items()}
     return options.read({"subscribe": "orders"} | lower, is_stream=is_stream)
 
@@ -42,7 +42,7 @@ def test_the_names_of_kafkas_connector_are_understood() -> None:
     assert found.broker.servers == "one:1,two:2"
     assert found.group == "billing"
     assert found.topics == Names(("orders", "payments"))
-    places = {Place("orders", 0): 23, Place("orders", 1): -2, Place("payments", 0): -1}
+    places = {TopicPartition("orders", 0): 23, TopicPartition("orders", 1): -2, TopicPartition("payments", 0): -1}
     assert found.start == AtOffsets("startingOffsets", places)
     assert (found.offsets_max, found.delay_s, found.fails_on_loss, found.has_headers) == (500, 600, False, True)
 
@@ -50,7 +50,7 @@ def test_the_names_of_kafkas_connector_are_understood() -> None:
 def test_a_time_goes_before_offsets() -> None:
     given = {"startingOffsets": "earliest", "startingOffsetsByTimestamp": '{"orders": {"0": 5}}'}
 
-    assert _read(given).start == AtTimes("startingOffsetsByTimestamp", {Place("orders", 0): 5})
+    assert _read(given).start == AtTimes("startingOffsetsByTimestamp", {TopicPartition("orders", 0): 5})
     assert _read(given | {"startingTimestamp": "7"}).start == AtTime("startingTimestamp", 7)
     assert _read(given | {"startingTimestamp": "2000-01-01"}).start == AtTime("startingTimestamp", 946_684_800_000)
 
@@ -58,7 +58,9 @@ def test_a_time_goes_before_offsets() -> None:
 def test_partitions_can_be_assigned() -> None:
     found = options.read({"assign": '{"orders": [2, 0], "payments": [0]}'}, is_stream=False)
 
-    assert found.topics == Assigned((Place("orders", 2), Place("orders", 0), Place("payments", 0)))
+    assert found.topics == Assigned(
+        (TopicPartition("orders", 2), TopicPartition("orders", 0), TopicPartition("payments", 0))
+    )
 
 
 @pytest.mark.parametrize(

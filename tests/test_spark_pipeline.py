@@ -15,7 +15,7 @@ from penstock import headers as blocks
 
 pytest.importorskip("pyspark")
 
-import penstock.pipelines.pipeline as frames
+from penstock.pipelines import frames
 from penstock.spark.json_topics import parse_json
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from penstock.client.partitioner import Layout
-from penstock.pipelines.reason import reason
+from penstock.pipelines import failure
 from penstock.spark import sink
 from tests.conftest import SparkBroker
 
@@ -123,7 +123,9 @@ def test_nothing_is_stored_of_a_write_that_fails(spark: SparkSession, spark_brok
     with pytest.raises(Exception, match="a message without a value deletes its key") as raised:
         write(frame, spark_broker, topic="failed")
 
-    assert reason(raised.value).sentence.startswith("a message without a value deletes its key: give a key, or a value")
+    assert failure.describe(raised.value).sentence.startswith(
+        "a message without a value deletes its key: give a key, or a value"
+    )
     assert values(spark_broker, "failed") == []
 
 
@@ -382,7 +384,7 @@ def test_a_user_sees_the_sentence(spark: SparkSession, spark_broker: SparkBroker
     with pytest.raises(Exception, match=re.escape(sentence)) as raised:
         act(writer)
 
-    assert sentence in reason(raised.value).sentence
+    assert sentence in failure.describe(raised.value).sentence
 
 
 def test_a_message_that_is_too_large_is_refused_with_the_limit(spark: SparkSession, spark_broker: SparkBroker) -> None:

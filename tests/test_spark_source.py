@@ -35,7 +35,7 @@ from penstock.errors import NoBroker, UnknownTopic
 from penstock.headers import hash_key
 from penstock.spark import connection, options
 from penstock.spark.json_topics import from_json_topic
-from penstock.spark.source import FilteringReader, Reader, Slice, StreamReader, _fetch, commit
+from penstock.spark.source import FilteringReader, LogSlice, Reader, StreamReader, _fetch, commit
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -87,7 +87,7 @@ def _publish(broker: penstock.Broker, topic: str, values: Sequence[int], partiti
     broker.publish_many(penstock.Outgoing(topic, str(value).encode(), key=key) for value in values)
 
 
-def _options(broker: penstock.Broker, *, is_stream: bool, **given: object) -> options.Read:
+def _options(broker: penstock.Broker, *, is_stream: bool, **given: object) -> options.ReadOptions:
     assert broker.address is not None
     texts = {"servers": broker.address} | {name.lower(): str(value) for name, value in given.items()}
     return options.read(texts, is_stream=is_stream)
@@ -556,7 +556,7 @@ def test_a_task_that_is_slower_than_retention_misses_nothing_silently(broker: pe
     given = _options(broker, is_stream=False, subscribe=name, failOnDataLoss=fails)
     reader = Reader(given, StructType([StructField("offset", LongType())]))
     (task,) = reader.partitions()
-    assert isinstance(task, Slice)
+    assert isinstance(task, LogSlice)
     parts = _fetch(given, reader._shape, task)
     offsets = next(parts).column("offset").to_pylist()
     kept = _drop_head(broker, name)
@@ -578,7 +578,7 @@ def test_a_topic_that_goes_while_a_task_reads_is_noticed(broker: penstock.Broker
     given = _options(broker, is_stream=False, subscribe=name)
     reader = Reader(given, WANTED)
     (task,) = reader.partitions()
-    assert isinstance(task, Slice)
+    assert isinstance(task, LogSlice)
     parts = _fetch(given, reader._shape, task)
     next(parts)
     broker.delete_topic(name)

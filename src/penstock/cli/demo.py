@@ -27,7 +27,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from penstock.pipelines.file import Pipeline
+    from penstock.pipelines.pipeline_file import Pipeline
     from penstock.pipelines.progress import Progress
 
 # The orders of so long a time.
@@ -126,7 +126,7 @@ class _Demo:
 
     @contextmanager
     def _session(self, given: SparkSession | None) -> Iterator[SparkSession]:
-        from penstock.pipelines.run import opened
+        from penstock.pipelines.execution import opened
 
         if given is not None:
             yield given
@@ -139,8 +139,8 @@ class _Demo:
             yield session
 
     def _run_pipelines(self, broker: Broker, spark: SparkSession) -> None:
-        from penstock.pipelines.file import load
-        from penstock.pipelines.run import run as run_pipeline
+        from penstock.pipelines.execution import run as run_pipeline
+        from penstock.pipelines.pipeline_file import load
 
         self._step(
             "Pipelines",

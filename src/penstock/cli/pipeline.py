@@ -23,7 +23,7 @@ from penstock.errors import BadConfig, PenstockError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.pipelines.file import Pipeline
+    from penstock.pipelines.pipeline_file import Pipeline
     from penstock.pipelines.progress import Progress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -104,8 +104,8 @@ def validate(
     """Check a pipeline file: its keys, and with Spark its schema, SQL, columns and function. No broker is asked."""
     with _problems_told():
         pipeline = _load(path)
-        from penstock.pipelines.check import check
-        from penstock.pipelines.run import opened
+        from penstock.pipelines.execution import opened
+        from penstock.pipelines.validation import check
 
         with _showing("starting Spark …", shown=not json), opened(pipeline.name, config=_logging(verbose)) as spark:
             check(spark, pipeline)
@@ -153,7 +153,7 @@ def run(
         raise typer.BadParameter("a run with --follow has no end: give one of them", param_hint="'--flush'")
     with _problems_told():
         pipeline = at.of(_load(path))
-        from penstock.pipelines.run import run as run_pipeline
+        from penstock.pipelines.execution import run as run_pipeline
 
         try:
             with _telling(json) as tell:
@@ -197,12 +197,12 @@ def status(
 ) -> None:
     """Show how far a pipeline is, and how its last run ended."""
     from penstock.cli import output
-    from penstock.pipelines.home import DATA, home_of
-    from penstock.pipelines.home import status as status_of
+    from penstock.pipelines.state_directory import DATA, state_of
+    from penstock.pipelines.state_directory import status as status_of
 
     if Path(name).is_file():
         with _problems_told():
-            home = home_of(_loaded(Path(name)), data)
+            home = state_of(_loaded(Path(name)), data)
         found = status_of(home.name, home.data)
     else:
         found = status_of(name, data or DATA)
@@ -223,7 +223,7 @@ def list_pipelines(
 ) -> None:
     """Show all pipelines that have run with a data directory."""
     from penstock.cli import output
-    from penstock.pipelines.home import statuses
+    from penstock.pipelines.state_directory import statuses
 
     found = statuses(data)
     if json:
@@ -238,7 +238,7 @@ def list_pipelines(
 
 
 def _loaded(path: Path) -> Pipeline:
-    from penstock.pipelines.file import load
+    from penstock.pipelines.pipeline_file import load
 
     return load(path)
 

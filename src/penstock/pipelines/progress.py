@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.clock import SystemClock
 
 if TYPE_CHECKING:
-    from penstock.spark.options import Place
+    from penstock.spark.options import TopicPartition
 
 RUNNING: Final = "running"
 DONE: Final = "done"
@@ -80,7 +80,7 @@ class Reports:
 
     def add(self, progress: Progress, report: Mapping[str, Any]) -> Progress | None:
         """With a `StreamingQueryProgress`, oldest first; None if it was added before."""
-        from penstock.pipelines.pipeline import late_rows
+        from penstock.pipelines.frames import late_rows
 
         query = str(report["id"])
         if report["timestamp"] <= self._last.get(query, ""):
@@ -117,7 +117,7 @@ def rows_of(report: Mapping[str, Any]) -> int:
 
 def _between(report: Mapping[str, Any], first: str, last: str) -> int | None:
     """A partition counts once, also if the query has a source for each of two looks at it."""
-    found: dict[Place, int] = {}
+    found: dict[TopicPartition, int] = {}
     for source in report["sources"]:
         begin, end = _offsets(source[first]), _offsets(source[last])
         if begin is None or end is None:
@@ -130,7 +130,7 @@ def _between(report: Mapping[str, Any], first: str, last: str) -> int | None:
     return sum(found.values())
 
 
-def _offsets(text: str | None) -> Mapping[Place, int] | None:
+def _offsets(text: str | None) -> Mapping[TopicPartition, int] | None:
     from penstock.spark.offsets import Offsets
 
     try:

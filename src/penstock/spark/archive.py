@@ -39,7 +39,7 @@ from penstock.spark.manifest import ArchivedFile, Entry, Manifest
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-    from penstock.spark.delta import Table
+    from penstock.spark.delta import DeltaManifest
 
 STREAM: Final = ("archive", "archiveFormat", "archivePartition", "archiveGaps")
 BATCH: Final = (*STREAM, "txnId", "txnVersion")
@@ -154,12 +154,12 @@ class _Target:
     writer: str = ""
     number: int = 0
 
-    def books(self) -> Manifest | Table:
+    def books(self) -> Manifest | DeltaManifest:
         if not self.is_delta:
             return Manifest(self.root)
-        from penstock.spark.delta import Table
+        from penstock.spark.delta import DeltaManifest
 
-        return Table(self.root)
+        return DeltaManifest(self.root)
 
 
 class _Message(WriterCommitMessage):
@@ -322,15 +322,15 @@ def _kind(root: Path) -> str | None:
     return "delta" if (root / "_delta_log").is_dir() else None
 
 
-def _books(root: Path) -> Manifest | Table:
+def _books(root: Path) -> Manifest | DeltaManifest:
     """For reading."""
     match _kind(root):
         case "parquet":
             return Manifest(root)
         case "delta":
-            from penstock.spark.delta import Table
+            from penstock.spark.delta import DeltaManifest
 
-            return Table(root)
+            return DeltaManifest(root)
     raise ValueError(f"{root} is no archive: write one with .writeStream.format('penstock').option('archive', …)")
 
 

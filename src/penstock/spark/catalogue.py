@@ -21,11 +21,11 @@ from penstock.spark.options import (
     AtTime,
     AtTimes,
     Bound,
-    Broker,
+    BrokerOptions,
     Matching,
     Names,
-    Place,
-    Read,
+    ReadOptions,
+    TopicPartition,
 )
 
 if TYPE_CHECKING:
@@ -50,17 +50,17 @@ class Holding:
         return self.start if self.archived is None else min(self.start, self.archived[0])
 
 
-Holdings = Mapping[Place, Holding]
+Holdings = Mapping[TopicPartition, Holding]
 
 
-def connect(broker: Broker) -> Client:
+def connect(broker: BrokerOptions) -> Client:
     return connection.client(
         broker.servers, broker.timeout_s, user=broker.user, password=broker.password, token=broker.token
     )
 
 
 class Catalogue:
-    def __init__(self, options: Read) -> None:
+    def __init__(self, options: ReadOptions) -> None:
         self._options = options
         self._archive: Archive | None = None
         self._archived: dict[str, dict[int, tuple[int, int]]] = {}
@@ -79,7 +79,7 @@ class Catalogue:
             self._archive = Archive(self._options.archive)
         return self._archive
 
-    def look(self, *, must_exist: bool = True, at_archive: bool = True) -> dict[Place, Holding]:
+    def look(self, *, must_exist: bool = True, at_archive: bool = True) -> dict[TopicPartition, Holding]:
         """What there is now. Topics that are named and are not there are an error, or left out.
 
         Without `at_archive` what was archived is taken for what it was the last time: whoever only waits for messages
@@ -91,10 +91,18 @@ class Catalogue:
         found = {topic.name: topic for topic in self._topics()}
         match wanted:
             case Names(names):
-                places = [Place(name, number) for name in names for number in self._partitions(found, name, must_exist)]
+                places = [
+                    TopicPartition(name, number)
+                    for name in names
+                    for number in self._partitions(found, name, must_exist)
+                ]
             case Matching(expression):
                 names = tuple(name for name in sorted(found) if expression.fullmatch(name))
-                places = [Place(name, number) for name in names for number in self._partitions(found, name, must_exist)]
+                places = [
+                    TopicPartition(name, number)
+                    for name in names
+                    for number in self._partitions(found, name, must_exist)
+                ]
             case Assigned(places_wanted):
                 places = []
                 for place in places_wanted:
@@ -131,7 +139,7 @@ class Catalogue:
             raise RuntimeError(f"topic {name} cannot be read: {topic.refused}")
         return range(len(topic.positions))
 
-    def _holdings(self, found: Mapping[str, Topic], places: list[Place]) -> dict[Place, Holding]:
+    def _holdings(self, found: Mapping[str, Topic], places: list[TopicPartition]) -> dict[TopicPartition, Holding]:
         holdings = {}
         for place in places:
             topic = found[place.topic]
@@ -139,7 +147,7 @@ class Catalogue:
             holdings[place] = Holding(topic.id, position.start, position.committed, self._archived_of(place))
         return holdings
 
-    def _archived_of(self, place: Place) -> tuple[int, int] | None:
+    def _archived_of(self, place: TopicPartition) -> tuple[int, int] | None:
         if self._options.archive is None:
             return None
         if place.topic not in self._archived:
@@ -148,7 +156,7 @@ class Catalogue:
 
     # Where reading begins and ends.
 
-    def starts(self, holdings: Holdings) -> dict[Place, int]:
+    def starts(self, holdings: Holdings) -> dict[TopicPartition, int]:
         """What is not there any more from there on is told when it is planned to be read."""
         bound = self._options.start
         found = self._resolve(bound, holdings)
@@ -157,7 +165,7 @@ class Catalogue:
                 self._check_start_time(bound, place, offset, holdings[place])
         return found
 
-    def ends(self, holdings: Holdings) -> dict[Place, int]:
+    def ends(self, holdings: Holdings) -> dict[TopicPartition, int]:
         """For a batch: all of it must be there."""
         return self._resolve(self._options.end, holdings)
 
@@ -167,7 +175,7 @@ class Catalogue:
             case AtOffsets(name, given) | AtTimes(name, given):
                 _check_places(name, given, holdings)
 
-    def stream_ends(self, holdings: Holdings) -> dict[Place, int]:
+    def stream_ends(self, holdings: Holdings) -> dict[TopicPartition, int]:
         """As far as a stream may go now. Where it ends at an offset that is still to come, it waits for it. Of
         partitions that are newer than what it was told, it reads nothing."""
         match self._options.end:
@@ -185,7 +193,7 @@ class Catalogue:
             case bound:
                 return self._resolve(bound, holdings)
 
-    def _resolve(self, bound: Bound, holdings: Holdings) -> dict[Place, int]:
+    def _resolve(self, bound: Bound, holdings: Holdings) -> dict[TopicPartition, int]:
         match bound:
             case AtEdge(edge):
                 return {place: held.earliest if edge == EARLIEST else held.end for place, held in holdings.items()}
@@ -198,7 +206,7 @@ class Catalogue:
                 _check_places(name, times_ms, holdings)
                 return {place: self._offset_at(place, times_ms[place], held) for place, held in holdings.items()}
 
-    def _offset_at(self, place: Place, time_ms: int, held: Holding) -> int:
+    def _offset_at(self, place: TopicPartition, time_ms: int, held: Holding) -> int:
         moment = _EPOCH + timedelta(milliseconds=time_ms)
         offset = min(self.client.offset_at(place.topic, place.partition, moment), held.end)
         if offset <= held.start and held.earliest < held.start:
@@ -208,7 +216,7 @@ class Catalogue:
             )
         return offset
 
-    def _check_start_time(self, bound: AtTime | AtTimes, place: Place, offset: int, held: Holding) -> None:
+    def _check_start_time(self, bound: AtTime | AtTimes, place: TopicPartition, offset: int, held: Holding) -> None:
         if offset >= held.end and self._options.is_late_start_error:
             raise ValueError(
                 f"{place} has no message that was stored at {bound.name} or later: choose an earlier time, or set "
@@ -216,12 +224,12 @@ class Catalogue:
             )
 
 
-def tell_lost(options: Read, place: Place, first: int, end: int) -> None:
+def tell_lost(options: ReadOptions, place: TopicPartition, first: int, end: int) -> None:
     """Offsets `first` to `end` (not included) are gone."""
     lose(options, f"{place}: offsets {first} to {end - 1} are gone, dropped before they were read", f"go on from {end}")
 
 
-def lose(options: Read, what: str, otherwise: str) -> None:
+def lose(options: ReadOptions, what: str, otherwise: str) -> None:
     """Messages that were to be read are not there: that is an error, or a warning where the user said so."""
     if options.fails_on_loss:
         raise RuntimeError(
@@ -231,7 +239,7 @@ def lose(options: Read, what: str, otherwise: str) -> None:
     _LOG.warning("%s: reading will %s (failOnDataLoss=false)", what, otherwise)
 
 
-def _check_places(name: str, given: Mapping[Place, int], holdings: Holdings) -> None:
+def _check_places(name: str, given: Mapping[TopicPartition, int], holdings: Holdings) -> None:
     if missing := sorted(set(holdings) - set(given)):
         raise ValueError(
             f"{name} says nothing of {', '.join(map(str, missing[:10]))}: it must name every partition that is read"
@@ -240,7 +248,7 @@ def _check_places(name: str, given: Mapping[Place, int], holdings: Holdings) -> 
         raise ValueError(f"{name} has {', '.join(map(str, unknown[:10]))}, which is not among what is read")
 
 
-def _offset(name: str, place: Place, offset: int, held: Holding) -> int:
+def _offset(name: str, place: TopicPartition, offset: int, held: Holding) -> int:
     match offset:
         case -2:
             return held.earliest

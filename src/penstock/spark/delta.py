@@ -33,7 +33,7 @@ except ImportError:
 _PARTITIONS: Final[dict[Unit, list[str]]] = {"hour": ["topic", "day", "hour"], "day": ["topic", "day"]}
 
 
-class Table:
+class DeltaManifest:
     """The Delta table at `root`, with the verbs of a manifest."""
 
     def __init__(self, root: Path) -> None:
@@ -69,7 +69,7 @@ class Table:
         known, spans = table.transaction_version(entry.writer), entry.spans()
         ends = {place: end for place in spans if (end := table.transaction_version(_place(place))) is not None}
         if known is not None and entry.batch <= known:
-            ranges = {place: manifest.Range(0, end, entry.writer) for place, end in ends.items()}
+            ranges = {place: manifest.ArchivedRange(0, end, entry.writer) for place, end in ends.items()}
             manifest.check_replay(self.root, entry, ranges)
             self._sync(table)
             return False

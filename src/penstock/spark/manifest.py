@@ -76,7 +76,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ArchivedRange:
     """The offsets of a topic partition, the end not included, and who wrote last."""
 
     first: int
@@ -91,7 +91,7 @@ class State:
     number: int = -1
     checkpoint: int = -1
     columns: tuple[str, ...] = ()
-    ranges: dict[tuple[str, int], Range] = field(default_factory=dict)
+    ranges: dict[tuple[str, int], ArchivedRange] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
     pieces: list[int] = field(default_factory=list)
     recent: list[ArchivedFile] = field(default_factory=list)
@@ -106,7 +106,7 @@ class State:
         self.recent.extend(entry.files)
         for place, (first, end) in entry.spans().items():
             known = self.ranges.get(place)
-            self.ranges[place] = Range(first if known is None else known.first, end, entry.writer)
+            self.ranges[place] = ArchivedRange(first if known is None else known.first, end, entry.writer)
 
 
 class Manifest:
@@ -273,7 +273,7 @@ def check(root: Path, entry: Entry, state: State, *, gaps: bool) -> None:
             refuse_gap(root, (topic, partition), first, ends)
 
 
-def check_replay(root: Path, entry: Entry, ranges: Mapping[tuple[str, int], Range]) -> None:
+def check_replay(root: Path, entry: Entry, ranges: Mapping[tuple[str, int], ArchivedRange]) -> None:
     """That a batch which was archived before still has the rows of then: other rows would be lost without a word."""
     for (topic, partition), (first, end) in entry.spans().items():
         known = ranges.get((topic, partition))
@@ -357,7 +357,7 @@ def _checkpoint_json(state: State, pieces: Sequence[int]) -> dict[str, Any]:
 
 
 def _checkpoint_state(number: int, read: dict[str, Any]) -> State:
-    ranges = {(r["topic"], r["partition"]): Range(r["first"], r["end"], r["writer"]) for r in read["ranges"]}
+    ranges = {(r["topic"], r["partition"]): ArchivedRange(r["first"], r["end"], r["writer"]) for r in read["ranges"]}
     return State(number, number, tuple(read["columns"]), ranges, dict(read["writers"]), list(read["pieces"]))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Self
 
-from penstock.spark.options import Place
+from penstock.spark.options import TopicPartition
 
 VERSION: Final = 1
 
@@ -20,7 +20,7 @@ class Offsets:
     """
 
     ids: dict[str, int]
-    ends: dict[Place, int]
+    ends: dict[TopicPartition, int]
 
     def to_json(self) -> dict[str, Any]:
         topics: dict[str, Any] = {name: {"id": number, "offsets": {}} for name, number in sorted(self.ids.items())}
@@ -40,14 +40,14 @@ class Offsets:
         for name, topic in found["topics"].items():
             ids[name] = int(topic["id"])
             for partition, end in topic["offsets"].items():
-                ends[Place(name, int(partition))] = int(end)
+                ends[TopicPartition(name, int(partition))] = int(end)
         return cls(ids, ends)
 
 
-class Range(NamedTuple):
+class OffsetRange(NamedTuple):
     """Offsets of a partition, the last one not included."""
 
-    place: Place
+    place: TopicPartition
     start: int
     end: int
 
@@ -56,7 +56,7 @@ class Range(NamedTuple):
         return self.end - self.start
 
 
-def share(available: Mapping[Place, int], limit: int) -> dict[Place, int]:
+def share(available: Mapping[TopicPartition, int], limit: int) -> dict[TopicPartition, int]:
     """`limit` shared out: in proportion to what is there, and at least one to each while it lasts.
 
     So partitions with unlike backlogs come to their ends together, and a small one is never left waiting.
@@ -77,7 +77,7 @@ def share(available: Mapping[Place, int], limit: int) -> dict[Place, int]:
     return shares
 
 
-def split(ranges: Sequence[Range], *, partitions_min: int | None, records_max: int | None) -> list[Range]:
+def split(ranges: Sequence[OffsetRange], *, partitions_min: int | None, records_max: int | None) -> list[OffsetRange]:
     """The same offsets, in at least so many ranges of at most so many offsets."""
     total = sum(each.size for each in ranges)
     found = []
@@ -92,6 +92,6 @@ def split(ranges: Sequence[Range], *, partitions_min: int | None, records_max: i
     return found
 
 
-def _cut(whole: Range, parts: int) -> list[Range]:
+def _cut(whole: OffsetRange, parts: int) -> list[OffsetRange]:
     edges = [whole.start + whole.size * number // parts for number in range(parts + 1)]
-    return [Range(whole.place, start, end) for start, end in pairwise(edges)]
+    return [OffsetRange(whole.place, start, end) for start, end in pairwise(edges)]

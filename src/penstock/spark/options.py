@@ -60,7 +60,7 @@ _DURATION: Final = re.compile(r"(\d+)\s*(ms|s|m|min|h|d)")
 _UNIT_S: Final = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-class Place(NamedTuple):
+class TopicPartition(NamedTuple):
     """A partition of a topic."""
 
     topic: str
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Broker:
+class BrokerOptions:
     """Which broker, and as whom."""
 
     servers: str
@@ -99,7 +99,7 @@ class Matching:
 class Assigned:
     """`assign`: these partitions."""
 
-    places: tuple[Place, ...]
+    places: tuple[TopicPartition, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class AtOffsets:
     """An offset for each partition; EARLIEST and LATEST are two of them."""
 
     name: str
-    offsets: dict[Place, int]
+    offsets: dict[TopicPartition, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class AtTime:
 @dataclass(frozen=True, slots=True)
 class AtTimes:
     name: str
-    times_ms: dict[Place, int]
+    times_ms: dict[TopicPartition, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +136,10 @@ Bound = AtEdge | AtOffsets | AtTime | AtTimes
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadOptions:
     """All that the source can be told."""
 
-    broker: Broker
+    broker: BrokerOptions
     topics: Topics
     subjects: tuple[bytes, ...]
     start: Bound
@@ -158,9 +158,9 @@ class Read:
     archive: str | None
 
 
-def read(options: Mapping[str, str], *, is_stream: bool) -> Read:
+def read(options: Mapping[str, str], *, is_stream: bool) -> ReadOptions:
     check_known(options, READ)
-    found = Read(
+    found = ReadOptions(
         broker=broker(options),
         topics=_topics(options),
         subjects=_subjects(options),
@@ -186,8 +186,8 @@ def has_headers(options: Mapping[str, str]) -> bool:
     return flag(options, "includeHeaders", default=False)
 
 
-def broker(options: Mapping[str, str]) -> Broker:
-    return Broker(
+def broker(options: Mapping[str, str]) -> BrokerOptions:
+    return BrokerOptions(
         servers=text(options, "servers") or text(options, "kafka.bootstrap.servers") or connection.SERVERS,
         timeout_s=seconds(options, "timeout", TIMEOUT_S),
         user=text(options, "user"),
@@ -305,14 +305,14 @@ def _topics(options: Mapping[str, str]) -> Topics:
     return Assigned(_assigned(options))
 
 
-def _assigned(options: Mapping[str, str]) -> tuple[Place, ...]:
+def _assigned(options: Mapping[str, str]) -> tuple[TopicPartition, ...]:
     expected = '{"orders": [0, 1]}'
     given = _object(options, "assign", expected)
     places = []
     for topic, partitions in given.items():
         if not isinstance(partitions, list) or not all(type(each) is int and each >= 0 for each in partitions):
             _refuse("assign", options, expected)
-        places += [Place(topic, each) for each in partitions]
+        places += [TopicPartition(topic, each) for each in partitions]
     if not places:
         _refuse("assign", options, expected)
     return tuple(dict.fromkeys(places))
@@ -361,7 +361,7 @@ def _time_ms(options: Mapping[str, str], name: str) -> int | None:
         ) from None
 
 
-def _by_place(options: Mapping[str, str], name: str, *, least: int) -> dict[Place, int]:
+def _by_place(options: Mapping[str, str], name: str, *, least: int) -> dict[TopicPartition, int]:
     if least == EARLIEST:
         expected = 'earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 is earliest, -1 is latest)'
     else:
@@ -373,7 +373,7 @@ def _by_place(options: Mapping[str, str], name: str, *, least: int) -> dict[Plac
         for partition, offset in offsets.items():
             if not partition.isdecimal() or type(offset) is not int or not least <= offset <= OFFSET_MAX:
                 _refuse(name, options, expected)
-            found[Place(topic, int(partition))] = offset
+            found[TopicPartition(topic, int(partition))] = offset
     return found
 
 
@@ -391,7 +391,7 @@ def _refuse(name: str, options: Mapping[str, str], expected: str) -> NoReturn:
     raise ValueError(f"{name} is {options[name.lower()]!r}: it must be {expected}")
 
 
-def _check_together(found: Read, *, is_stream: bool) -> None:
+def _check_together(found: ReadOptions, *, is_stream: bool) -> None:
     if found.end == AtEdge(EARLIEST):
         raise ValueError("endingOffsets is earliest, so there would be nothing to read: it must be latest or offsets")
     if isinstance(found.end, AtOffsets) and EARLIEST in found.end.offsets.values():

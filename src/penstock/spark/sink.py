@@ -89,7 +89,7 @@ class Staged(WriterCommitMessage):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    broker: options.Broker
+    broker: options.BrokerOptions
     topic: str | None
     compression: Compression
 

@@ -48,8 +48,8 @@ from penstock.client.sync import Client
 from penstock.errors import GroupConflict, OffsetOutOfRange, PenstockError, UnknownGroup, UnknownTopic
 from penstock.spark.catalogue import Catalogue, Holding, Holdings, connect, lose, tell_lost
 from penstock.spark.columns import Condition, Shape, schema
-from penstock.spark.offsets import Offsets, Range, share, split
-from penstock.spark.options import Assigned, Names, Place, Read
+from penstock.spark.offsets import OffsetRange, Offsets, share, split
+from penstock.spark.options import Assigned, Names, ReadOptions, TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -64,7 +64,7 @@ _LOG: Final = logging.getLogger("penstock.spark")
 
 
 @dataclass(frozen=True)
-class Slice(InputPartition):
+class LogSlice(InputPartition):
     """What one task reads of the log."""
 
     topic: str
@@ -74,8 +74,8 @@ class Slice(InputPartition):
     end: int
 
     @property
-    def place(self) -> Place:
-        return Place(self.topic, self.partition)
+    def place(self) -> TopicPartition:
+        return TopicPartition(self.topic, self.partition)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class ArchivedSlice(InputPartition):
 class Reader(DataSourceReader):
     """A batch: from one set of offsets to another, both known before it begins."""
 
-    def __init__(self, options: Read, wanted: StructType) -> None:
+    def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
         self._shape = Shape(schema(wanted), _condition(options))
         self._wanted = _Wanted()
@@ -105,7 +105,7 @@ class Reader(DataSourceReader):
                 raise ValueError(
                     f"{place} would be read from {starts[place]} to {ends[place]}: it must end behind that"
                 )
-        ranges = [self._wanted.narrow(Range(place, starts[place], ends[place])) for place in holdings]
+        ranges = [self._wanted.narrow(OffsetRange(place, starts[place], ends[place])) for place in holdings]
         return _plan(self._options, catalogue, holdings, ranges)
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
@@ -162,12 +162,12 @@ class FilteringReader(Reader):
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A stream: the same, batch after batch."""
 
-    def __init__(self, options: Read, wanted: StructType) -> None:
+    def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
         self._shape = Shape(schema(wanted), _condition(options))
         self._catalogue = Catalogue(options)
         # With Trigger.AvailableNow: what was there when the query began.
-        self._target: dict[Place, Holding] | None = None
+        self._target: dict[TopicPartition, Holding] | None = None
         self._last_batch_at = time.monotonic()
 
     def initialOffset(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return []
         begin, stop = Offsets.from_json(start), Offsets.from_json(end)
         holdings = self._catalogue.look(must_exist=False)
-        ranges = [Range(place, _begin_of(place, begin, stop.ids), offset) for place, offset in stop.ends.items()]
+        ranges = [OffsetRange(place, _begin_of(place, begin, stop.ids), offset) for place, offset in stop.ends.items()]
         served = [each for each in ranges if each.size > 0 and self._is_served(each, holdings, stop)]
         return _plan(self._options, self._catalogue, holdings, served)
 
@@ -273,8 +273,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _offsets(holdings, {place: max(start, ends[place]) for place, start in starts.items()})
 
     def _limited(
-        self, holdings: Holdings, starts: Mapping[Place, int], available: Mapping[Place, int]
-    ) -> dict[Place, int]:
+        self, holdings: Holdings, starts: Mapping[TopicPartition, int], available: Mapping[TopicPartition, int]
+    ) -> dict[TopicPartition, int]:
         firsts = {place: max(start, holdings[place].earliest) for place, start in starts.items()}
         shares = dict(available)
         if self._options.offsets_max is not None:
@@ -299,7 +299,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return False
         return time.monotonic() - self._last_batch_at < self._options.delay_s
 
-    def _until_target(self, holdings: dict[Place, Holding]) -> dict[Place, Holding]:
+    def _until_target(self, holdings: dict[TopicPartition, Holding]) -> dict[TopicPartition, Holding]:
         if self._target is None:
             return holdings
         return {
@@ -316,7 +316,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             elif ids[name] != number:
                 lose(self._options, f"topic {name} was deleted and made again", "read the new one from its beginning")
 
-    def _is_served(self, wanted: Range, holdings: Holdings, stop: Offsets) -> bool:
+    def _is_served(self, wanted: OffsetRange, holdings: Holdings, stop: Offsets) -> bool:
         held = holdings.get(wanted.place)
         if held is None or held.topic_id != stop.ids[wanted.place.topic]:
             what = (
@@ -327,7 +327,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return True
 
 
-def commit(options: Read, end: Mapping[str, Any]) -> None:
+def commit(options: ReadOptions, end: Mapping[str, Any]) -> None:
     """Store an end, as Spark has it in `sources[].endOffset`, in the group of the options.
 
     A group is on one pattern. So with one topic it is the group of that name; if several can be read, each topic has a
@@ -342,13 +342,13 @@ def commit(options: Read, end: Mapping[str, Any]) -> None:
                 client.commit(group, name, place.partition, offset)
 
 
-def group_of(options: Read, topic: str) -> str:
+def group_of(options: ReadOptions, topic: str) -> str:
     """Return the name of the group that shows how far a topic is read."""
     assert options.group is not None
     return options.group if _is_single(options) else f"{options.group}-{topic}"
 
 
-def _open_group(client: Client, options: Read, topic: str) -> str:
+def _open_group(client: Client, options: ReadOptions, topic: str) -> str:
     """The name of the group for a topic; it is made if it is not there."""
     name = group_of(options, topic)
     try:
@@ -364,7 +364,7 @@ def _open_group(client: Client, options: Read, topic: str) -> str:
     return name
 
 
-def _is_single(options: Read) -> bool:
+def _is_single(options: ReadOptions) -> bool:
     match options.topics:
         case Names(names):
             return len(names) == 1
@@ -377,11 +377,11 @@ def _ids(holdings: Holdings) -> dict[str, int]:
     return {place.topic: held.topic_id for place, held in holdings.items()}
 
 
-def _offsets(holdings: Holdings, ends: dict[Place, int]) -> Offsets:
+def _offsets(holdings: Holdings, ends: dict[TopicPartition, int]) -> Offsets:
     return Offsets(_ids(holdings), ends)
 
 
-def _check_not_behind(starts: Mapping[Place, int], holdings: Holdings) -> None:
+def _check_not_behind(starts: Mapping[TopicPartition, int], holdings: Holdings) -> None:
     """A log never gets shorter. If it did, offsets mean other messages now: to go on would skip some."""
     for place, start in starts.items():
         if start > holdings[place].end:
@@ -391,7 +391,7 @@ def _check_not_behind(starts: Mapping[Place, int], holdings: Holdings) -> None:
             )
 
 
-def _begin_of(place: Place, begin: Offsets, ids: Mapping[str, int]) -> int:
+def _begin_of(place: TopicPartition, begin: Offsets, ids: Mapping[str, int]) -> int:
     """A partition that the last batch did not know is new: it is read from its first message."""
     if begin.ids.get(place.topic) != ids[place.topic]:
         return 0
@@ -401,9 +401,11 @@ def _begin_of(place: Place, begin: Offsets, ids: Mapping[str, int]) -> int:
 # Planning.
 
 
-def _plan(options: Read, catalogue: Catalogue, holdings: Holdings, ranges: Iterable[Range]) -> list[InputPartition]:
+def _plan(
+    options: ReadOptions, catalogue: Catalogue, holdings: Holdings, ranges: Iterable[OffsetRange]
+) -> list[InputPartition]:
     archived: list[InputPartition] = []
-    logged: list[Range] = []
+    logged: list[OffsetRange] = []
     for each in ranges:
         place, held = each.place, holdings[each.place]
         first, last = (each.end, each.end) if held.archived is None else held.archived
@@ -414,16 +416,16 @@ def _plan(options: Read, catalogue: Catalogue, holdings: Holdings, ranges: Itera
             logged += _still_there(options, part, held)
     parts = split(logged, partitions_min=options.partitions_min, records_max=options.records_max)
     return archived + [
-        Slice(part.place.topic, holdings[part.place].topic_id, part.place.partition, part.start, part.end)
+        LogSlice(part.place.topic, holdings[part.place].topic_id, part.place.partition, part.start, part.end)
         for part in parts
     ]
 
 
-def _clip(whole: Range, start: int, end: int) -> Range:
-    return Range(whole.place, max(whole.start, start), min(whole.end, end))
+def _clip(whole: OffsetRange, start: int, end: int) -> OffsetRange:
+    return OffsetRange(whole.place, max(whole.start, start), min(whole.end, end))
 
 
-def _still_there(options: Read, wanted: Range, held: Holding) -> list[Range]:
+def _still_there(options: ReadOptions, wanted: OffsetRange, held: Holding) -> list[OffsetRange]:
     """What the log has of it: one range, or none. What is missing is lost."""
     if wanted.size <= 0:
         return []
@@ -456,12 +458,12 @@ class _Wanted:
             self._end = end if self._end is None else min(self._end, end)
         return True
 
-    def narrow(self, whole: Range) -> Range:
+    def narrow(self, whole: OffsetRange) -> OffsetRange:
         for name, test, value in self._tests:
             if not test(getattr(whole.place, name), value):
-                return Range(whole.place, whole.start, whole.start)
+                return OffsetRange(whole.place, whole.start, whole.start)
         end = whole.end if self._end is None else min(whole.end, self._end)
-        return Range(whole.place, max(whole.start, self._start), end)
+        return OffsetRange(whole.place, max(whole.start, self._start), end)
 
 
 def _is_in(value: object, values: frozenset[object]) -> bool:
@@ -488,15 +490,15 @@ def _instant(moment: datetime) -> pyarrow.Scalar:
     return pyarrow.scalar(moment, pyarrow.timestamp("us", tz="UTC"))
 
 
-def _condition(options: Read) -> Condition:
+def _condition(options: ReadOptions) -> Condition:
     return Condition(patterns=options.subjects or None)
 
 
 # In the tasks.
 
 
-def _read(options: Read, shape: Shape, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
-    if isinstance(partition, Slice):
+def _read(options: ReadOptions, shape: Shape, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
+    if isinstance(partition, LogSlice):
         return shape.shape(_fetch(options, shape, partition), partition.topic, partition.partition)
     if isinstance(partition, ArchivedSlice):
         from penstock.spark.archive import Archive
@@ -506,7 +508,7 @@ def _read(options: Read, shape: Shape, partition: InputPartition) -> Iterator[py
     return iter(())
 
 
-def _fetch(options: Read, shape: Shape, wanted: Slice) -> Iterator[pyarrow.RecordBatch]:
+def _fetch(options: ReadOptions, shape: Shape, wanted: LogSlice) -> Iterator[pyarrow.RecordBatch]:
     """Stored batches as they are, from the first offset to the last."""
     client = connect(options.broker)
     kept = _kept_from(client, options, wanted)
@@ -529,7 +531,7 @@ def _fetch(options: Read, shape: Shape, wanted: Slice) -> Iterator[pyarrow.Recor
     _kept_from(client, options, wanted)
 
 
-def _kept_from(client: Client, options: Read, wanted: Slice) -> int:
+def _kept_from(client: Client, options: ReadOptions, wanted: LogSlice) -> int:
     """Where the log begins; the end of the slice if the topic is another one by now."""
     try:
         topic = client.topic(wanted.topic)

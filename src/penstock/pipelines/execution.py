@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.pipelines.file import Pipeline, Source, Transform
-from penstock.pipelines.home import Home, home_of, read_ends
+from penstock.pipelines import failure
+from penstock.pipelines.pipeline_file import Pipeline, Source, Transform
 from penstock.pipelines.progress import DONE, FAILED, STOPPED, Progress, Reports, begin
-from penstock.pipelines.reason import reason
+from penstock.pipelines.state_directory import StateDirectory, read_ends, state_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -59,33 +59,32 @@ def run(
 ) -> Progress:
     """Run it until all that was there is done; with `follow` until it is stopped. How far it came.
 
-    `data`: where its state is kept, below pipelines/; without it in `data` beside its file. A run that would store rows
-    again, because the broker or the sink is further than the state, is refused (`penstock.pipelines.resume`); `restart`
-    discards the state and starts over, and `warn` is told what that does. `flush` closes at the end what is still open
-    (`penstock.pipelines.flush`).
+    `data` is the directory that holds its state, below pipelines/; the default is `data` beside the file. A run that
+    would store rows twice, because the broker or the sink is ahead of the state, is refused (see `resumption`).
+    `restart` discards the state and starts over, after telling `warn` the consequences. `flush` closes at the end what
+    is still open (see `window_flush`).
 
     `spark`: a session to use, which stays; without it `opened` gives one, on `master` and with `config`. `tell` is
     called after each batch. `show` is given the table of dead letters, if it is not to be written anywhere. `stop` ends
     it, as SIGINT and SIGTERM do in the main thread. Raises BadConfig if the file does not fit together, and
     PenstockError, with one sentence, if a query fails.
     """
-    from penstock.pipelines import flush as flushing
-    from penstock.pipelines import resume
+    from penstock.pipelines import resumption, window_flush
 
     if flush:
         if follow:
             raise PenstockError("flush is for a run that ends: leave it out, or follow")
-        flushing.check(pipeline)
+        window_flush.check(pipeline)
     stop = stop or threading.Event()
-    home = home_of(pipeline, data)
+    home = state_of(pipeline, data)
     with home.locked():
         home.refuse_namesake(pipeline)
         if restart:
-            resume.restart(pipeline, home, warn or logger.warning)
+            resumption.restart(pipeline, home, warn or logger.warning)
         elif data is None:
             home.refuse_left_behind(pipeline)
         home.identify(pipeline)
-        resume.check(pipeline, home)
+        resumption.check(pipeline, home)
         running = _Running(pipeline, home, tell or (lambda _: None), show or (lambda _, __: None), stop)
         using = nullcontext(spark) if spark is not None else opened(pipeline.name, master=master, config=config)
         with using as session, _until_signal(stop):
@@ -106,7 +105,7 @@ def opened(name: str, *, master: str | None = None, config: Mapping[str, str] | 
     try:
         made = session(f"penstock {name}", master=master, config=config)
     except RuntimeError as error:
-        raise PenstockError(f"Spark does not start: {reason(error).sentence}") from error
+        raise PenstockError(f"Spark does not start: {failure.describe(error).sentence}") from error
     try:
         yield made
     finally:
@@ -143,7 +142,7 @@ def _trigger(pipeline: Pipeline, follow: bool) -> dict[str, Any]:
 
 
 class _Running:
-    def __init__(self, pipeline: Pipeline, home: Home, tell: Tell, show: Show, stop: threading.Event) -> None:
+    def __init__(self, pipeline: Pipeline, home: StateDirectory, tell: Tell, show: Show, stop: threading.Event) -> None:
         self._pipeline = pipeline
         self._home = home
         self._tell = tell
@@ -158,7 +157,7 @@ class _Running:
             with _while_spark_lives(self._pipeline.name):
                 self._run(spark, trigger, flush=flush)
         except Exception as error:
-            self._end(FAILED, reason(error).sentence)
+            self._end(FAILED, failure.describe(error).sentence)
             raise
         except BaseException:
             self._end(STOPPED)
@@ -167,10 +166,10 @@ class _Running:
         return self._progress
 
     def _run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> None:
-        from penstock.pipelines import flush as flushing
+        from penstock.pipelines import window_flush
 
         queries = self._run_queries(spark, trigger)
-        if flush and not self._stop.is_set() and flushing.plan(spark, self._pipeline, self._home.checkpoint):
+        if flush and not self._stop.is_set() and window_flush.plan(spark, self._pipeline, self._home.checkpoint):
             self._run_queries(spark, trigger)
         self._commit()
         if not queries:
@@ -188,15 +187,15 @@ class _Running:
     def _start(self, spark: SparkSession, trigger: dict[str, Any]) -> list[StreamingQuery]:
         from pyspark.errors import PySparkException
 
-        from penstock.pipelines import kinds
-        from penstock.pipelines.check import check
+        from penstock.pipelines import queries
+        from penstock.pipelines.validation import check
 
         check(spark, self._pipeline)
         self._carry_code(spark)
         try:
-            return kinds.start(spark, self._pipeline, str(self._home.checkpoint), trigger)
+            return queries.start(spark, self._pipeline, str(self._home.checkpoint), trigger)
         except (PySparkException, ValueError) as error:
-            found = reason(error).sentence
+            found = failure.describe(error).sentence
             raise PenstockError(f"{self._pipeline.where(self._pipeline.kind)}: {found}") from error
 
     def _carry_code(self, spark: SparkSession) -> None:
@@ -222,7 +221,9 @@ class _Running:
         self._take(queries)
         for query in queries:
             if (error := query.exception()) is not None:
-                raise PenstockError(f"{_FAILED.format(self._pipeline.name)}: {reason(error).sentence}") from error
+                raise PenstockError(
+                    f"{_FAILED.format(self._pipeline.name)}: {failure.describe(error).sentence}"
+                ) from error
 
     def _wait(self, query: StreamingQuery) -> None:
         from pyspark.errors import StreamingQueryException
@@ -251,11 +252,11 @@ class _Running:
                     self._commit_end(source, end)
 
     def _commit_end(self, source: Source, end: Mapping[str, Any]) -> None:
-        from penstock.pipelines import kinds
+        from penstock.pipelines import queries
         from penstock.spark import options
         from penstock.spark.source import commit
 
-        given = {name.lower(): value for name, value in kinds.read_options(self._pipeline, source).items()}
+        given = {name.lower(): value for name, value in queries.read_options(self._pipeline, source).items()}
         try:
             commit(options.read(given, is_stream=True), end)
         except PenstockError as error:
@@ -263,9 +264,9 @@ class _Running:
             logger.warning("pipeline %s: its group does not show how far it is: %s", self._pipeline.name, error)
 
     def _show_letters(self, spark: SparkSession) -> None:
-        from penstock.pipelines import kinds
+        from penstock.pipelines import queries
 
-        found = kinds.table(spark, self._pipeline)
+        found = queries.table(spark, self._pipeline)
         rows = found.orderBy("letters", ascending=False).limit(ROWS_MAX).collect()
         self._show(found.columns, [tuple(row) for row in rows])
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.pipelines.file import Aggregate, Join, Pipeline
+from penstock.pipelines.pipeline_file import Aggregate, Join, Pipeline
 from penstock.spark.manifest import sync_directory
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _closing_ms(spark: SparkSession, pipeline: Pipeline, query: Path) -> int | N
     """The watermark, in ms since 1970, that closes all that is in the state; None if nothing is."""
     from pyspark.sql import functions as fn
 
-    import penstock.pipelines.pipeline as frames
+    from penstock.pipelines import frames
 
     found: DataFrame
     closing: Column

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 from pyspark.errors import PySparkException
 from pyspark.sql.functions import expr
 
-import penstock.pipelines.pipeline as frames
 from penstock.errors import BadConfig
-from penstock.pipelines.file import (
+from penstock.pipelines import failure, frames
+from penstock.pipelines.pipeline_file import (
     KINDS,
     Aggregate,
     DeadLetters,
@@ -27,7 +27,6 @@ from penstock.pipelines.file import (
     Source,
     Transform,
 )
-from penstock.pipelines.reason import reason
 from penstock.spark.json_topics import RESERVED, parse_json
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ class _Checking:
         try:
             yield
         except (PySparkException, ValueError, TypeError) as error:
-            found = reason(error)
+            found = failure.describe(error)
             self.problems.append(f"{self._place(key, found.line)}: {found.sentence}")
         except Exception as error:
             # A function of the file's own may raise anything; in all else this would be a mistake of ours.

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.pipelines.file import Pipeline, load
+from penstock.pipelines.pipeline_file import Pipeline, load
 from penstock.pipelines.progress import KILLED, RUNNING, Progress
 from penstock.spark.offsets import Offsets
-from penstock.spark.options import Place
+from penstock.spark.options import TopicPartition
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ DATA: Final = "data"
 _LOCK_S: Final = 0.2
 
 
-def home_of(pipeline: Pipeline, data: str | Path | None = None) -> Home:
+def state_of(pipeline: Pipeline, data: str | Path | None = None) -> StateDirectory:
     """Where its state is: in `data`, else beside its file."""
-    return Home(pipeline.directory / DATA if data is None else Path(data), pipeline.name)
+    return StateDirectory(pipeline.directory / DATA if data is None else Path(data), pipeline.name)
 
 
 def status(name: str, data: str | Path = DATA) -> Progress:
     """Of the last run, or of the one that is under way."""
-    home = Home(Path(data), name)
+    home = StateDirectory(Path(data), name)
     found = home.load()
     if found is None:
         there = [each.name for each in statuses(data)]
@@ -67,7 +67,7 @@ def statuses(data: str | Path = DATA) -> list[Progress]:
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class StateDirectory:
     data: Path
     name: str
 
@@ -147,7 +147,7 @@ class Home:
 
     def refuse_left_behind(self, pipeline: Pipeline) -> None:
         """Refuse to start from scratch beside the file if the state of this file lies in the working directory."""
-        old = Home(Path(DATA), self.name)
+        old = StateDirectory(Path(DATA), self.name)
         if self.has_begun or not old.has_begun or old.directory.resolve() == self.directory.resolve():
             return
         before = old.before()
@@ -165,12 +165,12 @@ class Home:
 
     # What is in the checkpoint.
 
-    def planned(self) -> dict[Place, int]:
+    def planned(self) -> dict[TopicPartition, int]:
         """Where the last batch of rows ends that was planned, in each partition."""
         batch = self.batch("rows")
         if batch is None:
             return {}
-        found: dict[Place, int] = {}
+        found: dict[TopicPartition, int] = {}
         for end in read_ends(self.checkpoint / "rows" / "offsets" / str(batch)):
             for place, offset in Offsets.from_json(end).ends.items():
                 found[place] = max(offset, found.get(place, 0))

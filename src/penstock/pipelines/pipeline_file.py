@@ -2,7 +2,7 @@
 
 The dataclasses below are the one list of its keys; a table of the file is one of them, and what a kind needs is in
 `KINDS`. Whatever is wrong is refused, all of it at once, each with file, line and key. What only Spark can tell (does
-the SQL fit the schema?) is asked by `penstock.pipelines.check`.
+the SQL fit the schema?) is asked by `penstock.pipelines.validation`.
 
 Paths in a file are relative to the file, so that it may be run from anywhere.
 """

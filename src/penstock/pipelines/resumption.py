@@ -18,14 +18,14 @@ from typing import Final
 from penstock.client.sync import Client
 from penstock.client.values import Group
 from penstock.errors import PenstockError, UnknownGroup
-from penstock.pipelines import kinds
-from penstock.pipelines.file import DeadLetters, Pipeline, Sink, Source
-from penstock.pipelines.home import Home
+from penstock.pipelines import queries
+from penstock.pipelines.pipeline_file import DeadLetters, Pipeline, Sink, Source
+from penstock.pipelines.state_directory import StateDirectory
 from penstock.spark import connection, options
 from penstock.spark.archive import Archive
 from penstock.spark.catalogue import Catalogue, connect
 from penstock.spark.manifest import starting_offsets
-from penstock.spark.options import Place
+from penstock.spark.options import TopicPartition
 from penstock.spark.source import group_of
 
 _REMEDY: Final = (
@@ -34,7 +34,7 @@ _REMEDY: Final = (
 )
 
 
-def check(pipeline: Pipeline, home: Home) -> None:
+def check(pipeline: Pipeline, home: StateDirectory) -> None:
     """Raise PenstockError if the broker or the sink is further than the state."""
     if isinstance(pipeline.settings, DeadLetters):
         # Their table is written anew by each batch, and the broker redrives a letter once.
@@ -47,7 +47,7 @@ def check(pipeline: Pipeline, home: Home) -> None:
     _check_sink(pipeline, home.batch("rows"))
 
 
-def restart(pipeline: Pipeline, home: Home, say: Callable[[str], None]) -> None:
+def restart(pipeline: Pipeline, home: StateDirectory, say: Callable[[str], None]) -> None:
     """Discard the state and the groups, after saying so. Refused if the sink could not take the rows again."""
     _check_sink(pipeline, None)
     groups = list(_known(pipeline))
@@ -64,7 +64,7 @@ def restart(pipeline: Pipeline, home: Home, say: Callable[[str], None]) -> None:
         known.client.delete_group(known.group.name)
 
 
-def _announcement(pipeline: Pipeline, home: Home, groups: list[_Known]) -> str:
+def _announcement(pipeline: Pipeline, home: StateDirectory, groups: list[_Known]) -> str:
     discarded = []
     if home.has_begun:
         discarded.append(f"its state in {home.directory}")
@@ -91,8 +91,8 @@ class _Known:
     client: Client
     servers: str
     group: Group
-    positions: Mapping[Place, int]
-    starts: Mapping[Place, int]
+    positions: Mapping[TopicPartition, int]
+    starts: Mapping[TopicPartition, int]
 
 
 def _known(pipeline: Pipeline) -> Iterator[_Known]:
@@ -107,12 +107,14 @@ def _known(pipeline: Pipeline) -> Iterator[_Known]:
                 group = client.group(group_of(read, topic))
             except UnknownGroup:
                 continue
-            positions = {Place(each.topic, each.partition): each.committed for each in group.positions}
+            positions = {TopicPartition(each.topic, each.partition): each.committed for each in group.positions}
             starts = {place: held.start for place, held in holdings.items() if place.topic == topic}
             yield _Known(client, source.servers, group, positions, starts)
 
 
-def _check_group(pipeline: Pipeline, home: Home, known: _Known, planned: Mapping[Place, int]) -> None:
+def _check_group(
+    pipeline: Pipeline, home: StateDirectory, known: _Known, planned: Mapping[TopicPartition, int]
+) -> None:
     for place, start in known.starts.items():
         # What is below the start of the log cannot be read again.
         end = max(planned.get(place, start), start)
@@ -134,7 +136,7 @@ def _reached(known: _Known) -> str:
     return ", ".join(f"{place} offset {known.positions.get(place, 0)}" for place in known.starts)
 
 
-def _check_transactions(pipeline: Pipeline, home: Home) -> None:
+def _check_transactions(pipeline: Pipeline, home: StateDirectory) -> None:
     """The broker takes a batch whose number it has stored for a repetition: other rows in it would be dropped."""
     for query, number in home.queries():
         # The sink names its transactions by the query; a batch that is written by itself adds a blank (see `sink`).
@@ -154,12 +156,12 @@ def _brokers(pipeline: Pipeline) -> Iterator[tuple[Client, str]]:
         yield connect(_read(pipeline, source).broker), source.servers
     sink = pipeline.sink
     if sink is not None and sink.servers is not None:
-        login = {name.lower(): value for name, value in sink.options.items() if name.lower() in kinds.LOGIN}
+        login = {name.lower(): value for name, value in sink.options.items() if name.lower() in queries.LOGIN}
         yield connection.client(sink.servers, connection.TIMEOUT_S, **login), sink.servers
 
 
-def _read(pipeline: Pipeline, source: Source) -> options.Read:
-    given = {name.lower(): value for name, value in kinds.read_options(pipeline, source).items()}
+def _read(pipeline: Pipeline, source: Source) -> options.ReadOptions:
+    given = {name.lower(): value for name, value in queries.read_options(pipeline, source).items()}
     return options.read(given, is_stream=True)
 
 
@@ -218,5 +220,5 @@ def _check_archive(pipeline: Pipeline, sink: Sink) -> None:
             )
 
 
-def _keyed(starts: Mapping[Place, int]) -> dict[tuple[str, int], int]:
+def _keyed(starts: Mapping[TopicPartition, int]) -> dict[tuple[str, int], int]:
     return {(place.topic, place.partition): start for place, start in starts.items()}

@@ -22,27 +22,27 @@ _STATE: Final = re.compile(r"\s*SQLSTATE: \w{5}")
 _PLACE: Final = re.compile(r"[;(] ?line (\d+),? pos \d+[;)]?")
 
 
-class Reason(NamedTuple):
+class Failure(NamedTuple):
     sentence: str
     # Of the SQL, from 1; None if Spark does not say.
     line: int | None = None
 
 
-def reason(error: BaseException) -> Reason:
+def describe(error: BaseException) -> Failure:
     """Of whatever Spark, the connector or a pipeline's own code raised."""
     if isinstance(error, PenstockError):
-        return Reason(str(error))
-    return told(_text(error))
+        return Failure(str(error))
+    return parse(_text(error))
 
 
-def told(text: str) -> Reason:
+def parse(text: str) -> Failure:
     text = _STREAM.sub("", text.strip())
     if _TRACEBACK in text:
-        return Reason(_of_python(text))
+        return Failure(_of_python(text))
     head = text.partition("\n")[0]
     place = _PLACE.search(text.partition("\n\n")[0])
     sentence = _CONDITION.sub("", _PLACE.sub("", _STATE.sub("", head)))
-    return Reason(sentence.strip().rstrip(";").strip(), int(place[1]) if place else None)
+    return Failure(sentence.strip().rstrip(";").strip(), int(place[1]) if place else None)
 
 
 def _of_python(text: str) -> str:

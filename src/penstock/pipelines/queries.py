@@ -1,6 +1,6 @@
 """Each kind of pipeline: from its description to queries that run.
 
-A kind is a source, some functions of `penstock.pipelines.pipeline`, and a sink. Rows that do not fit the schema become
+A kind is a source, some functions of `penstock.pipelines.frames`, and a sink. Rows that do not fit the schema become
 dead letters of the pipeline. If they go to the same broker as the rows, one query writes both, so that a batch is
 stored with all its dead letters, or nothing of it; else a query of its own does.
 
@@ -23,11 +23,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-import penstock.pipelines.pipeline as frames
 from penstock.client.sync import Client
 from penstock.moments import Place
-from penstock.pipelines.check import function_of
-from penstock.pipelines.file import (
+from penstock.pipelines import frames
+from penstock.pipelines.pipeline_file import (
     Aggregate,
     Archive,
     DeadLetters,
@@ -39,6 +38,7 @@ from penstock.pipelines.file import (
     Source,
     Transform,
 )
+from penstock.pipelines.validation import function_of
 from penstock.spark import connection
 from penstock.spark.json_topics import RESERVED, parse_json
 
