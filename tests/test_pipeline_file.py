@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
 from penstock.moments import PLACE_FORMS
-from penstock.pipelines.lines import Key, scan
 from penstock.pipelines.pipeline_file import KINDS, Aggregate, Join, Pipeline, Sink, Source, keys, load
+from penstock.toml_lines import Key, scan
 from tests.docs import DOCS, table
 
 EXAMPLES = Path(__file__).parent.parent / "src/penstock/pipelines/examples"
@@ -443,10 +443,14 @@ when = 2030-01-31 12:00:00Z
 [sink.options]
 [[many]]
 nine = 9
+[[many]]
+ten = 10
+[many.below]
+eleven = 11
 """
     )
 
-    assert {".".join(key): line for key, line in lines.keys.items()} == {
+    assert {".".join(map(str, key)): line for key, line in lines.keys.items()} == {
         "a": 2,
         "a.b": 2,
         "a.b.c.d": 2,
@@ -457,13 +461,19 @@ nine = 9
         "inline.one.two": 8,
         "inline.five": 8,
         "list": 9,
-        "list.eight": 12,
+        "list.1": 12,
+        "list.1.eight": 12,
         "sink": 15,
         "sink.topic": 16,
         "sink.when": 17,
         "sink.options": 18,
         "many": 19,
-        "many.nine": 20,
+        "many.0": 19,
+        "many.0.nine": 20,
+        "many.1": 21,
+        "many.1.ten": 22,
+        "many.1.below": 23,
+        "many.1.below.eleven": 24,
     }
     assert lines.texts[("text",)] == 4
     assert lines.texts[("quoted",)] == 7
@@ -549,8 +559,10 @@ def _keys(value: Any, above: Key) -> Iterator[Key]:
             yield (*above, name)
             yield from _keys(inner, (*above, name))
     elif isinstance(value, list):
-        for inner in value:
-            yield from _keys(inner, above)
+        for number, inner in enumerate(value):
+            if isinstance(inner, dict):
+                yield (*above, number)
+            yield from _keys(inner, (*above, number))
 
 
 # ---- what there is

@@ -254,6 +254,15 @@ def test_what_is_said_twice_is_refused(name: str, text: str) -> None:
     assert problems_in(text, name) == [f"{name}: line 4 says again what 'role' is: keep one of them"]
 
 
+def test_nodes_in_an_inline_list_have_lines() -> None:
+    problems = problems_in(
+        'nodes = [\n  1,\n  { id = "a", role = "ROOT", url = "http://a" },\n  { id = "b", rloe = "L2" },\n]\n'
+    )
+
+    assert [problem.partition(": ")[0] for problem in problems] == ["tree.toml", *["tree.toml:4"] * (len(problems) - 1)]
+    assert any("'rloe' is not known" in problem for problem in problems)
+
+
 def test_a_key_beside_the_nodes_is_refused() -> None:
     assert problems_in('node = 1\n[[nodes]]\nid = "a"\nrole = "L2"\n') == [
         "tree.toml: 'node' is not known: there is only nodes"

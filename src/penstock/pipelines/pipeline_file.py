@@ -22,10 +22,12 @@ from penstock import address, moments, subject
 from penstock.clock import SystemClock
 from penstock.errors import BadConfig
 from penstock.moments import Place
-from penstock.pipelines.lines import Key, Lines, scan
+from penstock.toml_lines import KeyLines, scan
 
 SERVERS: Final = "127.0.0.1:4222"
 DEAD_LETTERS: Final = "DLQ"
+
+Key = tuple[str, ...]
 
 
 def _about(meaning: str, reads: str = "text") -> dict[str, str]:
@@ -203,7 +205,7 @@ class Pipeline:
     sink: Sink | None
     trigger: Trigger
     path: Path = field(compare=False)
-    lines: Lines = field(compare=False, repr=False)
+    lines: KeyLines = field(compare=False, repr=False)
 
     @property
     def source(self) -> Source:
@@ -282,7 +284,7 @@ def _syntax(path: Path, text: str, message: str) -> str:
 class _Reading:
     """Goes on after a problem, so that all are told at once."""
 
-    def __init__(self, path: Path, tables: dict[str, Any], lines: Lines) -> None:
+    def __init__(self, path: Path, tables: dict[str, Any], lines: KeyLines) -> None:
         self._path = path
         self._tables = tables
         self._lines = lines

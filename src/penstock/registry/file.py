@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from penstock.errors import BadConfig, BadTopology
 from penstock.pipe.topology import PARENTS_MAX, Role, read_node_id, read_role, read_topics, read_url, shown
-from penstock.registry.lines import Lines, toml_lines, yaml_lines
+from penstock.registry.lines import NodeLines, toml_lines, yaml_lines
 from penstock.registry.tree import Node, Tree
 
 
@@ -45,7 +45,7 @@ def read(path: Path, data: bytes) -> Tree:
 @dataclass(slots=True)
 class _Notes:
     path: Path
-    lines: Lines = field(default_factory=Lines)
+    lines: NodeLines = field(default_factory=NodeLines)
     problems: list[str] = field(default_factory=list)
 
     def add(self, text: str, entry: _Entry | None = None, key: str = "") -> None:
@@ -119,7 +119,7 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-_PARSERS: Final[Mapping[str, tuple[Callable[[str], Any], Callable[[str], Lines]]]] = {
+_PARSERS: Final[Mapping[str, tuple[Callable[[str], Any], Callable[[str], NodeLines]]]] = {
     ".toml": (tomllib.loads, toml_lines),
     ".json": (json.loads, yaml_lines),
     ".yaml": (_parse_yaml, yaml_lines),

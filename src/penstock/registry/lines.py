@@ -1,50 +1,51 @@
-"""On which lines of a file its nodes and their keys stand: most parsers do not tell.
+"""The lines of the nodes in a file and of their keys, for error messages. Most parsers do not report them.
 
-What is found here is only shown to people. Where it cannot be found there is no line, and nothing else is wrong.
+A line that is not found is left out of the message; nothing else depends on it.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-_NODE: Final = re.compile(r"\s*\[\[\s*[\"']?nodes[\"']?\s*\]\]")
-_KEY: Final = re.compile(r"\s*[\"']?(\w+)[\"']?\s*=")
+from penstock import toml_lines as toml
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """All count from 1."""
+class NodeLines:
+    """Line numbers, starting at 1."""
 
-    # Of each node in turn: where its keys stand, and itself under "".
+    # For each node the lines of its keys, and its own under "".
     nodes: list[dict[str, int]] = field(default_factory=list)
-    # Keys that stand twice in one table, of which parsers take the last without a word.
+    # Keys that a table has twice. Parsers silently take the last.
     repeated: list[tuple[str, int]] = field(default_factory=list)
 
     def of(self, at: int, key: str) -> int | None:
-        """That of the key or, if it is not there, of the node."""
+        """Return the line of a key; if it is absent, that of the node."""
         if at >= len(self.nodes):
             return None
         return self.nodes[at].get(key) or self.nodes[at].get("")
 
 
-def toml_lines(text: str) -> Lines:
-    """TOML's own parser refuses what is repeated."""
-    lines = Lines()
-    for number, line in enumerate(text.splitlines(), 1):
-        if _NODE.match(line):
-            lines.nodes.append({"": number})
-        elif lines.nodes and (found := _KEY.match(line)):
-            lines.nodes[-1].setdefault(found[1], number)
+def toml_lines(text: str) -> NodeLines:
+    """Find the lines in TOML, whose parser refuses repeated keys itself."""
+    lines = NodeLines()
+    for key, line in toml.scan(text).keys.items():
+        match key:
+            case ("nodes", int() as at):
+                # An element that is not a table has no line.
+                lines.nodes.extend({} for _ in range(len(lines.nodes), at + 1))
+                lines.nodes[at][""] = line
+            case ("nodes", int() as at, str() as name):
+                lines.nodes[at][name] = line
     return lines
 
 
-def yaml_lines(text: str) -> Lines:
-    """Also of JSON, which is YAML but for its tabs."""
+def yaml_lines(text: str) -> NodeLines:
+    """Find the lines in YAML, or in JSON, which is YAML except for its tabs."""
     import yaml
 
-    lines = Lines()
+    lines = NodeLines()
     try:
         root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -57,8 +58,8 @@ def yaml_lines(text: str) -> Lines:
     return lines
 
 
-def _keys(mapping: Any, lines: Lines) -> dict[str, tuple[int, Any]]:
-    """The keys of a mapping, each with its line and its value."""
+def _keys(mapping: Any, lines: NodeLines) -> dict[str, tuple[int, Any]]:
+    """Return the line and the value of each key in a mapping."""
     import yaml
 
     found: dict[str, tuple[int, Any]] = {}
