@@ -28,7 +28,8 @@ from penstock.errors import PenstockError
 from penstock.pipelines import failure
 from penstock.pipelines.execution import run
 from penstock.pipelines.failure import Failure
-from penstock.pipelines.pipeline_file import KINDS, load
+from penstock.pipelines.pipeline import KINDS
+from penstock.pipelines.pipeline_file import load
 from penstock.pipelines.progress import Progress, Reports, begin
 from penstock.pipelines.state_directory import StateDirectory, status
 from penstock.spark.manifest import ArchivedFile, Entry, Manifest

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
 from penstock.moments import PLACE_FORMS
-from penstock.pipelines.pipeline_file import KINDS, Aggregate, Join, Pipeline, Sink, Source, keys, load
+from penstock.pipelines.pipeline import KINDS, AggregateSettings, JoinSettings, Pipeline, Sink, Source, keys
+from penstock.pipelines.pipeline_file import load
 from penstock.toml_lines import Key, scan
 from tests.docs import DOCS, table
 
@@ -126,7 +127,7 @@ def test_a_file_is_read_into_what_it_says(tmp_path: Path) -> None:
         archive=str(tmp_path / "old/orders"),
         options={"maxOffsetsPerTrigger": "1000", "failOnDataLoss": "false"},
     )
-    assert pipeline.settings == Aggregate(
+    assert pipeline.settings == AggregateSettings(
         time="at",
         window="1 minute",
         watermark="1 hour 30 minutes",
@@ -142,7 +143,7 @@ def test_a_join_has_two_sources() -> None:
     pipeline = load(EXAMPLES / "join.toml")
 
     assert [source.topic for source in pipeline.sources] == ["orders", "payments"]
-    assert isinstance(pipeline.settings, Join)
+    assert isinstance(pipeline.settings, JoinSettings)
 
 
 @pytest.mark.parametrize(
@@ -199,13 +200,13 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
             TRANSFORM.replace('topic = "orders"', 'tpoic = "orders"'),
             (
                 "3: [source] needs one of topic, topics, pattern\n"
-                f"4: [source] tpoic is not known (did you mean 'topic'?): it has {_SOURCE_KEYS}"
+                f"4: [source] tpoic is unknown (did you mean 'topic'?): it has {_SOURCE_KEYS}"
             ),
         ),
         (
             TRANSFORM + "[snik]\n",
             (
-                "10: [snik] is not known (did you mean 'sink'?): a pipeline of kind transform has name, "
+                "10: [snik] is unknown (did you mean 'sink'?): a pipeline of kind transform has name, "
                 "kind, source, transform, sink, trigger"
             ),
         ),
@@ -216,7 +217,7 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
                 "transform, sink, trigger"
             ),
         ),
-        (ARCHIVE + "[archive]\nx = 1\n", "8: [archive] x is not known: it has no keys"),
+        (ARCHIVE + "[archive]\nx = 1\n", "8: [archive] x is unknown: it has no keys"),
         # What is missing.
         ('kind = "archive"\n' + ARCHIVE.split("\n", 2)[2], "1: name is missing"),
         (
@@ -239,7 +240,10 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             'name = "x"',
-            ("1: kind is missing: it is one of archive, transform, aggregate, deduplicate, replay, dead_letters, join"),
+            (
+                "1: kind is missing: it must be one of archive, transform, aggregate, deduplicate, replay, "
+                "dead_letters, join"
+            ),
         ),
         # Types.
         (TRANSFORM.replace('"orders"', "7"), "4: [source] topic is 7: it must be text in quotes"),
@@ -253,18 +257,21 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             TRANSFORM.replace('name = "clean"', 'name = "../up"'),
-            ("1: name is '../up': it must be letters, digits, '.', '_' and '-', at most 100, and begin with one"),
+            (
+                "1: name is '../up': it must be 1 to 100 letters, digits, '.', '_' or '-', and begin with a letter or "
+                "digit"
+            ),
         ),
         (
             TRANSFORM.replace('"orders"', '"orders.>"'),
             (
-                "4: [source] topic is 'orders.>': a topic's name has no blanks, no wildcards, and nothing "
-                "empty between dots"
+                "4: [source] topic is 'orders.>': a topic name has no blanks, no wildcards and no "
+                "empty parts between dots"
             ),
         ),
         (
             TRANSFORM.replace('"orders"', '"orders"\nservers = "nowhere"'),
-            ("5: [source] servers is 'nowhere': it must be like '127.0.0.1:4222', several with commas between them"),
+            ("5: [source] servers is 'nowhere': it must be like '127.0.0.1:4222', or several separated by commas"),
         ),
         (
             TRANSFORM.replace('"orders"', '"orders"\nstart = "soon"'),
@@ -280,18 +287,18 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             REPLAY.replace('"orders"', '"orders"\nend = "-1h"'),
-            "5: [source] end is '-1h', which would move with every run: give an offset, or a time that stays",
+            "5: [source] end is '-1h', which would change with every run: give an offset or an absolute time",
         ),
         (
             TRANSFORM.replace('topic = "orders"', 'pattern = "orders("'),
             (
-                "4: [source] pattern is 'orders(', which is no regular expression: missing ), unterminated "
+                "4: [source] pattern is 'orders(', which is not a regular expression: missing ), unterminated "
                 "subpattern at position 6"
             ),
         ),
         (
             TRANSFORM.replace('"orders"', '"orders"\noptions = { x = [1] }'),
-            "5: [source] options has x = [1]: an option is text, a number or a switch",
+            "5: [source] options has x = [1]: an option is text, a number or a boolean",
         ),
         (
             AGGREGATE.replace('"1 minute"', '"1m"'),
@@ -303,11 +310,11 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             AGGREGATE.replace('{ total = "sum(amount)" }', "{}"),
-            ('10: [aggregate] measures is empty: compute at least one thing, such as { rows = "count(*)" }'),
+            ('10: [aggregate] measures is empty: add at least one measure, such as { rows = "count(*)" }'),
         ),
         (
             REPLAY.replace("[sink]", "[replay]\nrate = 0\n[sink]"),
-            "6: [replay] rate is 0: it must be a whole number above 0",
+            "6: [replay] rate is 0: it must be a positive integer",
         ),
         (
             ARCHIVE + 'format = "detla"\n',
@@ -336,23 +343,23 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             AGGREGATE.replace('topic = "totals"', 'parquet = "there"\nkey = "country"'),
-            "13: [sink] key is only for a sink that is a topic",
+            "13: [sink] key is only for a topic as sink",
         ),
         (
             AGGREGATE.replace('topic = "totals"', 'parquet = "there"').replace("time =", 'mode = "update"\ntime ='),
-            "7: [aggregate] mode is 'update', which only a topic can take: Parquet is appended to",
+            "7: [aggregate] mode is 'update', which needs a topic as sink: Parquet files are only appended to",
         ),
         (
             TRANSFORM + 'partition = "day"\n',
-            "10: [sink] partition is only for a sink that is an archive",
+            "10: [sink] partition is only for an archive as sink",
         ),
         (
             ARCHIVE.replace('"orders"', '"orders"\nschema = "id string"'),
-            "5: [source] schema is not for kind archive, which takes values as they are",
+            "5: [source] schema is not for kind archive, which does not parse values",
         ),
         (
             ARCHIVE.replace('"orders"', '"orders"\nend = 5'),
-            "5: [source] end is only for kind replay: a pipeline of kind archive goes on with each run",
+            "5: [source] end is only for kind replay: a pipeline of kind archive has no end",
         ),
         (
             REPLAY.replace('"orders"', '"orders"\nstart = 9\nend = 5'),
@@ -360,7 +367,7 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             TRANSFORM.replace('"clean"\n', '"orders.clean"\n').replace('name = "orders.clean"', 'name = "clean"'),
-            "9: [sink] topic is 'orders.clean', of the topic 'orders' that it reads: name another",
+            "9: [sink] topic is 'orders.clean', in the topic 'orders' that the pipeline reads: write to another topic",
         ),
     ],
 )
@@ -381,15 +388,15 @@ def test_all_that_is_wrong_is_told_at_once_from_top_to_bottom(tmp_path: Path) ->
 def test_what_is_no_toml_is_told_with_its_line(tmp_path: Path, text: str, line: int) -> None:
     [problem] = refused(tmp_path, text)
 
-    assert problem.startswith(f"pipeline.toml:{line}: this is not TOML: ")
+    assert problem.startswith(f"pipeline.toml:{line}: invalid TOML: ")
 
 
 def test_a_file_that_is_not_there_and_one_that_is_not_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
 
-    with pytest.raises(BadConfig, match=r"none\.toml: there is no such file; `penstock pipeline init` writes one"):
+    with pytest.raises(BadConfig, match=r"none\.toml: no such file; `penstock pipeline init` writes one"):
         load(tmp_path / "none.toml")
-    with pytest.raises(BadConfig, match=r"binary\.toml: it is not UTF-8 text"):
+    with pytest.raises(BadConfig, match=r"binary\.toml: invalid TOML: not UTF-8 text"):
         load(tmp_path / "binary.toml")
 
 

@@ -18,7 +18,8 @@ pytest.importorskip("pyspark")
 
 from penstock.client.message import Message
 from penstock.pipelines import queries
-from penstock.pipelines.pipeline_file import Pipeline, load
+from penstock.pipelines.pipeline import Pipeline
+from penstock.pipelines.pipeline_file import load
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -27,7 +27,7 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from penstock.pipelines.pipeline_file import Pipeline
+    from penstock.pipelines.pipeline import Pipeline
     from penstock.pipelines.progress import Progress
 
 # The orders of so long a time.

@@ -23,7 +23,7 @@ from penstock.errors import BadConfig, PenstockError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from penstock.pipelines.pipeline_file import Pipeline
+    from penstock.pipelines.pipeline import Pipeline
     from penstock.pipelines.progress import Progress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)

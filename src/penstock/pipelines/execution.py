@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
 from penstock.pipelines import failure
-from penstock.pipelines.pipeline_file import Pipeline, Source, Transform
+from penstock.pipelines.pipeline import Pipeline, Source, TransformSettings
 from penstock.pipelines.progress import DONE, FAILED, STOPPED, Progress, Reports, begin
 from penstock.pipelines.state_directory import StateDirectory, read_ends, state_of
 
@@ -201,7 +201,7 @@ class _Running:
     def _carry_code(self, spark: SparkSession) -> None:
         """The module of a function that lies beside the file: workers that call functions of it need it, too."""
         settings = self._pipeline.settings
-        if not isinstance(settings, Transform) or settings.python is None:
+        if not isinstance(settings, TransformSettings) or settings.python is None:
             return
         name = settings.python.partition(":")[0].partition(".")[0]
         path = self._pipeline.directory / f"{name}.py"

@@ -26,17 +26,17 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from penstock.client.sync import Client
 from penstock.moments import Place
 from penstock.pipelines import frames
-from penstock.pipelines.pipeline_file import (
-    Aggregate,
-    Archive,
-    DeadLetters,
-    Deduplicate,
-    Join,
+from penstock.pipelines.pipeline import (
+    AggregateSettings,
+    ArchiveSettings,
+    DeadLetterSettings,
+    DeduplicateSettings,
+    JoinSettings,
     Pipeline,
-    Replay,
+    ReplaySettings,
     Sink,
     Source,
-    Transform,
+    TransformSettings,
 )
 from penstock.pipelines.validation import function_of
 from penstock.spark import connection
@@ -116,19 +116,19 @@ class _Starting:
 
     def start(self) -> None:
         match self.pipeline.settings:
-            case Archive():
+            case ArchiveSettings():
                 self._archive()
-            case Transform() as settings:
+            case TransformSettings() as settings:
                 self._transform(settings)
-            case Aggregate() as settings:
+            case AggregateSettings() as settings:
                 self._aggregate(settings)
-            case Deduplicate() as settings:
+            case DeduplicateSettings() as settings:
                 self._deduplicate(settings)
-            case Join() as settings:
+            case JoinSettings() as settings:
                 self._join(settings)
-            case Replay() as settings:
+            case ReplaySettings() as settings:
                 self._replay(settings)
-            case DeadLetters() as settings:
+            case DeadLetterSettings() as settings:
                 self._dead_letters(settings)
 
     # The kinds.
@@ -140,12 +140,12 @@ class _Starting:
         rows = self._read(self.pipeline.source, includeHeaders="true")
         self._run("rows", _to(rows, options | dict(sink.options)))
 
-    def _transform(self, settings: Transform) -> None:
+    def _transform(self, settings: TransformSettings) -> None:
         parsed = self._parsed(0)
         query = settings.sql if settings.sql is not None else function_of(self.pipeline)
         self._store(frames.transform(frames.good(parsed), query), [parsed])
 
-    def _aggregate(self, settings: Aggregate) -> None:
+    def _aggregate(self, settings: AggregateSettings) -> None:
         parsed = self._parsed(0)
         rows = frames.aggregate(
             frames.good(parsed),
@@ -158,13 +158,13 @@ class _Starting:
         )
         self._store(rows, [parsed], mode=settings.mode)
 
-    def _deduplicate(self, settings: Deduplicate) -> None:
+    def _deduplicate(self, settings: DeduplicateSettings) -> None:
         parsed = self._parsed(0)
         rows = frames.deduplicate(frames.good(parsed), by=settings.by, time=settings.time, watermark=settings.watermark)
         # What was published is not written anew.
         self._store(rows, [parsed], shape=frames.raw)
 
-    def _join(self, settings: Join) -> None:
+    def _join(self, settings: JoinSettings) -> None:
         left, right = self._parsed(0), self._parsed(1)
         rows = frames.join(
             frames.good(left),
@@ -178,7 +178,7 @@ class _Starting:
         )
         self._store(rows, [left, right])
 
-    def _replay(self, settings: Replay) -> None:
+    def _replay(self, settings: ReplaySettings) -> None:
         sink = self._sink
         assert sink.topic is not None
         rate = {} if settings.rate is None else {"maxOffsetsPerTrigger": str(settings.rate)}
@@ -189,7 +189,7 @@ class _Starting:
         else:
             self._run("rows", rows.writeStream.foreachBatch(_paced(_storing(self._sink_options))))
 
-    def _dead_letters(self, settings: DeadLetters) -> None:
+    def _dead_letters(self, settings: DeadLetterSettings) -> None:
         source = self.pipeline.source
         if self.pipeline.sink is not None:
             assert self.pipeline.sink.parquet is not None
@@ -285,11 +285,11 @@ def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
     finds none, for ever.
     """
     match pipeline.settings:
-        case Aggregate(time=time):
+        case AggregateSettings(time=time):
             return [(time,)]
-        case Deduplicate(time=time, by=by):
+        case DeduplicateSettings(time=time, by=by):
             return [(time, *by)]
-        case Join(time=time, right_time=right_time, on=on):
+        case JoinSettings(time=time, right_time=right_time, on=on):
             return [(time, *on), (right_time or time, *on)]
     return [()]
 

@@ -19,7 +19,7 @@ from penstock.client.sync import Client
 from penstock.client.values import Group
 from penstock.errors import PenstockError, UnknownGroup
 from penstock.pipelines import queries
-from penstock.pipelines.pipeline_file import DeadLetters, Pipeline, Sink, Source
+from penstock.pipelines.pipeline import DeadLetterSettings, Pipeline, Sink, Source
 from penstock.pipelines.state_directory import StateDirectory
 from penstock.spark import connection, options
 from penstock.spark.archive import Archive
@@ -36,7 +36,7 @@ _REMEDY: Final = (
 
 def check(pipeline: Pipeline, home: StateDirectory) -> None:
     """Raise PenstockError if the broker or the sink is further than the state."""
-    if isinstance(pipeline.settings, DeadLetters):
+    if isinstance(pipeline.settings, DeadLetterSettings):
         # Their table is written anew by each batch, and the broker redrives a letter once.
         return
     planned = home.planned()
@@ -171,7 +171,7 @@ def _read(pipeline: Pipeline, source: Source) -> options.ReadOptions:
 def _check_sink(pipeline: Pipeline, batch: int | None) -> None:
     """`batch`: the last one of the state, None if it has none."""
     sink = pipeline.sink
-    if sink is None or isinstance(pipeline.settings, DeadLetters):
+    if sink is None or isinstance(pipeline.settings, DeadLetterSettings):
         return
     if sink.parquet is not None:
         _check_parquet(pipeline, sink.parquet, -1 if batch is None else batch)

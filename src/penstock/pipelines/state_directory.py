@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.pipelines.pipeline_file import Pipeline, load
+from penstock.pipelines.pipeline import Pipeline
+from penstock.pipelines.pipeline_file import load
 from penstock.pipelines.progress import KILLED, RUNNING, Progress
 from penstock.spark.offsets import Offsets
 from penstock.spark.options import TopicPartition

@@ -16,16 +16,16 @@ from pyspark.sql.functions import expr
 
 from penstock.errors import BadConfig
 from penstock.pipelines import failure, frames
-from penstock.pipelines.pipeline_file import (
+from penstock.pipelines.pipeline import (
     KINDS,
-    Aggregate,
-    DeadLetters,
-    Deduplicate,
-    Join,
+    AggregateSettings,
+    DeadLetterSettings,
+    DeduplicateSettings,
+    JoinSettings,
     Pipeline,
-    Replay,
+    ReplaySettings,
     Source,
-    Transform,
+    TransformSettings,
 )
 from penstock.spark.json_topics import RESERVED, parse_json
 
@@ -48,7 +48,7 @@ def check(spark: SparkSession, pipeline: Pipeline) -> None:
 
 def function_of(pipeline: Pipeline) -> Callable[[DataFrame], DataFrame]:
     """That which [transform] python names. Its module is looked for beside the file first."""
-    assert isinstance(pipeline.settings, Transform)
+    assert isinstance(pipeline.settings, TransformSettings)
     assert pipeline.settings.python is not None
     where = pipeline.where("transform", "python")
     module_name, _, name = pipeline.settings.python.partition(":")
@@ -102,25 +102,25 @@ class _Checking:
         """What is written; None if that cannot be told."""
         settings, [table, *more] = self._pipeline.settings, tables
         match settings:
-            case Transform():
+            case TransformSettings():
                 return self._transformed(table, settings)
-            case Aggregate():
+            case AggregateSettings():
                 return self._aggregated(table, settings)
-            case Deduplicate():
+            case DeduplicateSettings():
                 self._check_time(table, settings.time, "deduplicate", "time")
                 self._check_columns(table, settings.by, "deduplicate", "by")
                 return table
-            case Join():
+            case JoinSettings():
                 return self._joined(table, more[0], settings)
-            case Replay():
+            case ReplaySettings():
                 return table
-            case DeadLetters():
+            case DeadLetterSettings():
                 self._check_letters(table, settings)
             case _:
                 pass
         return None
 
-    def _transformed(self, table: DataFrame, settings: Transform) -> DataFrame | None:
+    def _transformed(self, table: DataFrame, settings: TransformSettings) -> DataFrame | None:
         if settings.sql is not None:
             with self._asking("transform", "sql"):
                 return frames.transform(table, settings.sql)
@@ -134,7 +134,7 @@ class _Checking:
             return frames.transform(table, function)
         return None
 
-    def _aggregated(self, table: DataFrame, settings: Aggregate) -> DataFrame | None:
+    def _aggregated(self, table: DataFrame, settings: AggregateSettings) -> DataFrame | None:
         before = len(self.problems)
         self._check_time(table, settings.time, "aggregate", "time")
         self._check_columns(table, settings.by, "aggregate", "by")
@@ -154,7 +154,7 @@ class _Checking:
                 )
         return None
 
-    def _joined(self, left: DataFrame, right: DataFrame, settings: Join) -> DataFrame | None:
+    def _joined(self, left: DataFrame, right: DataFrame, settings: JoinSettings) -> DataFrame | None:
         before = len(self.problems)
         right_time = settings.right_time or settings.time
         self._check_columns(left, settings.on, "join", "on", side="left")
@@ -174,7 +174,7 @@ class _Checking:
                 )
         return None
 
-    def _check_letters(self, table: DataFrame, settings: DeadLetters) -> None:
+    def _check_letters(self, table: DataFrame, settings: DeadLetterSettings) -> None:
         if settings.redrive is not None:
             with self._asking("dead_letters", "redrive"):
                 frames.letters(table).where(settings.redrive)
@@ -218,7 +218,7 @@ class _Checking:
         begin = self._pipeline.lines.texts.get(key)
         if begin is None or line is None or key != ("transform", "sql"):
             return where
-        assert isinstance(self._pipeline.settings, Transform)
+        assert isinstance(self._pipeline.settings, TransformSettings)
         assert self._pipeline.settings.sql is not None
         sql = self._pipeline.settings.sql
         # Spark is given it without the blank lines above.

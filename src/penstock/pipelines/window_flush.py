@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.pipelines.pipeline_file import Aggregate, Join, Pipeline
+from penstock.pipelines.pipeline import AggregateSettings, JoinSettings, Pipeline
 from penstock.spark.manifest import sync_directory
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ _VERSION: Final = "v1"
 def check(pipeline: Pipeline) -> None:
     """Raise PenstockError if a flush would write nothing."""
     match pipeline.settings:
-        case Aggregate(mode="append") | Join(how="left"):
+        case AggregateSettings(mode="append") | JoinSettings(how="left"):
             return
-        case Aggregate():
+        case AggregateSettings():
             why = "with mode = 'update' all windows are written already"
-        case Join():
+        case JoinSettings():
             why = "an inner join writes rows as soon as they match"
         case _:
             why = f"a pipeline of kind {pipeline.kind} keeps no rows back"
@@ -72,9 +72,9 @@ def _closing_ms(spark: SparkSession, pipeline: Pipeline, query: Path) -> int | N
     found: DataFrame
     closing: Column
     match pipeline.settings:
-        case Aggregate():
+        case AggregateSettings():
             found, closing = spark.read.format("statestore").load(str(query)), fn.col("key.window.end")
-        case Join(time=time, within=within):
+        case JoinSettings(time=time, within=within):
             found = spark.read.format("statestore").option("joinSide", "left").load(str(query)).select("value.*")
             # A row on the right at this time would still match: the watermark must be behind it.
             closing = frames.named(time) + fn.expr(f"INTERVAL '{within}'") + fn.expr("INTERVAL '1 millisecond'")
