@@ -248,13 +248,13 @@ def test_flush_writes_the_rows_of_a_left_join_that_found_nothing(example: Exampl
     ("kind", "why"),
     [
         ("join", "an inner join writes rows as soon as they match"),
-        ("archive", "a pipeline of kind archive keeps no rows back"),
+        ("archive", "a pipeline of kind archive holds no rows back"),
     ],
 )
 def test_flush_is_refused_where_nothing_stays_open(kind: str, why: str, broker: SparkBroker, tmp_path: Path) -> None:
     done = Example(kind, tmp_path, broker).run("--flush")
 
-    assert done.err.endswith(f" has nothing to flush: {why}. Leave --flush out\n")
+    assert done.err.endswith(f" has nothing to flush: {why}. Omit --flush\n")
 
 
 @of("deduplicate")
@@ -385,8 +385,8 @@ def test_a_function_beside_the_file_makes_rows_of_rows(example: Example, broker:
             "aggregate",
             [('time = "at"', 'time = "country"')],
             (
-                r"aggregate.toml:12: \[aggregate\] time names 'country', which is of type string: the time of an event "
-                "is a timestamp"
+                r"aggregate.toml:12: \[aggregate\] time names 'country', which is of type string: it must be a "
+                "timestamp"
             ),
         ),
         (
@@ -440,7 +440,7 @@ def test_every_example_is_right(kind: str, spark: SparkSession, tmp_path: Path) 
 
     done = penstock("validate", path)
 
-    assert done == Done(0, f"{path} is right: {load(path).name}, of kind {kind}\n", "")
+    assert done == Done(0, f"{path} is valid: {load(path).name}, of kind {kind}\n", "")
 
 
 def test_a_file_that_is_wrong_is_refused_before_spark_starts(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_a_query_that_fails_is_told_in_one_sentence(example: Example) -> None:
     assert done.code == verbose.code == 1
     [sentence] = done.err.splitlines()
     assert re.fullmatch(
-        r"error: pipeline clean-orders failed, and goes on where it was when it is run again: there is no topic "
+        r"error: pipeline clean-orders failed; the next run continues where it stopped: there is no topic "
         r"'ordres' at 127\.0\.0\.1:\d+: did you mean 'orders'\?",
         sentence,
     )
@@ -512,7 +512,7 @@ def test_a_checkpoint_of_another_pipeline_is_refused(example: Example) -> None:
     assert done.code == 1
     assert done.err == (
         f"error: the checkpoint in {example.data}/pipelines/revenue belongs to another pipeline: its window is "
-        '"1 minute", here it is "5 minutes". Give this one another name, or use --restart to start over\n'
+        '"1 minute", this one\'s is "5 minutes". Give this one another name, or use --restart to start over\n'
     )
 
 
@@ -527,7 +527,7 @@ def test_a_pipeline_runs_once_at_a_time(example: Example) -> None:
 
         done = example.run()
 
-    assert done.err == "error: pipeline archive-orders is running already, in process 4711: stop that one first\n"
+    assert done.err == "error: pipeline archive-orders is already running, in process 4711: stop that one first\n"
 
 
 @of("transform")
@@ -613,13 +613,13 @@ def test_a_file_finds_its_state_from_any_directory_and_restart_starts_over(
     assert json.loads(shown.out)["state"] == "done"
     assert refused.err == (
         f"error: pipeline moving would start from scratch, with no state in {example.data}/pipelines/moving, but it "
-        f"has run before: group moving at {broker.servers} is further, at moving/0 offset 2. If its state is in "
-        "another directory, name that with --data; if the name belongs to another pipeline or consumer, give this "
-        "one another name; --restart discards what is known of it and starts over\n"
+        f"has run before: group moving at {broker.servers} is ahead, at moving/0 offset 2. If its state is in "
+        "another directory, give that with --data; if the name belongs to another pipeline or consumer, rename "
+        "this one; --restart discards the state and the group, and starts over\n"
     )
     assert restarted.err == (
         f"restarting pipeline moving: discarding its group moving at {broker.servers} (moving/0 offset 2); reading "
-        "moving from earliest; rows that it stored before stay in moving-clean, and are stored there a second time\n"
+        "moving from earliest; rows stored before stay in moving-clean, and are stored there a second time\n"
     )
     assert [order["id"] for order in values(broker, "moving-clean")] == ["m0", "m1", "m0", "m1"]
     assert broker.lag("moving") == 0
@@ -656,8 +656,8 @@ def test_a_state_behind_the_group_is_refused(stopped: Example, broker: SparkBrok
 
     assert done.err.startswith(
         f"error: the state of pipeline halted in {stopped.data}/pipelines/halted ends at orders/0 offset 5, "
-        f"but group halted at {broker.servers} is further, at orders/0 offset 7: the pipeline has run further "
-        "with another state. If its state is in another directory"
+        f"but group halted at {broker.servers} is ahead, at orders/0 offset 7: the pipeline has run "
+        "with another state since. If its state is in another directory"
     )
 
 
@@ -709,8 +709,7 @@ def test_restart_leaves_the_group_of_consumers_alone(stopped: Example, broker: S
         done = stopped.run("--restart")
 
     assert done.err == (
-        f"error: group halted at {broker.servers} belongs to consumers, not to pipeline halted: give the "
-        "pipeline another name\n"
+        f"error: group halted at {broker.servers} belongs to consumers, not to pipeline halted: rename the pipeline\n"
     )
     assert StateDirectory(stopped.data, "halted").has_begun
 
@@ -727,9 +726,9 @@ def test_parquet_that_spark_would_not_write_again_is_refused(example: Example) -
 
     for flags in ((), ("--restart",)):
         assert example.run(*flags).err == (
-            f"error: {example.directory}/revenue holds batches up to 10 and the state of pipeline revenue-files has "
-            "none: Spark would take new batches for those and drop them. Run it with the state that wrote them "
-            "(--data), or remove that directory, or name another in [sink] parquet\n"
+            f"error: {example.directory}/revenue holds batches up to 10, but the state of pipeline revenue-files has "
+            "none: Spark would take new batches for duplicates and drop them. Run it with the state that wrote them "
+            "(--data), or remove that directory, or set another one in [sink] parquet\n"
         )
 
 
@@ -744,10 +743,10 @@ def test_an_archive_that_holds_what_would_be_read_is_refused(example: Example) -
 
     for flags in ((), ("--restart",)):
         assert example.run(*flags).err == (
-            f"error: the archive {root} holds orders/0 up to offset 39, and pipeline archive-again would start from "
+            f"error: the archive {root} holds orders/0 up to offset 39, but pipeline archive-again would start from "
             "scratch at 0. Run it with the state that wrote it (--data); or set [source] options = { startingOffsets = "
-            """'{"orders":{"0":40}}' } and use --restart to go on where the archive ends; or name another directory """
-            "in [sink] archive\n"
+            """'{"orders":{"0":40}}' } and use --restart to continue where the archive ends; or set another """
+            "directory in [sink] archive\n"
         )
 
 
@@ -761,7 +760,7 @@ def test_init_leaves_a_file_that_is_there_as_it_is(tmp_path: Path) -> None:
     done = penstock("init", "join", path)
 
     assert (done.code, path.read_text()) == (1, "mine")
-    assert done.err == f"error: {path} is there already: name another file, or remove it first\n"
+    assert done.err == f"error: {path} exists already: choose another name, or remove it first\n"
 
 
 def test_init_names_the_file_as_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,7 +768,7 @@ def test_init_names_the_file_as_its_kind(tmp_path: Path, monkeypatch: pytest.Mon
 
     done = penstock("init", "join")
 
-    assert done.out == "wrote join.toml: change it, then `penstock pipeline run join.toml`\n"
+    assert done.out == "wrote join.toml: edit it, then `penstock pipeline run join.toml`\n"
     assert load(tmp_path / "join.toml").kind == "join"
 
 
@@ -825,10 +824,10 @@ def test_a_checkpoint_binds_a_pipeline_from_its_first_batch_on(tmp_path: Path) -
     home.identify(first)
     (home.checkpoint / "rows/offsets/0").touch()
     home.identify(first)
-    with pytest.raises(PenstockError, match='another pipeline: its kind is "replay", here it is "archive"'):
+    with pytest.raises(PenstockError, match=r"another pipeline: its kind is \"replay\", this one's is \"archive\""):
         home.identify(second)
     (home.directory / "pipeline.json").unlink()
-    with pytest.raises(PenstockError, match="does not say which pipeline the checkpoint belongs to: use --restart"):
+    with pytest.raises(PenstockError, match=r"pipeline.json is missing or damaged, .*: use --restart"):
         home.identify(first)
 
 
@@ -839,7 +838,7 @@ def test_progress_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
     done = penstock("list", "--data", tmp_path)
 
-    assert done.err == f"error: {home.directory}/progress.json cannot be read: the next run writes it anew\n"
+    assert done.err == f"error: {home.directory}/progress.json cannot be read: the next run replaces it\n"
     assert home.before() is None
 
 
@@ -851,8 +850,8 @@ def test_status_of_what_never_ran_says_what_did(tmp_path: Path) -> None:
     done = penstock("status", "frist", "--data", tmp_path)
 
     assert done.err == (
-        f"error: no pipeline 'frist' has run with the data in {tmp_path}: there are first. "
-        "Name its file instead, or its data directory with --data\n"
+        f"error: no pipeline 'frist' has run with the data directory {tmp_path}: there are first. "
+        "Give its file instead of its name, or its data directory with --data\n"
     )
 
 

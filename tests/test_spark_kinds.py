@@ -476,7 +476,7 @@ kind = "dead_letters"
 subjects = ["DLQ.{orders}"]
 """)
     assert queries.start(runner.spark, looked, str(other.directory / "none"), {"availableNow": True}) == []
-    assert sum(row["letters"] for row in queries.table(runner.spark, looked).collect()) == 3
+    assert sum(row["letters"] for row in queries.dead_letter_table(runner.spark, looked).collect()) == 3
 
 
 # Archive.

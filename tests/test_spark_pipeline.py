@@ -213,7 +213,7 @@ def test_a_binary_key_stays_as_it_is_and_no_key_is_none(spark: SparkSession) -> 
 def test_json_needs_a_column_and_unique_names(spark: SparkSession) -> None:
     parsed = parse_json(rows(spark, b"{}"), "id string")
 
-    with pytest.raises(ValueError, match="no column is left to write as JSON"):
+    with pytest.raises(ValueError, match="no column to write as JSON"):
         frames.to_json(parsed.select("_key", "_reason"), topic="t")
     with pytest.raises(ValueError, match="two columns are named id"):
         frames.to_json(parsed.select("id", "id"), topic="t")
@@ -471,7 +471,7 @@ def test_a_join_that_cannot_be_is_refused(spark: SparkSession) -> None:
     left, right = sides(spark)
     times = {"within": "1 minute", "watermark": "1 minute", "left_time": "at", "right_time": "at"}
 
-    with pytest.raises(ValueError, match="a join is inner or left_outer"):
+    with pytest.raises(ValueError, match="it must be inner or left_outer"):
         frames.join(left, right, on=["id"], how="full", **times)
     with pytest.raises(ValueError, match="at least one column"):
         frames.join(left, right, on=[], **times)

@@ -1,4 +1,4 @@
-"""`penstock pipeline`: topics through Spark, as a file says."""
+"""`penstock pipeline`: process topics with Spark as a file describes."""
 
 from __future__ import annotations
 
@@ -42,22 +42,25 @@ Data = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other:
-    """Another broker than the file names, and who asks it."""
+class OtherBroker:
+    """A broker other than the one in the file, and the credentials for it."""
 
     servers: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT[,…]",
             envvar="PENSTOCK_SERVERS",
-            help="Another one than the file names.",
+            help="Use this broker instead of the one in FILE.",
             rich_help_panel=_PANEL,
         ),
     ] = None
     user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", rich_help_panel=_PANEL)] = None
     password: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", rich_help_panel=_PANEL)] = None
     token: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Instead of these two.", rich_help_panel=_PANEL)
+        str | None,
+        typer.Option(
+            envvar="PENSTOCK_AUTH_TOKEN", help="Use a token instead of a user and a password.", rich_help_panel=_PANEL
+        ),
     ] = None
 
     def of(self, pipeline: Pipeline) -> Pipeline:
@@ -80,17 +83,19 @@ def init(
             metavar="KIND", help="archive, transform, aggregate, deduplicate, replay, dead_letters or join."
         ),
     ],
-    path: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Its name.  \\[default: KIND.toml]")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="The file to write.  \\[default: KIND.toml]")
+    ] = None,
 ) -> None:
-    """Write an example of a pipeline file, with comments, to be changed. A file that is there is left as it is."""
+    """Write an example pipeline file, with comments, for you to edit. An existing file is not overwritten."""
     path = path or Path(f"{kind}.toml")
     example = resources.files("penstock.pipelines").joinpath("examples", f"{kind}.toml").read_text()
     try:
         with path.open("x") as file:
             file.write(example)
     except FileExistsError:
-        raise PenstockError(f"{path} is there already: name another file, or remove it first") from None
-    print(f"wrote {safe(str(path))}: change it, then `penstock pipeline run {safe(str(path))}`")
+        raise PenstockError(f"{path} exists already: choose another name, or remove it first") from None
+    print(f"wrote {safe(str(path))}: edit it, then `penstock pipeline run {safe(str(path))}`")
 
 
 @app.command("validate")
@@ -99,10 +104,10 @@ def validate(
     path: File,
     *,
     json: Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show what Spark logs.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the log of Spark.")] = False,
 ) -> None:
-    """Check a pipeline file: its keys, and with Spark its schema, SQL, columns and function. No broker is asked."""
-    with _problems_told():
+    """Check a pipeline file: its keys, and with Spark its schema, SQL, columns and function. No broker is needed."""
+    with _problems_printed():
         pipeline = _load(path)
         from penstock.pipelines.execution import opened
         from penstock.pipelines.validation import check
@@ -114,7 +119,7 @@ def validate(
 
         output.print_json({"name": pipeline.name, "kind": pipeline.kind, "file": str(path)})
     else:
-        print(safe(f"{path} is right: {pipeline.name}, of kind {pipeline.kind}"))
+        print(safe(f"{path} is valid: {pipeline.name}, of kind {pipeline.kind}"))
 
 
 @app.command("run")
@@ -122,11 +127,11 @@ def validate(
 def run(
     path: File,
     *,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes, until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue with new messages until Ctrl-C.")] = False,
     flush: Annotated[
         bool,
         typer.Option(
-            "--flush", help="At the end, close and write windows that are open: rows that come later are late."
+            "--flush", help="At the end, close and write open windows. Rows that come later for them are dropped."
         ),
     ] = False,
     master: Annotated[
@@ -136,22 +141,22 @@ def run(
     data: Data = None,
     restart: Annotated[
         bool,
-        typer.Option("--restart", help="Discard the state and start over: rows in the sink are stored again."),
+        typer.Option("--restart", help="Discard the state and start over: rows in the sink are stored a second time."),
     ] = False,
     json: JsonLines = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show what Spark logs, and the whole stack of an error.")
+        bool, typer.Option("--verbose", help="Show the log of Spark, and the stack trace of an error.")
     ] = False,
-    at: Other,
+    at: OtherBroker,
 ) -> None:
-    """Run a pipeline until all that is there is done, or with --follow until Ctrl-C.
+    """Run a pipeline until it has processed all messages, or with --follow until Ctrl-C.
 
-    It goes on where the last run ended, also after an error or a crash: nothing is lost, and nothing is stored twice.
-    If the broker or the sink is further than its state, it is refused.
+    It continues where the last run ended, even after an error or a crash: no row is lost, and none is stored twice.
+    It refuses to run if the broker or the sink is ahead of its state.
     """
     if flush and follow:
-        raise typer.BadParameter("a run with --follow has no end: give one of them", param_hint="'--flush'")
-    with _problems_told():
+        raise typer.BadParameter("a run with --follow has no end: use only one of them", param_hint="'--flush'")
+    with _problems_printed():
         pipeline = at.of(_load(path))
         from penstock.pipelines.execution import run as run_pipeline
 
@@ -195,13 +200,13 @@ def status(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show how far a pipeline is, and how its last run ended."""
+    """Show the progress of a pipeline, and how its last run ended."""
     from penstock.cli import output
     from penstock.pipelines.state_directory import DATA, state_of
     from penstock.pipelines.state_directory import status as status_of
 
     if Path(name).is_file():
-        with _problems_told():
+        with _problems_printed():
             home = state_of(_loaded(Path(name)), data)
         found = status_of(home.name, home.data)
     else:
@@ -221,7 +226,7 @@ def list_pipelines(
     ] = Path("data"),
     json: Json = False,
 ) -> None:
-    """Show all pipelines that have run with a data directory."""
+    """Show all pipelines with state in a data directory."""
     from penstock.cli import output
     from penstock.pipelines.state_directory import statuses
 
@@ -251,17 +256,17 @@ def _load(path: Path) -> Pipeline:
 
 
 def _logging(verbose: bool) -> dict[str, str]:
-    """What Spark's settings are to be: what goes wrong is told by us."""
+    """Return the Spark settings for logging. Errors are printed by this command, not by Spark."""
     from pyspark.logger import PySparkLogger
 
-    # Errors in SQL are logged by Python as well as raised.
+    # PySpark logs errors in SQL besides raising them.
     PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.WARNING if verbose else logging.CRITICAL + 1)
     return {"spark.log.level": "WARN" if verbose else "OFF", "spark.ui.showConsoleProgress": "false"}
 
 
 @contextmanager
-def _problems_told() -> Iterator[None]:
-    """All that is wrong with a file, a line each."""
+def _problems_printed() -> Iterator[None]:
+    """Print the problems of a file, one per line."""
     try:
         yield
     except BadConfig as error:
@@ -270,12 +275,12 @@ def _problems_told() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-# ---- what is shown
+# ---- output
 
 
 @contextmanager
 def _telling(as_json: bool) -> Iterator[Callable[[Progress], None]]:
-    """A line that changes, for who looks at a terminal; for programs a document for each batch."""
+    """Report progress: a changing line on a terminal, or a JSON document for each batch."""
     if as_json:
         yield _print_batch
         return
@@ -309,12 +314,12 @@ def _showing(text: str, *, shown: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     with console.status(text) as status:
-        # As text: a name is not markup.
+        # As Text: a name must not be read as markup.
         yield lambda text: status.update(Text(text))
 
 
 def line(progress: Progress) -> str:
-    """What is shown while it runs."""
+    """Return the line that is shown during a run."""
     parts = [
         safe(progress.name),
         f"batch {_or_dash(progress.batch)}",

@@ -1,7 +1,7 @@
-"""Running a pipeline: its session, its queries, and how they end.
+"""Running a pipeline: its Spark session, its queries, and how they end.
 
-A run goes on where the one before ended, whatever ended that: a batch is known by its number, so what was stored and
-not noted is not stored twice.
+A run continues where the last one ended, however that ended. Batches are numbered, so a batch that was stored just
+before a crash is not stored twice.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How soon a stop, a failure or a batch is noticed.
+# How long a stop, a failure or a batch may go unnoticed.
 POLL_S: Final = 0.2
 
-_FAILED: Final = "pipeline {} failed, and goes on where it was when it is run again"
+_FAILED: Final = "pipeline {} failed; the next run continues where it stopped"
 
 Tell = Callable[[Progress], None]
 Warn = Callable[[str], None]
-# The names of the columns, and the rows.
+# Shows a table: the names of its columns, and its rows.
 Show = Callable[[Sequence[str], Sequence[Sequence[Any]]], None]
-# Of a table that is shown.
+# Rows in a table that is shown.
 ROWS_MAX: Final = 1000
 
 
@@ -57,38 +57,38 @@ def run(
     warn: Warn | None = None,
     stop: threading.Event | None = None,
 ) -> Progress:
-    """Run it until all that was there is done; with `follow` until it is stopped. How far it came.
+    """Run a pipeline until it has processed all messages, or with `follow` until it is stopped. Return its progress.
 
     `data` is the directory that holds its state, below pipelines/; the default is `data` beside the file. A run that
     would store rows twice, because the broker or the sink is ahead of the state, is refused (see `resumption`).
     `restart` discards the state and starts over, after telling `warn` the consequences. `flush` closes at the end what
     is still open (see `window_flush`).
 
-    `spark`: a session to use, which stays; without it `opened` gives one, on `master` and with `config`. `tell` is
-    called after each batch. `show` is given the table of dead letters, if it is not to be written anywhere. `stop` ends
-    it, as SIGINT and SIGTERM do in the main thread. Raises BadConfig if the file does not fit together, and
-    PenstockError, with one sentence, if a query fails.
+    `spark` is a session to use; it is not stopped. Without it a session is opened on `master` with `config`. `tell` is
+    called after each batch. `show` gets the table of dead letters if the pipeline has no sink. `stop` ends the run, as
+    SIGINT and SIGTERM do in the main thread. Raise BadConfig if Spark rejects the file, and PenstockError, with one
+    sentence, if a query fails.
     """
     from penstock.pipelines import resumption, window_flush
 
     if flush:
         if follow:
-            raise PenstockError("flush is for a run that ends: leave it out, or follow")
+            raise PenstockError("flush needs a run that ends: use either flush or follow")
         window_flush.check(pipeline)
     stop = stop or threading.Event()
-    home = state_of(pipeline, data)
-    with home.locked():
-        home.refuse_namesake(pipeline)
+    state = state_of(pipeline, data)
+    with state.locked():
+        state.refuse_namesake(pipeline)
         if restart:
-            resumption.restart(pipeline, home, warn or logger.warning)
+            resumption.restart(pipeline, state, warn or logger.warning)
         elif data is None:
-            home.refuse_left_behind(pipeline)
-        home.identify(pipeline)
-        resumption.check(pipeline, home)
-        running = _Running(pipeline, home, tell or (lambda _: None), show or (lambda _, __: None), stop)
+            state.refuse_moved_state(pipeline)
+        state.identify(pipeline)
+        resumption.check(pipeline, state)
+        execution = _Execution(pipeline, state, tell or (lambda _: None), show or (lambda _, __: None), stop)
         using = nullcontext(spark) if spark is not None else opened(pipeline.name, master=master, config=config)
         with using as session, _until_signal(stop):
-            return running.run(session, _trigger(pipeline, follow), flush=flush)
+            return execution.run(session, _trigger(pipeline, follow), flush=flush)
 
 
 # ---- the session
@@ -96,7 +96,7 @@ def run(
 
 @contextmanager
 def opened(name: str, *, master: str | None = None, config: Mapping[str, str] | None = None) -> Iterator[SparkSession]:
-    """A session for a while; if this process has one already that one, which stays."""
+    """Open a session for the time of a `with` block. One that this process has already is used, and not stopped."""
     from pyspark.sql import SparkSession
 
     from penstock.spark.sessions import session
@@ -105,7 +105,7 @@ def opened(name: str, *, master: str | None = None, config: Mapping[str, str] | 
     try:
         made = session(f"penstock {name}", master=master, config=config)
     except RuntimeError as error:
-        raise PenstockError(f"Spark does not start: {failure.describe(error).sentence}") from error
+        raise PenstockError(f"Spark failed to start: {failure.describe(error).sentence}") from error
     try:
         yield made
     finally:
@@ -115,8 +115,10 @@ def opened(name: str, *, master: str | None = None, config: Mapping[str, str] | 
 
 @contextmanager
 def _until_signal(stop: threading.Event) -> Iterator[None]:
-    """Spark has a handler of its own, which cancels its jobs: a query would fail where it is to stop. For a second
-    signal nothing is waited for."""
+    """Set `stop` on SIGINT and SIGTERM. A second signal interrupts at once.
+
+    This replaces Spark's own handler, which cancels the jobs: queries would fail instead of stopping.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -141,18 +143,20 @@ def _trigger(pipeline: Pipeline, follow: bool) -> dict[str, Any]:
 # ---- the queries
 
 
-class _Running:
-    def __init__(self, pipeline: Pipeline, home: StateDirectory, tell: Tell, show: Show, stop: threading.Event) -> None:
+class _Execution:
+    def __init__(
+        self, pipeline: Pipeline, state: StateDirectory, tell: Tell, show: Show, stop: threading.Event
+    ) -> None:
         self._pipeline = pipeline
-        self._home = home
+        self._state = state
         self._tell = tell
         self._show = show
         self._stop = stop
         self._reports = Reports()
-        self._progress = begin(pipeline.name, pipeline.kind, pipeline.path, home.before())
+        self._progress = begin(pipeline.name, pipeline.kind, pipeline.path, state.before())
 
     def run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> Progress:
-        self._home.save(self._progress)
+        self._state.save(self._progress)
         try:
             with _while_spark_lives(self._pipeline.name):
                 self._run(spark, trigger, flush=flush)
@@ -169,7 +173,7 @@ class _Running:
         from penstock.pipelines import window_flush
 
         queries = self._run_queries(spark, trigger)
-        if flush and not self._stop.is_set() and window_flush.plan(spark, self._pipeline, self._home.checkpoint):
+        if flush and not self._stop.is_set() and window_flush.plan(spark, self._pipeline, self._state.checkpoint):
             self._run_queries(spark, trigger)
         self._commit()
         if not queries:
@@ -191,15 +195,15 @@ class _Running:
         from penstock.pipelines.validation import check
 
         check(spark, self._pipeline)
-        self._carry_code(spark)
+        self._send_code(spark)
         try:
-            return queries.start(spark, self._pipeline, str(self._home.checkpoint), trigger)
+            return queries.start(spark, self._pipeline, str(self._state.checkpoint), trigger)
         except (PySparkException, ValueError) as error:
             found = failure.describe(error).sentence
             raise PenstockError(f"{self._pipeline.where(self._pipeline.kind)}: {found}") from error
 
-    def _carry_code(self, spark: SparkSession) -> None:
-        """The module of a function that lies beside the file: workers that call functions of it need it, too."""
+    def _send_code(self, spark: SparkSession) -> None:
+        """Send the module of a function beside the pipeline file to the workers, which may call functions of it."""
         settings = self._pipeline.settings
         if not isinstance(settings, TransformSettings) or settings.python is None:
             return
@@ -212,13 +216,13 @@ class _Running:
         while any(query.isActive for query in queries) and not self._stop.is_set():
             for query in queries:
                 self._wait(query)
-            self._take(queries)
+            self._collect(queries)
             if any(query.exception() is not None for query in queries):
                 break
         for query in queries:
-            # What a stop interrupts is done again by the next run.
+            # The next run repeats a batch that this interrupts.
             query.stop()
-        self._take(queries)
+        self._collect(queries)
         for query in queries:
             if (error := query.exception()) is not None:
                 raise PenstockError(
@@ -229,24 +233,24 @@ class _Running:
         from pyspark.errors import StreamingQueryException
 
         try:
-            query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # whole seconds, it says; it takes any
+            query.awaitTermination(POLL_S)  # type: ignore[arg-type]  # typed as int, but any number works
         except StreamingQueryException:
-            # `exception` has it.
+            # `query.exception()` has it too.
             pass
 
-    def _take(self, queries: list[StreamingQuery]) -> None:
-        """What is new is told and kept."""
+    def _collect(self, queries: list[StreamingQuery]) -> None:
+        """Save and report the batches that are new."""
         for query in queries:
             for report in query.recentProgress:
                 found = self._reports.add(self._progress, report)
                 if found is not None:
                     self._progress = found
-                    self._home.save(found)
+                    self._state.save(found)
                     self._tell(found)
 
     def _commit(self) -> None:
-        """Spark tells the source of a batch's end when it builds the next: of the last one nobody would hear."""
-        for end in committed(self._home.checkpoint):
+        """Commit the end of the last batch to the group. Spark reports a batch only when it plans the next one."""
+        for end in committed(self._state.checkpoint):
             for source in self._pipeline.sources:
                 if _reads(source, end):
                     self._commit_end(source, end)
@@ -260,36 +264,36 @@ class _Running:
         try:
             commit(options.read(given, is_stream=True), end)
         except PenstockError as error:
-            # All is done, and the checkpoint says so.
-            logger.warning("pipeline %s: its group does not show how far it is: %s", self._pipeline.name, error)
+            # The rows are stored, and the checkpoint is right: only the group is behind.
+            logger.warning("pipeline %s: the offsets of its group could not be updated: %s", self._pipeline.name, error)
 
     def _show_letters(self, spark: SparkSession) -> None:
         from penstock.pipelines import queries
 
-        found = queries.table(spark, self._pipeline)
+        found = queries.dead_letter_table(spark, self._pipeline)
         rows = found.orderBy("letters", ascending=False).limit(ROWS_MAX).collect()
         self._show(found.columns, [tuple(row) for row in rows])
 
-    def _end(self, state: str, why: str | None = None) -> None:
-        self._progress = replace(self._progress, state=state, reason=why, updated_us=SystemClock().now_us())
-        self._home.save(self._progress)
+    def _end(self, outcome: str, why: str | None = None) -> None:
+        self._progress = replace(self._progress, state=outcome, reason=why, updated_us=SystemClock().now_us())
+        self._state.save(self._progress)
 
 
 @contextmanager
 def _while_spark_lives(name: str) -> Iterator[None]:
-    """Java may be killed under us: by the system for want of memory, or by somebody."""
+    """Turn the death of the Java process, such as by the OOM killer, into a PenstockError."""
     from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
     try:
         yield
     except (Py4JNetworkError, ConnectionError) as error:
-        raise PenstockError(f"{_FAILED.format(name)}: Spark's own process has ended") from error
+        raise PenstockError(f"{_FAILED.format(name)}: the Java process of Spark has ended") from error
 
 
 def committed(checkpoint: Path) -> list[dict[str, Any]]:
-    """How far each source is: the offsets of the last batch that is done, of the query that writes the rows.
+    """Return the end offsets of each source in the last committed batch of the query that writes the rows.
 
-    Other queries of a pipeline read the same; if there is none for rows, there is one other.
+    The other queries of a pipeline read the same messages. If no query writes rows, there is exactly one other.
     """
     for commits in sorted(checkpoint.glob("*/commits"), key=lambda path: path.parent.name != "rows"):
         numbers = [int(path.name) for path in commits.iterdir() if path.name.isdecimal()]
@@ -299,7 +303,7 @@ def committed(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def _reads(source: Source, end: Mapping[str, Any]) -> bool:
-    """Whether an end is of this source."""
+    """Whether end offsets are those of this source."""
     if source.pattern is not None:
         return all(re.fullmatch(source.pattern, topic) for topic in end["topics"])
     return set(end["topics"]) <= {source.topic, *source.topics}

@@ -1,4 +1,4 @@
-"""What went wrong, in one sentence: Spark tells it with conditions, states, plans and the stacks of two languages.
+"""The cause of a failure in one sentence. Spark reports it with error classes, plans and the stacks of two languages.
 
 [STREAM_FAILED] Query [id = …] terminated with exception: … Traceback … ValueError: the sentence
 [UNRESOLVED_COLUMN.WITH_SUGGESTION] The sentence. SQLSTATE: 42703; line 1 pos 7;⏎ 'Project ['amout] …
@@ -12,41 +12,42 @@ from typing import Final, NamedTuple
 
 from penstock.errors import PenstockError
 
-# The last line of a Python traceback: the class of the error, and what it says.
+# The last line of a Python traceback: the class of the error and its message.
 _RAISED: Final = re.compile(r"^(?:\w+\.)*(?:[A-Z]\w*): (.+)$", re.MULTILINE)
 _OURS: Final = re.compile(r"^penstock\.errors\.\w+: (.+)$", re.MULTILINE)
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _STREAM: Final = re.compile(r"^(?:\[STREAM_FAILED\] )?Query \[.*?\] terminated with exception: ", re.DOTALL)
 _CONDITION: Final = re.compile(r"^\[[A-Z0-9_.]+\] ")
 _STATE: Final = re.compile(r"\s*SQLSTATE: \w{5}")
-_PLACE: Final = re.compile(r"[;(] ?line (\d+),? pos \d+[;)]?")
+_POSITION: Final = re.compile(r"[;(] ?line (\d+),? pos \d+[;)]?")
 
 
 class Failure(NamedTuple):
     sentence: str
-    # Of the SQL, from 1; None if Spark does not say.
+    # The line within the SQL, starting at 1; None if Spark does not report one.
     line: int | None = None
 
 
 def describe(error: BaseException) -> Failure:
-    """Of whatever Spark, the connector or a pipeline's own code raised."""
+    """Describe an error of Spark, of the connector or of a pipeline's own code."""
     if isinstance(error, PenstockError):
         return Failure(str(error))
     return parse(_text(error))
 
 
 def parse(text: str) -> Failure:
+    """Find the sentence in the text of an error."""
     text = _STREAM.sub("", text.strip())
     if _TRACEBACK in text:
         return Failure(_of_python(text))
     head = text.partition("\n")[0]
-    place = _PLACE.search(text.partition("\n\n")[0])
-    sentence = _CONDITION.sub("", _PLACE.sub("", _STATE.sub("", head)))
-    return Failure(sentence.strip().rstrip(";").strip(), int(place[1]) if place else None)
+    position = _POSITION.search(text.partition("\n\n")[0])
+    sentence = _CONDITION.sub("", _POSITION.sub("", _STATE.sub("", head)))
+    return Failure(sentence.strip().rstrip(";").strip(), int(position[1]) if position else None)
 
 
 def _of_python(text: str) -> str:
-    """Ours if there is one, as it says what to do; else that of the first traceback, which is the cause of others."""
+    """Prefer an error of Penstock, which says what to do; else take the first traceback, the cause of the others."""
     ours = _OURS.findall(text)
     if ours:
         return _cleaned(ours[-1])
@@ -59,7 +60,7 @@ def _cleaned(sentence: str) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """Of an error of Java without the name of its class."""
+    """Return the message of an error. That of a Java error lacks the name of its class."""
     for each in _chain(error):
         java = getattr(each, "java_exception", None)
         if java is not None:

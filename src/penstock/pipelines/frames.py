@@ -1,12 +1,12 @@
-"""What pipelines are made of: functions from DataFrames to DataFrames, for streams and for batches, without a broker.
+"""The building blocks of pipelines: functions from DataFrames to DataFrames, for streams and batches.
 
     rows of the source ─ parse_json ┬ good ─ transform, aggregate, deduplicate, join ─ to_json ┬ rows for the sink
                                     └ bad ─ dead_letters_of ───────────────────────────────────┘
 
 Rows of the source have the columns topic, partition, offset, timestamp, key, value, subject and perhaps headers. A
-parsed row has the fields of its JSON, and beside them what it was: _topic, _partition, … (`KEPT`). Rows for the sink
-have value, key, subject and headers. So both branches can be united and written as one: a batch is stored with all its
-dead letters, or nothing of it.
+parsed row has the fields of its JSON, and those columns as _topic, _partition, …. Rows for the sink have value, key,
+subject and headers. So both branches can be united and written as one: a batch is stored with all of its dead letters,
+or not at all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.spark.json_topics import REASON, RESERVED, check_unique
 DEAD_LETTERS: Final = "DLQ"
 
 _HEADERS: Final = "map<string,string>"
-# What headers ask of the broker counts for the message that had them: its id would make a copy look like a repetition,
-# and its delay is over.
+# Headers that instruct the broker apply only to the original message: its ID would make the copy a duplicate, and its
+# delay is over.
 _ASKING: Final = ("msg-id", "nats-msg-id", "delay", "deliver-at")
-# Microseconds, which Spark's default would cut off.
+# With microseconds, which Spark's default format drops.
 _JSON: Final = {
     "ignoreNullFields": "false",
     "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX",
@@ -35,25 +35,24 @@ _SUBJECT_BYTES_MAX: Final = 1024
 
 
 def good(df: DataFrame) -> DataFrame:
-    """Those that parsed."""
+    """Return the rows that parsed."""
     return df.where(fn.col(REASON).isNull()).drop(REASON)
 
 
 def bad(df: DataFrame) -> DataFrame:
-    """Those that did not, with `_reason`."""
+    """Return the rows that did not parse, with `_reason`."""
     return df.where(fn.col(REASON).isNotNull())
 
 
 def to_json(df: DataFrame, *, topic: str, key: str | None = None, subject: str | None = None) -> DataFrame:
-    """Rows for the sink: each row's columns as a JSON object, but for those that a parsed row has beside its fields.
+    """Return rows for the sink, with the columns of each row as a JSON object. _topic, _key, … are left out.
 
-    `key` and `subject` are columns or SQL expressions. Without a key the row's `_key` stays, if it has one. The subject
-    is the topic, with that of the row below it; a character that it cannot have becomes `_`. Headers stay, too, if the
-    row has `_headers`.
+    `key` and `subject` are columns or SQL expressions. Without `key` the row keeps its `_key`, if it has one. The value
+    of `subject` is appended to the topic; characters that a subject cannot have become `_`. `_headers` are kept.
     """
     fields = [named(name) for name in df.columns if name not in RESERVED]
     if not fields:
-        raise ValueError("no column is left to write as JSON: select at least one that is not _topic, _key, …")
+        raise ValueError("no column to write as JSON: select at least one besides _topic, _key, …")
     check_unique(df.columns)
     return df.select(
         fn.to_json(fn.struct(*fields), _JSON).cast("binary").alias("value"),
@@ -64,9 +63,9 @@ def to_json(df: DataFrame, *, topic: str, key: str | None = None, subject: str |
 
 
 def raw(df: DataFrame, *, topic: str, key: str | None = None, subject: str | None = None) -> DataFrame:
-    """Rows for the sink: parsed rows with the values that they had, not written anew.
+    """Return rows for the sink, from parsed rows, with the original values.
 
-    `key` and `subject` as for `to_json`; without a subject, what followed the old topic in it follows the new one.
+    `key` and `subject` are as in `to_json`. Without `subject` the new topic replaces the old one in the row's subject.
     """
     return df.select(
         fn.col("_value").cast("binary").alias("value"),
@@ -77,9 +76,10 @@ def raw(df: DataFrame, *, topic: str, key: str | None = None, subject: str | Non
 
 
 def dead_letters_of(df: DataFrame, *, group: str, prefix: str = DEAD_LETTERS) -> DataFrame:
-    """Rows for the sink: those that did not parse, as dead letters of a group, which the broker lists and redrives.
+    """Return rows for the sink, from those that did not parse, as dead letters that the broker lists and redrives.
 
-    Value, key and headers are as they were, but for an id or a delay; the headers also say why, and where the row was.
+    Value, key and headers are unchanged, except that an ID or a delay is removed. Added headers hold the reason, the
+    group and the origin.
     """
     said = {
         "Reason": fn.regexp_replace(REASON, r"[\r\n]", " "),
@@ -92,7 +92,7 @@ def dead_letters_of(df: DataFrame, *, group: str, prefix: str = DEAD_LETTERS) ->
     }
     pairs = [part for name, value in said.items() for part in (fn.lit(f"Dead-Letter-{name}"), value)]
     subject = fn.concat(fn.lit(f"{prefix}."), "_subject")
-    # One that has no room for the prefix goes below its topic's; the header has all of it.
+    # A subject that is too long with the prefix is shortened to its topic. The header has all of it.
     short = fn.concat(fn.lit(f"{prefix}."), "_topic")
     return bad(df).select(
         fn.col("_value").cast("binary").alias("value"),
@@ -103,15 +103,15 @@ def dead_letters_of(df: DataFrame, *, group: str, prefix: str = DEAD_LETTERS) ->
 
 
 def transform(df: DataFrame, query: str | Callable[[DataFrame], DataFrame], *, view: str = "source") -> DataFrame:
-    """What a SQL query makes of the rows, which it finds under the name `view`; or what a function makes of them."""
+    """Return the result of a SQL query, which sees the rows as `view`, or of a function."""
     if callable(query):
         made = query(df)
-        # A function that came by its name has no type that was checked.
+        # A function that was imported by name has no checked type.
         if not _is_data_frame(made):
             raise TypeError(f"{_name_of(query)} returned {type(made).__name__}: it must return a DataFrame")
         return made
-    # The name is one within the query only, so that pipelines of one session do not find each other's rows. Spark fills
-    # in what stands in braces: those of the query are its own. A comment may be its last line.
+    # The name is local to the query, so that pipelines in one session do not see each other's rows. Spark substitutes
+    # braces, so those of the query are escaped. The last line of the query may be a comment.
     own = query.strip().rstrip(";").replace("{", "{{").replace("}", "}}")
     return df.sparkSession.sql(f"WITH `{view}` AS (SELECT * FROM {{rows}}) ({own}\n)", rows=df)
 
@@ -126,14 +126,13 @@ def aggregate(
     slide: str | None = None,
     by: Sequence[str] = (),
 ) -> DataFrame:
-    """Measures over windows of time: window_start, window_end, the columns of `by`, and the measures.
+    """Aggregate over windows of time. The columns are window_start, window_end, those of `by`, and the measures.
 
-    `measures`: SQL by name, such as {"revenue": "sum(amount)"}. `window`, `slide` and `watermark` are times such as "5
-    minutes". In a stream a row that is older than the watermark's delay is late: it counts for nothing, and `late_rows`
-    says how many there were.
+    `measures` is SQL by name, such as {"revenue": "sum(amount)"}. `window`, `slide` and `watermark` are durations such
+    as "5 minutes". In a stream, rows behind the watermark are dropped; `late_rows` counts them.
     """
     if not measures:
-        raise ValueError("an aggregation has at least one measure")
+        raise ValueError("an aggregation needs at least one measure")
     check_unique(["window_start", "window_end", *by, *measures])
     windows = fn.window(fn.col(time), window, slide) if slide is not None else fn.window(fn.col(time), window)
     made = [fn.expr(sql).alias(name) for name, sql in measures.items()]
@@ -143,9 +142,10 @@ def aggregate(
 
 
 def deduplicate(df: DataFrame, *, by: Sequence[str], time: str, watermark: str) -> DataFrame:
-    """The first row of each key. In a stream keys are forgotten when they are older than the watermark's delay.
+    """Return the first row of each key.
 
-    So a repetition within that delay is always found, and one that comes later may be. A batch is looked at as a whole.
+    A stream forgets keys that are behind the watermark: duplicates within its delay are always dropped, later ones may
+    be. A batch is deduplicated as a whole.
     """
     if not df.isStreaming:
         return df.dropDuplicates(list(by))
@@ -163,16 +163,16 @@ def join(
     right_time: str,
     how: str = "inner",
 ) -> DataFrame:
-    """Rows of both sides that agree in `on` and whose times are at most `within` apart.
+    """Join rows that are equal in `on` and whose times are at most `within` apart.
 
-    `how`: "inner", or "left_outer": then a row of the left that finds none comes alone, when none can come any more.
-    The columns are those of `on`, of the left and of the right; one that both have becomes left_x and right_x. Of the
-    columns beside the fields (_key, …) those of the left stay.
+    `how` is "inner" or "left_outer". With the latter, a row on the left without a match is returned alone once no match
+    can come any more. The columns are those of `on`, of the left and of the right; a column x of both becomes left_x
+    and right_x. The columns _key, … are those of the left.
     """
     if how not in ("inner", "left_outer"):
-        raise ValueError(f"how = {how!r}: a join is inner or left_outer")
+        raise ValueError(f"invalid how {how!r}: it must be inner or left_outer")
     if not on:
-        raise ValueError("a join needs at least one column that both sides have")
+        raise ValueError("a join needs at least one common column")
     ours = left.withWatermark(left_time, watermark).alias("_left")
     theirs = right.withWatermark(right_time, watermark).alias("_right")
     far = fn.expr(f"INTERVAL '{within}'")
@@ -184,10 +184,10 @@ def join(
 
 
 def replay(df: DataFrame, *, topic: str, key: str | None = None, subject: str | None = None) -> DataFrame:
-    """Rows for the sink: rows of the source, for another topic.
+    """Return rows for the sink, from rows of the source, for another topic.
 
-    Values, keys and headers are as they were, but for an id or a delay; times and partitions are given anew. `key` and
-    `subject` as for `raw`.
+    Values, keys and headers are unchanged, except that an ID or a delay is removed. The broker assigns new times and
+    partitions. `key` and `subject` are as in `raw`.
     """
     return df.select(
         fn.col("value").cast("binary").alias("value"),
@@ -198,10 +198,10 @@ def replay(df: DataFrame, *, topic: str, key: str | None = None, subject: str | 
 
 
 def letters(df: DataFrame) -> DataFrame:
-    """Dead letters, from the rows of their topic with headers: what became of which message, and when.
+    """Return dead letters as a table, from the rows of their topic with headers.
 
-    `subject`, `topic`, `origin_partition` and `origin_offset` say where the message was, `partition` and `offset` where
-    the letter is. What somebody published there, and is no dead letter, is left out.
+    `subject`, `topic`, `origin_partition` and `origin_offset` are the origin of the message; `partition` and `offset`
+    are those of the dead letter. Other messages in the topic are left out.
     """
 
     def said(name: str) -> Column:
@@ -226,20 +226,20 @@ def letters(df: DataFrame) -> DataFrame:
 
 
 def dead_letter_table(df: DataFrame) -> DataFrame:
-    """How many `letters` there are for each reason, subject and hour; the first and the last of them."""
+    """Count `letters` by reason, subject and hour, with the times of the first and the last."""
     return df.groupBy("reason", "subject", "hour").agg(
         fn.count("*").alias("letters"), fn.min("timestamp").alias("first"), fn.max("timestamp").alias("last")
     )
 
 
 def late_rows(progress: Any) -> int:
-    """How many rows came too late for the watermark in a batch, by its `StreamingQueryProgress` (or that as a dict)."""
+    """Return how many rows of a batch were behind the watermark, from its `StreamingQueryProgress` or a dict of it."""
     found = progress if isinstance(progress, Mapping) else _json_of(progress)
     return sum(each.get("numRowsDroppedByWatermark") or 0 for each in found.get("stateOperators") or ())
 
 
 def named(name: str) -> Column:
-    """A column by its name, whatever characters that has."""
+    """Return a column by its name, which may have any characters."""
     return fn.col("`" + name.replace("`", "``") + "`")
 
 
@@ -251,14 +251,14 @@ def _key(df: DataFrame) -> Column:
 
 
 def _bytes_of(df: DataFrame, sql: str) -> Column:
-    """The expression's text as bytes. Spark casts numbers to bytes in its own way: these are written out."""
+    """Return an expression as bytes. Numbers become text first: Spark casts them to their binary form."""
     column = fn.expr(sql)
     is_binary = df.select(column).schema[0].dataType.typeName() == "binary"
     return column if is_binary else column.cast("string").cast("binary")
 
 
 def _headers(df: DataFrame, name: str, *beginnings: str) -> Column:
-    """The headers, without those that ask something of the broker and those whose names begin so."""
+    """Return the headers without those that instruct the broker, and without names with these beginnings."""
     if name not in df.columns:
         return fn.create_map().cast(_HEADERS)
 
@@ -273,14 +273,14 @@ def _headers(df: DataFrame, name: str, *beginnings: str) -> Column:
 
 
 def _below(topic: str, of: Column) -> Column:
-    """The topic's subject that ends so: "eu" makes `orders.eu`. Blanks, wildcards and empty parts cannot be in one."""
+    """Append to the topic: "eu" makes `orders.eu`. Blanks, wildcards and empty parts are replaced."""
     text = fn.regexp_replace(of.cast("string"), r"[\x00-\x20\x7f*>]", "_")
     text = fn.regexp_replace(fn.regexp_replace(text, r"\.{2,}", "."), r"^\.|\.$", "")
     return fn.when(text != "", fn.concat(fn.lit(f"{topic}."), text)).otherwise(fn.lit(topic))
 
 
 def _moved(topic: str, subject: str, target: str) -> Column:
-    """The subject below another topic: `orders.eu` of `orders` becomes `copy.eu`."""
+    """Move a subject to another topic: `orders.eu` of `orders` becomes `copy.eu`."""
     rest = fn.substring(fn.col(subject), fn.length(topic) + 1, fn.length(subject))
     is_below = fn.startswith(fn.col(subject), fn.concat(fn.col(topic), fn.lit(".")))
     return fn.when(is_below, fn.concat(fn.lit(target), rest)).otherwise(fn.lit(target))
@@ -298,7 +298,7 @@ def _both(left: Sequence[str], right: Sequence[str], on: Sequence[str]) -> list[
 
 
 def _is_data_frame(made: object) -> bool:
-    # That of Spark Connect is a class of its own.
+    # Spark Connect has a DataFrame class of its own.
     return isinstance(made, DataFrame)
 
 

@@ -1,4 +1,4 @@
-"""How far a pipeline is: added up from what Spark tells of each batch."""
+"""The progress of a pipeline, added up from what Spark reports for each batch."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ RUNNING: Final = "running"
 DONE: Final = "done"
 STOPPED: Final = "stopped"
 FAILED: Final = "failed"
-# It says that it runs, and nobody does: its process was killed.
+# Recorded as running, but no process holds the lock: it was killed.
 KILLED: Final = "killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Of one run; times are µs since 1970."""
+    """The progress of one run. Times are microseconds since 1970."""
 
     name: str
     kind: str
-    # Where its file is, so that it can be run again.
+    # The path of the pipeline file.
     file: str
     state: str = RUNNING
     started_us: int
     updated_us: int
     batches: int = 0
-    # Since this run began.
+    # Rows read in this run.
     rows: int = 0
-    # Came too late for the watermark, and were left out.
+    # Rows that were dropped because they came after the watermark.
     late_rows: int = 0
-    # Of the last batch.
+    # In the last batch.
     rows_per_second: float = 0.0
-    # The number of the last batch: it goes on from run to run. None: there was none yet.
+    # The number of the last batch, which continues from run to run; None before the first.
     batch: int | None = None
-    # What is there and not done; None if that is not known.
+    # Messages in the log that are not processed yet; None if unknown.
     lag: int | None = None
     watermark: str | None = None
-    # Why it failed.
+    # Why the run failed.
     reason: str | None = None
 
     @property
@@ -56,7 +56,7 @@ class Progress:
 
 
 def begin(name: str, kind: str, file: Path, before: Progress | None) -> Progress:
-    """A run; what the one before it knew is still so."""
+    """Begin a run. The batch number and the watermark of the run `before` still hold."""
     now_us = SystemClock().now_us()
     return Progress(
         name=name,
@@ -71,15 +71,15 @@ def begin(name: str, kind: str, file: Path, before: Progress | None) -> Progress
 
 @dataclass(slots=True)
 class Reports:
-    """The batches of all queries of a run, added up. Spark tells the last hundred again and again."""
+    """Adds up the reports of all queries in a run. Spark repeats the last hundred on every request."""
 
-    # When the last one that was added began, of each query. The number of a batch stays the same while there is none.
+    # The start time of the last report that was added for each query. Reports of an idle query repeat the batch number.
     _last: dict[str, str] = field(default_factory=dict)
     _lags: dict[str, int | None] = field(default_factory=dict)
     _watermarks: dict[str, str] = field(default_factory=dict)
 
     def add(self, progress: Progress, report: Mapping[str, Any]) -> Progress | None:
-        """With a `StreamingQueryProgress`, oldest first; None if it was added before."""
+        """Return the progress with a `StreamingQueryProgress` added, oldest first; None if it was added before."""
         from penstock.pipelines.frames import late_rows
 
         query = str(report["id"])
@@ -106,24 +106,24 @@ class Reports:
 
 
 def lag_of(report: Mapping[str, Any]) -> int | None:
-    """How many offsets are there behind the end of a batch; None if a source does not tell."""
+    """Return how many offsets remain after a batch; None if a source does not report it."""
     return _between(report, "endOffset", "latestOffset")
 
 
 def rows_of(report: Mapping[str, Any]) -> int:
-    """How many offsets a batch covers. Spark's own count has a row as often as the query looks at it."""
+    """Return how many offsets a batch covers. Spark's own count includes a row once for each time it is read."""
     return _between(report, "startOffset", "endOffset") or 0
 
 
 def _between(report: Mapping[str, Any], first: str, last: str) -> int | None:
-    """A partition counts once, also if the query has a source for each of two looks at it."""
+    """Count each partition once, even if the query reads it through two sources."""
     found: dict[TopicPartition, int] = {}
     for source in report["sources"]:
         begin, end = _offsets(source[first]), _offsets(source[last])
         if begin is None or end is None:
             return None
-        # A partition that the first does not know is new, and counts from its beginning; but the very first batch
-        # says only where reading begins.
+        # A partition that is absent at the beginning is new and counts from offset 0. An empty beginning is that of the
+        # first batch, which only pins where reading starts.
         for place, offset in end.items():
             size = max(0, offset - begin.get(place, 0)) if begin else 0
             found[place] = max(found.get(place, 0), size)
@@ -139,7 +139,7 @@ def _offsets(text: str | None) -> Mapping[TopicPartition, int] | None:
         return None
     if found == {}:
         return {}
-    # Those of another source than ours.
+    # Offsets of a source that is not Penstock's.
     if not isinstance(found, dict) or "topics" not in found:
         return None
     return Offsets.from_json(found).ends

@@ -1,10 +1,10 @@
-"""Each kind of pipeline: from its description to queries that run.
+"""The Spark queries of a pipeline, one builder for each kind.
 
-A kind is a source, some functions of `penstock.pipelines.frames`, and a sink. Rows that do not fit the schema become
-dead letters of the pipeline. If they go to the same broker as the rows, one query writes both, so that a batch is
-stored with all its dead letters, or nothing of it; else a query of its own does.
+Rows that do not match the schema become dead letters of the pipeline. If these go to the same broker as the rows, one
+query writes both, so that a batch is stored with all of its dead letters or not at all. Otherwise a second query writes
+them.
 
-Each query has a directory under the checkpoint: `rows`, `letters`, `redrive-…`.
+Each query has a directory in the checkpoint: `rows`, `letters`, `redrive-…`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from penstock.client.sync import Client
 from penstock.moments import Place
-from penstock.pipelines import frames
+from penstock.pipelines import frames, transformations
 from penstock.pipelines.pipeline import (
     AggregateSettings,
     ArchiveSettings,
@@ -38,45 +38,44 @@ from penstock.pipelines.pipeline import (
     Source,
     TransformSettings,
 )
-from penstock.pipelines.validation import function_of
 from penstock.spark import connection
 from penstock.spark.json_topics import RESERVED, parse_json
 
-# So many dead letters are redriven by one request, which may take its time.
+# Dead letters in one redrive request, and how long that may take.
 _REDRIVEN_MAX: Final = 1000
 _REDRIVE_S: Final = 60.0
-# So many are looked at in one batch, unless the file says otherwise.
+# Dead letters read in one batch, unless the file sets another limit.
 _LETTERS_MAX: Final = 100_000
 
 _QUERY_ID: Final = "sql.streaming.queryId"
 LOGIN: Final = ("user", "password", "token")
 
-# What is done with a batch, by its number. It may be done again with the same, after a crash.
-Each = Callable[[DataFrame, int], None]
+# Processes a batch, given its number. After a crash the same batch may be processed again.
+BatchFunction = Callable[[DataFrame, int], None]
 
 
 def start(spark: SparkSession, pipeline: Pipeline, checkpoint: str, trigger: Mapping[str, Any]) -> list[StreamingQuery]:
-    """Start its queries. `trigger`: what `DataStreamWriter.trigger` takes.
+    """Start the queries of a pipeline. `trigger` holds the arguments of `DataStreamWriter.trigger`.
 
-    There is none to start for dead letters with neither a sink nor a redrive: they are just looked at (`table`).
+    Dead letters with neither a sink nor a redrive have no query: `dead_letter_table` reads them.
     """
-    starting = _Starting(spark, pipeline, checkpoint, dict(trigger))
+    builder = _QueryBuilder(spark, pipeline, checkpoint, dict(trigger))
     try:
-        starting.start()
+        builder.start()
     except BaseException:
-        for query in starting.queries:
+        for query in builder.queries:
             query.stop()
         raise
-    return starting.queries
+    return builder.queries
 
 
 def topics(pipeline: Pipeline) -> list[str]:
-    """The topics that it reads. Those of a pattern are what the broker has now."""
+    """Return the topics that a pipeline reads. A pattern is matched against the topics that exist now."""
     return list(dict.fromkeys(topic for source in pipeline.sources for topic in _topics(source)))
 
 
-def table(spark: SparkSession, pipeline: Pipeline) -> DataFrame:
-    """The dead letters that are there now, grouped: of a pipeline of that kind."""
+def dead_letter_table(spark: SparkSession, pipeline: Pipeline) -> DataFrame:
+    """Return the dead letters that exist now, grouped, for a pipeline of that kind."""
     options = read_options(pipeline, pipeline.source) | {"includeHeaders": "true"}
     if pipeline.source.start == "latest":
         del options["startingOffsets"]
@@ -85,13 +84,16 @@ def table(spark: SparkSession, pipeline: Pipeline) -> DataFrame:
 
 
 def read_options(pipeline: Pipeline, source: Source) -> dict[str, str]:
-    """What the Spark source is told. The group shows how far the pipeline is; each topic of a join has its own, as the
-    topics of a source that has several."""
+    """Return the options for the Spark source.
+
+    The group shows the progress of the pipeline in the broker. Each topic of a join has its own, and so has each topic
+    of a source with several.
+    """
     is_alone = len(pipeline.sources) == 1 or source.topic is None
     options = {
         "servers": source.servers,
         "group": pipeline.name if is_alone else f"{pipeline.name}-{source.topic}",
-        # Nothing is there from this time on: what comes is.
+        # If no message is as new as the start time, begin with the next one.
         "startingOffsetsByTimestampStrategy": "latest",
         **_subscribed(source),
         **_bound("starting", source, source.start),
@@ -106,20 +108,20 @@ def read_options(pipeline: Pipeline, source: Source) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Starting:
+class _QueryBuilder:
     spark: SparkSession
     pipeline: Pipeline
     checkpoint: str
     trigger: dict[str, Any]
-    # Those that run.
+    # The queries that were started.
     queries: list[StreamingQuery] = field(default_factory=list)
 
     def start(self) -> None:
         match self.pipeline.settings:
             case ArchiveSettings():
                 self._archive()
-            case TransformSettings() as settings:
-                self._transform(settings)
+            case TransformSettings():
+                self._transform()
             case AggregateSettings() as settings:
                 self._aggregate(settings)
             case DeduplicateSettings() as settings:
@@ -131,7 +133,7 @@ class _Starting:
             case DeadLetterSettings() as settings:
                 self._dead_letters(settings)
 
-    # The kinds.
+    # One method for each kind.
 
     def _archive(self) -> None:
         sink = self._sink
@@ -140,42 +142,24 @@ class _Starting:
         rows = self._read(self.pipeline.source, includeHeaders="true")
         self._run("rows", _to(rows, options | dict(sink.options)))
 
-    def _transform(self, settings: TransformSettings) -> None:
+    def _transform(self) -> None:
         parsed = self._parsed(0)
-        query = settings.sql if settings.sql is not None else function_of(self.pipeline)
-        self._store(frames.transform(frames.good(parsed), query), [parsed])
+        self._store(transformations.transform(frames.good(parsed), self.pipeline), [parsed])
 
     def _aggregate(self, settings: AggregateSettings) -> None:
         parsed = self._parsed(0)
-        rows = frames.aggregate(
-            frames.good(parsed),
-            time=settings.time,
-            window=settings.window,
-            slide=settings.slide,
-            watermark=settings.watermark,
-            by=settings.by,
-            measures=settings.measures,
-        )
+        rows = transformations.aggregate(frames.good(parsed), settings)
         self._store(rows, [parsed], mode=settings.mode)
 
     def _deduplicate(self, settings: DeduplicateSettings) -> None:
         parsed = self._parsed(0)
-        rows = frames.deduplicate(frames.good(parsed), by=settings.by, time=settings.time, watermark=settings.watermark)
-        # What was published is not written anew.
+        rows = transformations.deduplicate(frames.good(parsed), settings)
+        # Values stay as they were published.
         self._store(rows, [parsed], shape=frames.raw)
 
     def _join(self, settings: JoinSettings) -> None:
         left, right = self._parsed(0), self._parsed(1)
-        rows = frames.join(
-            frames.good(left),
-            frames.good(right),
-            on=settings.on,
-            within=settings.within,
-            watermark=settings.watermark,
-            left_time=settings.time,
-            right_time=settings.right_time or settings.time,
-            how="inner" if settings.how == "inner" else "left_outer",
-        )
+        rows = transformations.join(frames.good(left), frames.good(right), settings)
         self._store(rows, [left, right])
 
     def _replay(self, settings: ReplaySettings) -> None:
@@ -198,13 +182,13 @@ class _Starting:
             self._run("rows", writer)
         if settings.redrive is not None:
             if source.topic is None:
-                raise ValueError("redrive needs one topic: that in which the broker keeps its dead letters")
-            # A table has its own query, and shows how far it is.
+                raise ValueError("redrive needs a single topic: the broker's dead-letter topic")
+            # If there is a table, its query has the group.
             group = {} if self.pipeline.sink is None else {"group": ""}
             limit = {"maxOffsetsPerTrigger": str(_LETTERS_MAX)} | dict(source.options)
             rows = frames.letters(self._read(source, includeHeaders="true", **limit, **group))
             wanted = rows.where(settings.redrive).select("partition", "offset")
-            # Another condition looks at all of them; what was redriven before is not redriven again.
+            # Another condition has its own checkpoint and reads all letters. The broker redrives each only once.
             number = hashlib.sha256(settings.redrive.encode()).hexdigest()[:16]
             self._run(f"redrive-{number}", wanted.writeStream.foreachBatch(_redriving(source)))
 
@@ -240,7 +224,7 @@ class _Starting:
         mode: str = "append",
         shape: Callable[..., DataFrame] = frames.to_json,
     ) -> None:
-        """The rows to the sink, and what did not parse to where the broker keeps dead letters."""
+        """Write rows to the sink, and those that did not parse to the dead-letter topic."""
         sink = self._sink
         if sink.parquet is not None:
             fields = [name for name in rows.columns if name not in RESERVED]
@@ -254,13 +238,13 @@ class _Starting:
         if mode == "append":
             self._run("rows", _to(out, self._sink_options))
         else:
-            # Spark lets a sink in Python append only.
+            # Spark allows Python sinks only the mode append.
             self._run("rows", out.writeStream.outputMode(mode).foreachBatch(_storing(self._sink_options)))
         if not is_one_broker:
             self._store_letters()
 
     def _store_letters(self) -> None:
-        """By queries of their own: each to the broker that it is from."""
+        """Write dead letters with separate queries, to the brokers of their sources."""
         for side, source in enumerate(self.pipeline.sources):
             letters = self._letters_of(self._parsed(side, group=""))
             name = "letters" if len(self.pipeline.sources) == 1 else f"letters-{side}"
@@ -279,10 +263,10 @@ class _Starting:
 
 
 def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
-    """What each row needs, besides what its schema says: without it, it would just vanish.
+    """Return the columns that rows need besides those of the schema, for each source. Without them rows would vanish.
 
-    A row without a time is in no window, rows that all lack a key are not the same row, and one without what is joined
-    finds none, for ever.
+    A row without a time belongs to no window, rows without a key are not duplicates of each other, and a row without a
+    join column never matches.
     """
     match pipeline.settings:
         case AggregateSettings(time=time):
@@ -308,18 +292,18 @@ def _topics(source: Source) -> list[str]:
 
 
 def _bound(which: str, source: Source, place: Place) -> dict[str, str]:
-    """The options for where a source starts or ends."""
+    """Return the options for where a source starts or ends."""
     match place:
         case str():
             return {f"{which}Offsets": place}
         case datetime():
             return {f"{which}Timestamp": str(round(place.timestamp() * 1000))}
         case int():
-            offsets = {topic: _everywhere(source, topic, place) for topic in _topics(source)}
+            offsets = {topic: _all_partitions(source, topic, place) for topic in _topics(source)}
             return {f"{which}Offsets": json.dumps(offsets)}
 
 
-def _everywhere(source: Source, topic: str, offset: int) -> dict[str, int]:
+def _all_partitions(source: Source, topic: str, offset: int) -> dict[str, int]:
     partitions = _client(source).topic(topic).partitions
     return {str(partition): offset for partition in range(partitions)}
 
@@ -340,20 +324,20 @@ def _to(rows: DataFrame, options: Mapping[str, str]) -> DataStreamWriter:
     return rows.writeStream.format("penstock").options(**options)
 
 
-def _storing(options: Mapping[str, str]) -> Each:
-    """As the streaming sink does: a batch that was stored is not stored again."""
+def _storing(options: Mapping[str, str]) -> BatchFunction:
+    """Store batches exactly once, like the streaming sink."""
 
     def store(batch: DataFrame, number: int) -> None:
         query = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
-        assert query is not None, "it is called for a batch of a query"
+        assert query is not None, "Spark calls this for a batch of a query"
         once = {"txnId": query, "txnVersion": str(number)}
         batch.write.format("penstock").options(**options, **once).mode("append").save()
 
     return store
 
 
-def _paced(each: Each) -> Each:
-    """One batch a second at the most. A trigger would do that for a query without an end only."""
+def _paced(each: BatchFunction) -> BatchFunction:
+    """Limit a query to one batch per second. A trigger does that only for queries without an end."""
     due = time.monotonic()
 
     def paced(batch: DataFrame, number: int) -> None:
@@ -365,8 +349,8 @@ def _paced(each: Each) -> Each:
     return paced
 
 
-def _replacing(path: str) -> Each:
-    """The table as it is now. If this is interrupted it may be gone until the next run writes it again."""
+def _replacing(path: str) -> BatchFunction:
+    """Overwrite the table. If this is interrupted, the table may be gone until the next run."""
 
     def replace(batch: DataFrame, _: int) -> None:
         batch.coalesce(1).write.mode("overwrite").parquet(path)
@@ -374,8 +358,8 @@ def _replacing(path: str) -> Each:
     return replace
 
 
-def _redriving(source: Source) -> Each:
-    """The broker redrives each once, also if it is asked again."""
+def _redriving(source: Source) -> BatchFunction:
+    """Redrive dead letters. The broker redrives each only once, even if it is asked again."""
 
     def redrive(batch: DataFrame, _: int) -> None:
         client = _client(source, _REDRIVE_S)

@@ -1,10 +1,10 @@
-"""Whether a run may begin where its state says.
+"""Whether a run may resume from its state.
 
-A pipeline is known by its name. How far it is stands in its state (`home.py`), and is also known elsewhere: the broker
-has its group and the numbers of its transactions, the sink has what was written. If one of them is further than the
-state, then the state is not that of the last run: it was deleted, is an old copy, or lies in another directory. A run
-would store rows a second time, or skip rows that the sink takes for ones it has. So it is refused, with the remedy.
-`restart` discards the state and the groups; it does not touch what is in the sink.
+A pipeline is identified by its name. Its state says how far it is, and so do others: the broker has its group and the
+numbers of its transactions, the sink has what was written. If one of them is ahead of the state, then the state is not
+that of the last run: it was deleted, is an old copy, or is in another directory. A run would store rows twice, or skip
+rows that the sink takes for duplicates. So it is refused, with the remedies. `restart` discards the state and the
+groups, but leaves the sink alone.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from penstock.spark.options import TopicPartition
 from penstock.spark.source import group_of
 
 _REMEDY: Final = (
-    "If its state is in another directory, name that with --data; if the name belongs to another pipeline or consumer, "
-    "give this one another name; --restart discards what is known of it and starts over"
+    "If its state is in another directory, give that with --data; if the name belongs to another pipeline or consumer, "
+    "rename this one; --restart discards the state and the group, and starts over"
 )
 
 
-def check(pipeline: Pipeline, home: StateDirectory) -> None:
-    """Raise PenstockError if the broker or the sink is further than the state."""
+def check(pipeline: Pipeline, state: StateDirectory) -> None:
+    """Raise PenstockError if the broker or the sink is ahead of the state."""
     if isinstance(pipeline.settings, DeadLetterSettings):
-        # Their table is written anew by each batch, and the broker redrives a letter once.
+        # Each batch replaces their table, and the broker redrives a letter only once.
         return
-    planned = home.planned()
-    for known in _known(pipeline):
-        _check_group(pipeline, home, known, planned)
-    if home.has_begun:
-        _check_transactions(pipeline, home)
-    _check_sink(pipeline, home.batch("rows"))
+    planned = state.planned()
+    for known in _groups_of(pipeline):
+        _check_group(pipeline, state, known, planned)
+    if state.has_begun:
+        _check_transactions(pipeline, state)
+    _check_sink(pipeline, state.batch("rows"))
 
 
-def restart(pipeline: Pipeline, home: StateDirectory, say: Callable[[str], None]) -> None:
-    """Discard the state and the groups, after saying so. Refused if the sink could not take the rows again."""
+def restart(pipeline: Pipeline, state: StateDirectory, say: Callable[[str], None]) -> None:
+    """Discard the state and the groups, after saying so. Refuse if the sink could not take the rows again."""
     _check_sink(pipeline, None)
-    groups = list(_known(pipeline))
+    groups = list(_groups_of(pipeline))
     for known in groups:
         if known.group.members or known.group.mode != "partitioned":
             raise PenstockError(
                 f"group {known.group.name} at {known.servers} belongs to consumers, not to pipeline {pipeline.name}: "
-                "give the pipeline another name"
+                "rename the pipeline"
             )
-    say(_announcement(pipeline, home, groups))
-    # In this order: what is left if it is interrupted is refused by the next run.
-    home.discard()
+    say(_announcement(pipeline, state, groups))
+    # In this order: if it is interrupted, the next run is refused because of the groups.
+    state.discard()
     for known in groups:
         known.client.delete_group(known.group.name)
 
 
-def _announcement(pipeline: Pipeline, home: StateDirectory, groups: list[_Known]) -> str:
+def _announcement(pipeline: Pipeline, state: StateDirectory, groups: list[_GroupProgress]) -> str:
     discarded = []
-    if home.has_begun:
-        discarded.append(f"its state in {home.directory}")
+    if state.has_begun:
+        discarded.append(f"its state in {state.directory}")
     discarded += [f"its group {known.group.name} at {known.servers} ({_reached(known)})" for known in groups]
     first = f"discarding {' and '.join(discarded)}; " if discarded else ""
     read = ", ".join(f"{_described(source)} from {source.start}" for source in pipeline.sources)
     stays = ""
     if pipeline.sink is not None and pipeline.sink.topic is not None:
-        stays = f"; rows that it stored before stay in {pipeline.sink.topic}, and are stored there a second time"
+        stays = f"; rows stored before stay in {pipeline.sink.topic}, and are stored there a second time"
     return f"restarting pipeline {pipeline.name}: {first}reading {read}{stays}"
 
 
@@ -81,12 +81,12 @@ def _described(source: Source) -> str:
     return source.topic or " ".join(source.topics) or f"all that match {source.pattern}"
 
 
-# ---- what the broker knows
+# ---- the broker
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """The group of a topic that the pipeline reads: how far each partition is, and where its log begins."""
+class _GroupProgress:
+    """The group for a topic that the pipeline reads: its offsets, and the starts of the logs."""
 
     client: Client
     servers: str
@@ -95,7 +95,7 @@ class _Known:
     starts: Mapping[TopicPartition, int]
 
 
-def _known(pipeline: Pipeline) -> Iterator[_Known]:
+def _groups_of(pipeline: Pipeline) -> Iterator[_GroupProgress]:
     for source in pipeline.sources:
         read = _read(pipeline, source)
         if read.group is None:
@@ -109,49 +109,49 @@ def _known(pipeline: Pipeline) -> Iterator[_Known]:
                 continue
             positions = {TopicPartition(each.topic, each.partition): each.committed for each in group.positions}
             starts = {place: held.start for place, held in holdings.items() if place.topic == topic}
-            yield _Known(client, source.servers, group, positions, starts)
+            yield _GroupProgress(client, source.servers, group, positions, starts)
 
 
 def _check_group(
-    pipeline: Pipeline, home: StateDirectory, known: _Known, planned: Mapping[TopicPartition, int]
+    pipeline: Pipeline, state: StateDirectory, known: _GroupProgress, planned: Mapping[TopicPartition, int]
 ) -> None:
     for place, start in known.starts.items():
-        # What is below the start of the log cannot be read again.
+        # Messages below the start of the log cannot be read again.
         end = max(planned.get(place, start), start)
         if known.positions.get(place, 0) <= end:
             continue
-        what = f"group {known.group.name} at {known.servers} is further, at {_reached(known)}"
-        if not home.has_begun:
+        what = f"group {known.group.name} at {known.servers} is ahead, at {_reached(known)}"
+        if not state.has_begun:
             raise PenstockError(
-                f"pipeline {pipeline.name} would start from scratch, with no state in {home.directory}, but it has run "
-                f"before: {what}. {_REMEDY}"
+                f"pipeline {pipeline.name} would start from scratch, with no state in {state.directory}, but it has "
+                f"run before: {what}. {_REMEDY}"
             )
         raise PenstockError(
-            f"the state of pipeline {pipeline.name} in {home.directory} ends at {place} offset {end}, but {what}: the "
-            f"pipeline has run further with another state. {_REMEDY}"
+            f"the state of pipeline {pipeline.name} in {state.directory} ends at {place} offset {end}, but {what}: the "
+            f"pipeline has run with another state since. {_REMEDY}"
         )
 
 
-def _reached(known: _Known) -> str:
+def _reached(known: _GroupProgress) -> str:
     return ", ".join(f"{place} offset {known.positions.get(place, 0)}" for place in known.starts)
 
 
-def _check_transactions(pipeline: Pipeline, home: StateDirectory) -> None:
-    """The broker takes a batch whose number it has stored for a repetition: other rows in it would be dropped."""
-    for query, number in home.queries():
-        # The sink names its transactions by the query; a batch that is written by itself adds a blank (see `sink`).
+def _check_transactions(pipeline: Pipeline, state: StateDirectory) -> None:
+    """Refuse batch numbers that the broker has stored: it would take new rows for duplicates and drop them."""
+    for query, number in state.queries():
+        # The sink names its transactions after the query; batch writes add a blank (see `sink.writer`).
         for name in (f"spark:{query}", f"spark:{query} "):
             for client, servers in _brokers(pipeline):
                 stored = client.last_transaction(name)
                 if stored is not None and stored > number:
                     raise PenstockError(
-                        f"the state of pipeline {pipeline.name} in {home.directory} ends with batch {number}, but the "
+                        f"the state of pipeline {pipeline.name} in {state.directory} ends with batch {number}, but the "
                         f"broker at {servers} has stored batch {stored}: this state is an old copy. {_REMEDY}"
                     )
 
 
 def _brokers(pipeline: Pipeline) -> Iterator[tuple[Client, str]]:
-    """All that it may write to: rows to that of the sink, dead letters to those of the sources."""
+    """Yield every broker that a pipeline writes to: the sources' for dead letters, the sink's for rows."""
     for source in pipeline.sources:
         yield connect(_read(pipeline, source).broker), source.servers
     sink = pipeline.sink
@@ -165,11 +165,11 @@ def _read(pipeline: Pipeline, source: Source) -> options.ReadOptions:
     return options.read(given, is_stream=True)
 
 
-# ---- what the sink knows
+# ---- the sink
 
 
 def _check_sink(pipeline: Pipeline, batch: int | None) -> None:
-    """`batch`: the last one of the state, None if it has none."""
+    """Check the sink against the last batch in the state, None if that has none."""
     sink = pipeline.sink
     if sink is None or isinstance(pipeline.settings, DeadLetterSettings):
         return
@@ -180,7 +180,7 @@ def _check_sink(pipeline: Pipeline, batch: int | None) -> None:
 
 
 def _check_parquet(pipeline: Pipeline, path: str, batch: int) -> None:
-    """Spark skips batches whose numbers are in the directory already, whatever is in them."""
+    """Refuse batch numbers that the directory has: Spark would skip such batches."""
     log = Path(path) / "_spark_metadata"
     if "://" in path or not log.is_dir():
         return
@@ -189,14 +189,14 @@ def _check_parquet(pipeline: Pipeline, path: str, batch: int) -> None:
     if stored > batch:
         has = f"ends with batch {batch}" if batch >= 0 else "has none"
         raise PenstockError(
-            f"{path} holds batches up to {stored} and the state of pipeline {pipeline.name} {has}: Spark would take "
-            "new batches for those and drop them. Run it with the state that wrote them (--data), or remove that "
-            "directory, or name another in [sink] parquet"
+            f"{path} holds batches up to {stored}, but the state of pipeline {pipeline.name} {has}: Spark would take "
+            "new batches for duplicates and drop them. Run it with the state that wrote them (--data), or remove that "
+            "directory, or set another one in [sink] parquet"
         )
 
 
 def _check_archive(pipeline: Pipeline, sink: Sink) -> None:
-    """An archive goes on where it ends, and takes nothing twice."""
+    """Refuse a start below the end of the archive, which is only appended to."""
     assert sink.archive is not None
     root = Path(sink.archive)
     if not (root / "_manifest").is_dir() and not (root / "_delta_log").is_dir():
@@ -213,9 +213,9 @@ def _check_archive(pipeline: Pipeline, sink: Sink) -> None:
         if start < end:
             wanted = starting_offsets({key: ends.get(key, start) for key, start in _keyed(starts).items()})
             raise PenstockError(
-                f"the archive {sink.archive} holds {place} up to offset {end - 1}, and pipeline {pipeline.name} would "
+                f"the archive {sink.archive} holds {place} up to offset {end - 1}, but pipeline {pipeline.name} would "
                 f"start from scratch at {start}. Run it with the state that wrote it (--data); or set [source] options "
-                f"= {{ startingOffsets = '{wanted}' }} and use --restart to go on where the archive ends; or name "
+                f"= {{ startingOffsets = '{wanted}' }} and use --restart to continue where the archive ends; or set "
                 "another directory in [sink] archive"
             )
 

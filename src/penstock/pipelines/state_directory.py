@@ -1,13 +1,13 @@
-"""The state of a pipeline: who runs it, which pipeline it belongs to, and how far that is.
+"""The state that a pipeline keeps from one run to the next.
 
-It is kept beside the pipeline's file, in `data`, so that the same file finds it from wherever it is run; or in another
-data directory that is named.
+It is in the directory `data` beside the pipeline file, so that a file finds its state from any working directory, or in
+the data directory that the user names.
 
     <data>/pipelines/<name>/
-           LOCK                  held by the process that runs it
-           pipeline.json         which pipeline the checkpoint belongs to
-           progress.json         how far it is
-           checkpoint/           Spark's: offsets, commits, state
+           LOCK                  held by the process that runs the pipeline
+           pipeline.json         the identity of the pipeline that owns the checkpoint
+           progress.json         the progress of the last run
+           checkpoint/           Spark's own: offsets, commits, state
 
 """
 
@@ -29,32 +29,33 @@ from penstock.errors import BadConfig, PenstockError
 from penstock.pipelines.pipeline import Pipeline
 from penstock.pipelines.pipeline_file import load
 from penstock.pipelines.progress import KILLED, RUNNING, Progress
+from penstock.spark.durable_files import write_durably
 from penstock.spark.offsets import Offsets
 from penstock.spark.options import TopicPartition
 
 logger = logging.getLogger(__name__)
 
-# Of a pipeline beside its file; and, where it was run, of one that ran with an earlier version.
+# The default data directory, beside the pipeline file. Earlier versions used the one in the working directory.
 DATA: Final = "data"
 
 _LOCK_S: Final = 0.2
 
 
 def state_of(pipeline: Pipeline, data: str | Path | None = None) -> StateDirectory:
-    """Where its state is: in `data`, else beside its file."""
+    """Return the state directory of a pipeline: below `data`, or beside its file."""
     return StateDirectory(pipeline.directory / DATA if data is None else Path(data), pipeline.name)
 
 
 def status(name: str, data: str | Path = DATA) -> Progress:
-    """Of the last run, or of the one that is under way."""
+    """Return the progress of the current run, or of the last one."""
     home = StateDirectory(Path(data), name)
     found = home.load()
     if found is None:
         there = [each.name for each in statuses(data)]
         raise PenstockError(
-            f"no pipeline {name!r} has run with the data in {data}"
-            + (f": there are {', '.join(there)}" if there else ", nor any other")
-            + ". Name its file instead, or its data directory with --data"
+            f"no pipeline {name!r} has run with the data directory {data}"
+            + (f": there are {', '.join(there)}" if there else ", nor has any other")
+            + ". Give its file instead of its name, or its data directory with --data"
         )
     if found.state == RUNNING and not home.is_locked:
         return replace(found, state=KILLED)
@@ -62,7 +63,7 @@ def status(name: str, data: str | Path = DATA) -> Progress:
 
 
 def statuses(data: str | Path = DATA) -> list[Progress]:
-    """Of all that have run with this data directory, by name."""
+    """Return the progress of every pipeline in a data directory, sorted by name."""
     found = sorted(Path(data).glob("pipelines/*/progress.json"))
     return [status(path.parent.name, data) for path in found]
 
@@ -82,17 +83,17 @@ class StateDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One run at a time: two would take the same batches."""
+        """Hold the lock. Only one process may run a pipeline: two would process the same batches."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with open(self._lock, "a+") as lock:
-            if not _takes(lock):
+            if not _try_lock(lock):
                 lock.seek(0)
                 owner = lock.read().strip()
-                raise PenstockError(f"pipeline {self.name} is running already, in process {owner}: stop that one first")
+                raise PenstockError(f"pipeline {self.name} is already running, in process {owner}: stop that one first")
             lock.truncate(0)
             lock.write(f"{os.getpid()}\n")
             lock.flush()
-            # Closing it lets go of it.
+            # Closing the file releases the lock.
             yield
 
     @property
@@ -110,20 +111,21 @@ class StateDirectory:
     def _lock(self) -> Path:
         return self.directory / "LOCK"
 
-    # Whose it is.
+    # Ownership.
 
     def identify(self, pipeline: Pipeline) -> None:
-        """The checkpoint is this pipeline's, or nothing is in it yet; else it is refused."""
+        """Raise PenstockError if the checkpoint belongs to another pipeline. Claim it if it is empty."""
         path = self.directory / "pipeline.json"
         ours = json.loads(json.dumps(pipeline.identity))
         if not self.has_begun:
-            _write_durably(path, json.dumps(ours, indent=2) + "\n")
+            # A checkpoint without a known owner is useless.
+            write_durably(path, json.dumps(ours, indent=2) + "\n")
             return
         try:
             theirs = json.loads(path.read_text())
         except (FileNotFoundError, ValueError):
             raise PenstockError(
-                f"{path} does not say which pipeline the checkpoint belongs to: use --restart to start over"
+                f"{path} is missing or damaged, so the owner of the checkpoint is unknown: use --restart to start over"
             ) from None
         if differing := list(_differences(theirs, ours, "")):
             raise PenstockError(
@@ -132,9 +134,9 @@ class StateDirectory:
             )
 
     def refuse_namesake(self, pipeline: Pipeline) -> None:
-        """Refuse a second file that has the same name and another sink: it would go on with the state of the first.
+        """Refuse a second file with the same name and another sink: it would continue with the state of the first.
 
-        A file that was renamed, moved or deployed anew is the same pipeline.
+        A file that was renamed, moved or deployed again is the same pipeline.
         """
         before = self.before()
         other = None if before is None else _loaded(before.file)
@@ -146,8 +148,8 @@ class StateDirectory:
                 f"and another sink: give one of them another name, or remove {other.path}"
             )
 
-    def refuse_left_behind(self, pipeline: Pipeline) -> None:
-        """Refuse to start from scratch beside the file if the state of this file lies in the working directory."""
+    def refuse_moved_state(self, pipeline: Pipeline) -> None:
+        """Refuse to start from scratch beside the file if its state is in the working directory."""
         old = StateDirectory(Path(DATA), self.name)
         if self.has_begun or not old.has_begun or old.directory.resolve() == self.directory.resolve():
             return
@@ -155,19 +157,19 @@ class StateDirectory:
         other = None if before is None else _loaded(before.file)
         if other is None or other.name != self.name or other.path.samefile(pipeline.path):
             raise PenstockError(
-                f"pipeline {self.name} has its state in {old.directory.resolve()}, and it is now looked for beside the "
-                f"file: move that directory to {self.directory}, or name it with --data {old.data.resolve()}"
+                f"pipeline {self.name} has its state in {old.directory.resolve()}, but the state is now kept beside "
+                f"the file: move that directory to {self.directory}, or use --data {old.data.resolve()}"
             )
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch was ever planned: a run that failed before that binds nobody."""
+        """Whether a batch was ever planned. A run that failed before that leaves nothing to protect."""
         return any(self.checkpoint.glob("*/offsets/[0-9]*"))
 
-    # What is in the checkpoint.
+    # The checkpoint.
 
     def planned(self) -> dict[TopicPartition, int]:
-        """Where the last batch of rows ends that was planned, in each partition."""
+        """Return the end offset of the last planned batch of rows in each partition."""
         batch = self.batch("rows")
         if batch is None:
             return {}
@@ -178,11 +180,11 @@ class StateDirectory:
         return found
 
     def batch(self, query: str) -> int | None:
-        """The number of the last batch of a query that was planned."""
+        """Return the number of a query's last planned batch."""
         return max((int(path.name) for path in self._offsets(query) if path.name.isdecimal()), default=None)
 
     def queries(self) -> list[tuple[str, int]]:
-        """The id of each query, and the number of the last batch that was planned."""
+        """Return the ID of each query and the number of its last planned batch, or -1."""
         found = []
         for metadata in sorted(self.checkpoint.glob("*/metadata")):
             batch = self.batch(metadata.parent.name)
@@ -193,7 +195,7 @@ class StateDirectory:
         return self.checkpoint.glob(f"{query}/offsets/[0-9]*")
 
     def discard(self) -> None:
-        """Forget all of it, at once: half of a checkpoint is worse than none."""
+        """Remove the state. The checkpoint goes in one rename: half of one is worse than none."""
         aside = self.directory / "discarded"
         shutil.rmtree(aside, ignore_errors=True)
         if self.checkpoint.exists():
@@ -202,25 +204,25 @@ class StateDirectory:
             (self.directory / name).unlink(missing_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
 
-    # How far it is.
+    # Progress.
 
     def save(self, progress: Progress) -> None:
-        """Whole or not at all; it is no loss if a power cut takes it."""
+        """Write the progress atomically, but not durably: it may be lost in a power cut."""
         aside = self._progress.with_suffix(".new")
         aside.write_text(json.dumps(asdict(progress)) + "\n")
         aside.replace(self._progress)
 
     def load(self) -> Progress | None:
-        """None if it never ran."""
+        """Return the progress of the last run; None if there was none."""
         try:
             return Progress(**json.loads(self._progress.read_text()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:
-            raise PenstockError(f"{self._progress} cannot be read: the next run writes it anew") from error
+            raise PenstockError(f"{self._progress} cannot be read: the next run replaces it") from error
 
     def before(self) -> Progress | None:
-        """The run before; that it cannot be read is no reason not to run."""
+        """Return the progress of the last run. One that cannot be read does not prevent a run."""
         try:
             return self.load()
         except PenstockError as error:
@@ -233,13 +235,13 @@ class StateDirectory:
 
 
 def read_ends(path: Path) -> list[dict[str, Any]]:
-    """The ends of a batch, of each source, from Spark's offset log."""
-    # A version, what Spark notes for itself, and then a line for each source.
+    """Return the end offsets of a batch from Spark's offset log, one document for each source."""
+    # A line with the version, one with Spark's metadata, then one for each source.
     return [json.loads(line) for line in path.read_text().splitlines()[2:] if line.startswith("{")]
 
 
 def _loaded(file: str) -> Pipeline | None:
-    """None if it is not there any more, or is no pipeline."""
+    """Load a pipeline file; None if it is gone or invalid."""
     try:
         return load(file)
     except BadConfig:
@@ -251,8 +253,8 @@ def _target(pipeline: Pipeline) -> tuple[str | None, ...]:
     return () if sink is None else (sink.servers, sink.topic, sink.parquet, sink.archive)
 
 
-def _takes(lock: IO[str]) -> bool:
-    """Who looks whether it is held holds it for a moment, too."""
+def _try_lock(lock: IO[str]) -> bool:
+    """Take the lock; wait a moment, because `is_locked` in another process holds it briefly."""
     until = time.monotonic() + _LOCK_S
     while True:
         try:
@@ -264,24 +266,9 @@ def _takes(lock: IO[str]) -> bool:
             time.sleep(_LOCK_S / 10)
 
 
-def _write_durably(path: Path, text: str) -> None:
-    """A checkpoint whose pipeline is not known is of no use any more."""
-    aside = path.with_suffix(".new")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def _differences(theirs: Any, ours: Any, key: str) -> Iterator[str]:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for name in sorted({*theirs, *ours}):
             yield from _differences(theirs.get(name), ours.get(name), f"{key}.{name}" if key else name)
     elif theirs != ours:
-        yield f"its {key.removeprefix('settings.')} is {json.dumps(theirs)}, here it is {json.dumps(ours)}"
+        yield f"its {key.removeprefix('settings.')} is {json.dumps(theirs)}, this one's is {json.dumps(ours)}"

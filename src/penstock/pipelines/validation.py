@@ -1,13 +1,11 @@
-"""What only Spark can tell of a pipeline file: whether its schema, its SQL, its columns and its function fit together.
+"""The checks of a pipeline file that need Spark: whether its schema, SQL, columns and function fit together.
 
-It is tried on tables without rows, so nothing is read and no broker is needed.
+They run on tables without rows, so nothing is read and no broker is needed.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +13,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql.functions import expr
 
 from penstock.errors import BadConfig
-from penstock.pipelines import failure, frames
+from penstock.pipelines import failure, frames, transformations
 from penstock.pipelines.pipeline import (
     KINDS,
     AggregateSettings,
@@ -39,41 +37,14 @@ _SOURCE: Final = (
 
 
 def check(spark: SparkSession, pipeline: Pipeline) -> None:
-    """Raises BadConfig, with the line of the file where something does not fit."""
-    checking = _Checking(spark, pipeline)
-    checking.run()
-    if checking.problems:
-        raise BadConfig(checking.problems)
+    """Raise BadConfig with every problem, and its line in the file."""
+    validator = _Validator(spark, pipeline)
+    validator.run()
+    if validator.problems:
+        raise BadConfig(validator.problems)
 
 
-def function_of(pipeline: Pipeline) -> Callable[[DataFrame], DataFrame]:
-    """That which [transform] python names. Its module is looked for beside the file first."""
-    assert isinstance(pipeline.settings, TransformSettings)
-    assert pipeline.settings.python is not None
-    where = pipeline.where("transform", "python")
-    module_name, _, name = pipeline.settings.python.partition(":")
-    directory = str(pipeline.directory)
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise BadConfig(
-                [f"{where}: the module {module_name} needs {error.name!r}, which is not installed"]
-            ) from error
-        raise BadConfig(
-            [f"{where}: there is no module {module_name!r} in {directory} or where Python looks else"]
-        ) from error
-    except Exception as error:  # whatever a module of others does when it is loaded
-        raise BadConfig([f"{where}: the module {module_name} raised {type(error).__name__}: {error}"]) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise BadConfig([f"{where}: the module {module_name} has no function {name!r}"])
-    return found  # type: ignore[no-any-return]
-
-
-class _Checking:
+class _Validator:
     def __init__(self, spark: SparkSession, pipeline: Pipeline) -> None:
         self._spark = spark
         self._pipeline = pipeline
@@ -85,7 +56,7 @@ class _Checking:
         tables = []
         for name, source in zip(kind.sources, self._pipeline.sources, strict=True):
             tables.append(self._parsed(rows, name, source) if kind.is_typed else rows)
-        # Without its columns there is nothing to ask.
+        # Without the columns there is nothing else to check.
         if any(table is None for table in tables):
             return
         made = self._made([table for table in tables if table is not None])
@@ -94,12 +65,12 @@ class _Checking:
 
     def _parsed(self, rows: DataFrame, name: str, source: Source) -> DataFrame | None:
         assert source.schema is not None
-        with self._asking(name, "schema"):
+        with self._reporting(name, "schema"):
             return frames.good(parse_json(rows, source.schema))
         return None
 
     def _made(self, tables: list[DataFrame]) -> DataFrame | None:
-        """What is written; None if that cannot be told."""
+        """Return the rows that are written; None if a problem prevents that, or the kind has no columns to check."""
         settings, [table, *more] = self._pipeline.settings, tables
         match settings:
             case TransformSettings():
@@ -122,15 +93,15 @@ class _Checking:
 
     def _transformed(self, table: DataFrame, settings: TransformSettings) -> DataFrame | None:
         if settings.sql is not None:
-            with self._asking("transform", "sql"):
+            with self._reporting("transform", "sql"):
                 return frames.transform(table, settings.sql)
             return None
         try:
-            function = function_of(self._pipeline)
+            function = transformations.function_of(self._pipeline)
         except BadConfig as error:
             self.problems += error.problems
             return None
-        with self._asking("transform", "python"):
+        with self._reporting("transform", "python"):
             return frames.transform(table, function)
         return None
 
@@ -139,19 +110,11 @@ class _Checking:
         self._check_time(table, settings.time, "aggregate", "time")
         self._check_columns(table, settings.by, "aggregate", "by")
         for name, sql in settings.measures.items():
-            with self._asking("aggregate", "measures", name):
+            with self._reporting("aggregate", "measures", name):
                 table.groupBy().agg(expr(sql))
         if len(self.problems) == before:
-            with self._asking("aggregate"):
-                return frames.aggregate(
-                    table,
-                    time=settings.time,
-                    window=settings.window,
-                    slide=settings.slide,
-                    watermark=settings.watermark,
-                    by=settings.by,
-                    measures=settings.measures,
-                )
+            with self._reporting("aggregate"):
+                return transformations.aggregate(table, settings)
         return None
 
     def _joined(self, left: DataFrame, right: DataFrame, settings: JoinSettings) -> DataFrame | None:
@@ -162,32 +125,24 @@ class _Checking:
         self._check_time(left, settings.time, "join", "time", side="left")
         self._check_time(right, right_time, "join", "right_time" if settings.right_time else "time", side="right")
         if len(self.problems) == before:
-            with self._asking("join"):
-                return frames.join(
-                    left,
-                    right,
-                    on=settings.on,
-                    within=settings.within,
-                    watermark=settings.watermark,
-                    left_time=settings.time,
-                    right_time=right_time,
-                )
+            with self._reporting("join"):
+                return transformations.join(left, right, settings)
         return None
 
     def _check_letters(self, table: DataFrame, settings: DeadLetterSettings) -> None:
         if settings.redrive is not None:
-            with self._asking("dead_letters", "redrive"):
+            with self._reporting("dead_letters", "redrive"):
                 frames.letters(table).where(settings.redrive)
 
     def _check_columns(self, table: DataFrame, names: tuple[str, ...], *key: str, side: str = "source") -> None:
         for name in names:
             if name not in table.columns:
-                self._tell(key, f"names {name!r}, which [{side}] schema does not have: it has {_columns(table)}")
+                self._report(key, f"names {name!r}, which [{side}] schema does not have: it has {_columns(table)}")
 
     def _check_time(self, table: DataFrame, name: str, *key: str, side: str = "source") -> None:
         self._check_columns(table, (name,), *key, side=side)
         if name in table.columns and (kind := table.schema[name].dataType.simpleString()) != "timestamp":
-            self._tell(key, f"names {name!r}, which is of type {kind}: the time of an event is a timestamp")
+            self._report(key, f"names {name!r}, which is of type {kind}: it must be a timestamp")
 
     def _check_sink(self, made: DataFrame) -> None:
         sink = self._pipeline.sink
@@ -195,25 +150,25 @@ class _Checking:
             return
         for name, sql in (("key", sink.key), ("subject", sink.subject)):
             if sql is not None:
-                with self._asking("sink", name):
+                with self._reporting("sink", name):
                     made.select(expr(sql))
 
     @contextmanager
-    def _asking(self, *key: str) -> Iterator[None]:
-        """What is refused within is a problem of this key."""
+    def _reporting(self, *key: str) -> Iterator[None]:
+        """Report an error of Spark as a problem of this key."""
         try:
             yield
         except (PySparkException, ValueError, TypeError) as error:
             found = failure.describe(error)
-            self.problems.append(f"{self._place(key, found.line)}: {found.sentence}")
+            self.problems.append(f"{self._where(key, found.line)}: {found.sentence}")
         except Exception as error:
-            # A function of the file's own may raise anything; in all else this would be a mistake of ours.
+            # The user's function may raise anything; from anything else this would be our own bug.
             if key != ("transform", "python"):
                 raise
-            self._tell(key, f"raised {type(error).__name__}: {error}")
+            self._report(key, f"raised {type(error).__name__}: {error}")
 
-    def _place(self, key: tuple[str, ...], line: int | None) -> str:
-        """Of SQL that fills several lines, the one that Spark means."""
+    def _where(self, key: tuple[str, ...], line: int | None) -> str:
+        """Return the start of the message, with the line within the SQL if Spark reports one."""
         where = self._pipeline.where(*key)
         begin = self._pipeline.lines.texts.get(key)
         if begin is None or line is None or key != ("transform", "sql"):
@@ -221,12 +176,12 @@ class _Checking:
         assert isinstance(self._pipeline.settings, TransformSettings)
         assert self._pipeline.settings.sql is not None
         sql = self._pipeline.settings.sql
-        # Spark is given it without the blank lines above.
+        # Spark gets the SQL without the blank lines above it.
         begin += sql[: len(sql) - len(sql.lstrip())].count("\n")
         _, _, named = where.partition(": ")
         return f"{self._pipeline.path}:{begin + line - 1}: {named}"
 
-    def _tell(self, key: tuple[str, ...], what: str) -> None:
+    def _report(self, key: tuple[str, ...], what: str) -> None:
         self.problems.append(f"{self._pipeline.where(*key)} {what}")
 
 

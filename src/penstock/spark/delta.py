@@ -20,6 +20,7 @@ import pyarrow
 from penstock.errors import BadDirectory, PenstockError
 from penstock.spark import manifest
 from penstock.spark.columns import TYPES
+from penstock.spark.durable_files import sync_directory
 from penstock.spark.manifest import ArchivedFile, Entry
 from penstock.spark.parquet import Unit
 
@@ -114,7 +115,7 @@ class DeltaManifest:
         finally:
             os.close(descriptor)
         for path in (log, self.root, self.root.parent):
-            manifest.sync_directory(path)
+            sync_directory(path)
 
     def _action(self, file: ArchivedFile, partitions: Sequence[str]) -> AddAction:
         hour = _time(file.first_timestamp)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from penstock.errors import BadDirectory
+from penstock.spark.durable_files import sync_directory
 
 VERSION: Final = 1
 FOLD_EVERY: Final = 100
@@ -308,15 +309,6 @@ def starting_offsets(ends: Mapping[tuple[str, int], int]) -> str:
     for (topic, partition), end in sorted(ends.items()):
         topics.setdefault(topic, {})[str(partition)] = end
     return json.dumps(topics, separators=(",", ":"))
-
-
-def sync_directory(path: Path) -> None:
-    """Names that were made or removed in it survive a power cut from here on."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _numbers(names: Iterable[str]) -> tuple[set[int], set[int]]:

@@ -24,7 +24,8 @@ from pyarrow import compute, parquet
 
 from penstock.errors import BadDirectory, ReadFailed
 from penstock.spark.columns import TYPES
-from penstock.spark.manifest import ArchivedFile, sync_directory
+from penstock.spark.durable_files import sync_directory
+from penstock.spark.manifest import ArchivedFile
 
 Unit = Literal["hour", "day"]
 
