@@ -410,7 +410,7 @@ def test_a_function_beside_the_file_makes_rows_of_rows(example: Example, broker:
         (
             "transform",
             [('# python = "orders:clean"', 'python = "no_such_module:clean"'), ('sql = """', "# "), ('"""', "")],
-            r"transform.toml:\d+: \[transform\] python: there is no module 'no_such_module' in .*",
+            r"transform.toml:\d+: \[transform\] python: no module 'no_such_module' in .*",
         ),
     ],
 )
@@ -488,7 +488,7 @@ def test_a_query_that_fails_is_told_in_one_sentence(example: Example) -> None:
     assert done.code == verbose.code == 1
     [sentence] = done.err.splitlines()
     assert re.fullmatch(
-        r"error: pipeline clean-orders failed; the next run continues where it stopped: there is no topic "
+        r"error: pipeline clean-orders failed; the next run continues where it stopped: unknown topic "
         r"'ordres' at 127\.0\.0\.1:\d+: did you mean 'orders'\?",
         sentence,
     )
@@ -681,8 +681,8 @@ def test_a_state_in_the_working_directory_is_named(
     done = stopped.run()
 
     assert done.err == (
-        f"error: pipeline halted has its state in {elsewhere}/data/pipelines/halted, and it is now looked "
-        f"for beside the file: move that directory to {stopped.data}/pipelines/halted, or name it with "
+        f"error: pipeline halted has its state in {elsewhere}/data/pipelines/halted, but the state is now kept "
+        f"beside the file: move that directory to {stopped.data}/pipelines/halted, or use "
         f"--data {elsewhere}/data\n"
     )
 

@@ -26,7 +26,7 @@ from pyspark.sql import types
 
 import penstock
 from penstock.errors import BadDirectory, ReadFailed
-from penstock.spark import archive, connection, options, parquet, source
+from penstock.spark import archive, archive_sink, connection, options, parquet, source
 from penstock.spark.archive import Archive
 from penstock.spark.columns import TYPES
 
@@ -78,10 +78,10 @@ class Query:
 
     def writer(self) -> Any:
         """As in each of Spark's processes: made anew, or unpickled."""
-        return pickle.loads(pickle.dumps(archive.stream_writer(self.options, spark_schema())))
+        return pickle.loads(pickle.dumps(archive_sink.stream_writer(self.options, spark_schema())))
 
     def task(self, *batches: Sequence[Row]) -> Any:
-        message = archive._write(self.writer()._target, self.name, iter([arrow(rows) for rows in batches]))
+        message = archive_sink._write(self.writer()._target, self.name, iter([arrow(rows) for rows in batches]))
         return pickle.loads(pickle.dumps(message))
 
     def commit(self, number: int, *messages: Any) -> None:
@@ -351,7 +351,7 @@ def test_a_task_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise ArithmeticError("of the user's")
 
     with pytest.raises(ArithmeticError):
-        archive._write(Query(tmp_path).writer()._target, "q", batches())
+        archive_sink._write(Query(tmp_path).writer()._target, "q", batches())
 
     assert data_files(tmp_path) == []
 
@@ -378,7 +378,7 @@ def test_another_query_must_go_on_where_the_archive_ends(tmp_path: Path) -> None
     Query(tmp_path, "first").batch(0, [row(n) for n in range(5)])
     second = Query(tmp_path, "second")
 
-    with pytest.raises(ValueError, match=r'go on with startingOffsets \{"orders":\{"0":5\}\}'):
+    with pytest.raises(ValueError, match=r'continue with startingOffsets \{"orders":\{"0":5\}\}'):
         second.batch(0, [row(n) for n in range(8)])
     with pytest.raises(ValueError, match="archiveGaps=true"):
         second.batch(0, [row(7)])
@@ -425,7 +425,7 @@ def test_an_executor_without_the_directory_says_so(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "there")
 
     with pytest.raises(BadDirectory, match="driver and executors must share the directory"):
-        archive._write(target, "q", iter([arrow([row(0)])]))
+        archive_sink._write(target, "q", iter([arrow([row(0)])]))
 
 
 # What is refused
@@ -438,21 +438,21 @@ def test_a_row_without_a_place_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_offset_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="an offset of orders partition 0 is there twice"):
+    with pytest.raises(ValueError, match="an offset of orders partition 0 is repeated"):
         Query(tmp_path).task([row(4), row(5), row(4)])
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("s3://bucket/archive", "a directory that the driver and the executors share"),
-        ("hdfs:/archive", "a directory that the driver and the executors share"),
+        ("s3://bucket/archive", "a directory that driver and executors share"),
+        ("hdfs:/archive", "a directory that driver and executors share"),
         (" ", "archive is empty"),
     ],
 )
 def test_an_address_is_refused(given: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        archive.stream_writer({"archive": given}, spark_schema())
+        archive_sink.stream_writer({"archive": given}, spark_schema())
 
 
 @pytest.mark.parametrize(
@@ -460,13 +460,13 @@ def test_an_address_is_refused(given: str, said: str) -> None:
     [
         ({"archivepartition": "week"}, "archivePartition is 'week': it must be hour or day"),
         ({"archiveformat": "orc"}, "archiveFormat is 'orc': it must be parquet or delta"),
-        ({"archivepartitions": "day"}, "there is no option 'archivepartitions': did you mean 'archivePartition'?"),
-        ({"txnid": "x"}, "there is no option 'txnid'"),
+        ({"archivepartitions": "day"}, "unknown option 'archivepartitions': did you mean 'archivePartition'?"),
+        ({"txnid": "x"}, "unknown option 'txnid'"),
     ],
 )
 def test_a_wrong_option_is_named(tmp_path: Path, more: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        archive.stream_writer({"archive": str(tmp_path)} | more, spark_schema())
+        archive_sink.stream_writer({"archive": str(tmp_path)} | more, spark_schema())
 
 
 @pytest.mark.parametrize(
@@ -475,38 +475,38 @@ def test_a_wrong_option_is_named(tmp_path: Path, more: dict[str, str], said: str
         (spark_schema(list(TYPES)[:5]), "an archive needs the column value"),
         (spark_schema(list(TYPES)[1:]), "an archive needs the column topic"),
         (spark_schema(price=types.DoubleType()), "an archive has no column price"),
-        (spark_schema(value=types.StringType()), "column value is string, and an archive takes binary: cast it"),
+        (spark_schema(value=types.StringType()), "column value is string, but an archive needs binary: cast it"),
     ],
 )
 def test_a_wrong_column_is_named(tmp_path: Path, schema: types.StructType, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        archive.stream_writer({"archive": str(tmp_path)}, schema)
+        archive_sink.stream_writer({"archive": str(tmp_path)}, schema)
 
 
 def test_what_is_no_archive_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="a file: it must be a directory"):
         Query(tmp_path / "file").writer()
-    with pytest.raises(ValueError, match="has other files and is no archive"):
+    with pytest.raises(ValueError, match="has other files and is not an archive"):
         Query(tmp_path).writer()
-    with pytest.raises(ValueError, match="is no archive: write one"):
+    with pytest.raises(ValueError, match="is not an archive: write one"):
         Archive(str(tmp_path))
-    with pytest.raises(ValueError, match="is no archive: write one"):
+    with pytest.raises(ValueError, match="is not an archive: write one"):
         Archive(str(tmp_path / "nothing"))
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_an_archive_is_only_added_to(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.mode\('append'\)"):
-        archive.writer({"archive": str(tmp_path)}, spark_schema(), True)
-    with pytest.raises(ValueError, match="txnVersion counts the writes of a txnId"):
-        archive.writer({"archive": str(tmp_path), "txnversion": "1"}, spark_schema(), False)
+        archive_sink.writer({"archive": str(tmp_path)}, spark_schema(), True)
+    with pytest.raises(ValueError, match="txnVersion needs txnId"):
+        archive_sink.writer({"archive": str(tmp_path), "txnversion": "1"}, spark_schema(), False)
 
 
 def test_a_column_that_was_not_archived_is_named(tmp_path: Path) -> None:
     names = ("topic", "partition", "offset", "timestamp", "value")
-    writer: Any = archive.stream_writer({"archive": str(tmp_path)}, spark_schema(names))
-    writer.commit([archive._write(writer._target, "q", iter([arrow([row(0)], names)]))], 0)
+    writer: Any = archive_sink.stream_writer({"archive": str(tmp_path)}, spark_schema(names))
+    writer.commit([archive_sink._write(writer._target, "q", iter([arrow([row(0)], names)]))], 0)
 
     assert held(tmp_path, schema=pyarrow.schema([("offset", TYPES["offset"])])) == [{"offset": 0}]
     with pytest.raises(ValueError, match="the archive was written without key, subject, headers"):
@@ -527,7 +527,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ReadFailed, match=path):
         held(tmp_path)
     Path(path).unlink()
-    with pytest.raises(BadDirectory, match=f"{path} is in the archive and is not there"):
+    with pytest.raises(BadDirectory, match=f"{path} of the archive is missing"):
         held(tmp_path)
 
 
@@ -560,7 +560,7 @@ def test_a_delta_table_refuses_what_a_manifest_refuses(tmp_path: Path) -> None:
     Query(tmp_path, "first", archiveFormat="delta").batch(0, [row(n) for n in range(5)])
     second = Query(tmp_path, "second", archiveFormat="delta")
 
-    with pytest.raises(ValueError, match=r'go on with startingOffsets \{"orders":\{"0":5\}\}'):
+    with pytest.raises(ValueError, match=r'continue with startingOffsets \{"orders":\{"0":5\}\}'):
         second.batch(0, [row(4)])
     with pytest.raises(ValueError, match="archiveGaps=true"):
         second.batch(0, [row(6)])
@@ -568,7 +568,7 @@ def test_a_delta_table_refuses_what_a_manifest_refuses(tmp_path: Path) -> None:
         Query(tmp_path, "first", archiveFormat="delta").batch(0, [row(5)])
     with pytest.raises(ValueError, match="write with archiveFormat=delta"):
         Query(tmp_path, "second").writer()
-    with pytest.raises(ValueError, match="divided by topic, day, hour, and this write"):
+    with pytest.raises(ValueError, match="partitioned by topic, day, hour, but this write"):
         Query(tmp_path, "second", archiveFormat="delta", archivePartition="day").writer()
     with pytest.raises(ValueError, match="vacuum"):
         Archive(str(tmp_path)).sweep()
@@ -587,7 +587,7 @@ def test_of_two_writers_of_a_delta_table_one_is_refused(tmp_path: Path, monkeypa
         add(self, table, entry)
 
     monkeypatch.setattr(delta.DeltaManifest, "_add", overtaken)
-    with pytest.raises(BadDirectory, match="another writer was faster"):
+    with pytest.raises(BadDirectory, match="another writer committed first"):
         slow.commit(0, late)
 
     assert held(tmp_path) == [row(0), row(1)]
@@ -623,7 +623,7 @@ def test_stopped_at_any_step_of_a_batch_the_archive_has_each_row_once_after_the_
             for name in ("fsync", "link", "unlink", "mkdir"):
                 patch.setattr(os, name, stopping(getattr(os, name)))
             # A killed process does not tidy up; but this one goes on.
-            patch.setattr(parquet._File, "abandon", lambda file: (file._writer.close(), file._file.close()))
+            patch.setattr(parquet._WrittenFile, "abandon", lambda file: (file._writer.close(), file._file.close()))
             try:
                 query.batch(1, rows[5:8], rows[8:12])
                 finished = True
@@ -707,7 +707,7 @@ def rows_of(broker: penstock.Broker, topic: str, **more: Any) -> list[Row]:
 
 def archived(broker: penstock.Broker, topic: str, root: Path, number: int = 0, **more: Any) -> None:
     target = Query(root).writer()._target
-    message = archive._write(target, "q", iter(batches_of(broker, topic, **more)))
+    message = archive_sink._write(target, "q", iter(batches_of(broker, topic, **more)))
     Query(root).commit(number, message)
 
 
@@ -824,7 +824,7 @@ def test_a_batch_write_with_a_txn_id_is_there_once_and_reads_back(
 
     for _ in range(2):
         log.write.format("penstock").option("archive", str(root)).option("txnId", "once").mode("append").save()
-    with pytest.raises(Exception, match="go on with startingOffsets"):
+    with pytest.raises(Exception, match="continue with startingOffsets"):
         log.write.format("penstock").option("archive", str(root)).mode("append").save()
 
     assert data_files(root) == Archive(str(root)).files()

@@ -220,7 +220,7 @@ def test_the_columns_are_just_as_spark_wants_them() -> None:
     [
         (
             "valu binary",
-            "there is no column 'valu': there are topic, partition, offset, timestamp, key, value, subject",
+            "unknown column 'valu': there are topic, partition, offset, timestamp, key, value, subject",
         ),
         ("value string", "column value is binary, not string"),
         ("key binary not null", "it cannot be NOT NULL"),

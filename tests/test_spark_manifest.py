@@ -65,7 +65,7 @@ def test_a_repeated_batch_with_other_rows_is_refused(tmp_path: Path) -> None:
     books = made(tmp_path)
     books.commit(entry("q", 3, file("a", 10, 19)))
 
-    with pytest.raises(ValueError, match=r"batch 2 of q was archived .* before, and now has other rows"):
+    with pytest.raises(ValueError, match=r"batch 2 of q was archived .* before, but now has other rows"):
         books.commit(entry("q", 2, file("b", 15, 20)))
     with pytest.raises(ValueError, match="offsets 9 to 12"):
         books.commit(entry("q", 3, file("b", 9, 12)))
@@ -77,7 +77,7 @@ def test_rows_below_the_end_are_refused_with_where_to_go_on(tmp_path: Path) -> N
     books = made(tmp_path)
     books.commit(entry("q", 0, file("a", 0, 9), file("b", 0, 4, partition=1)))
 
-    with pytest.raises(ValueError, match="up to offset 9, and this write begins at 9") as refused:
+    with pytest.raises(ValueError, match="up to offset 9, but this write begins at 9") as refused:
         books.commit(entry("another", 0, file("c", 9, 12)), gaps=True)
 
     assert '{"orders":{"0":10,"1":5}}' in str(refused.value)
@@ -101,7 +101,7 @@ def test_other_columns_are_refused(tmp_path: Path) -> None:
     books = made(tmp_path)
     books.commit(entry("q", 0, file("a", 0, 9)))
 
-    with pytest.raises(ValueError, match=r"has the columns topic, .* and this write topic, .*, headers"):
+    with pytest.raises(ValueError, match=r"has the columns topic, .* but this write has topic, .*, headers"):
         books.commit(Entry("q", 1, (*COLUMNS, "headers"), (file("b", 10, 19),)))
 
 
@@ -288,7 +288,7 @@ def test_a_newer_entry_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "_manifest" / f"{0:020d}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
 
-    with pytest.raises(BadDirectory, match="has version 2, and this Penstock knows 1"):
+    with pytest.raises(BadDirectory, match="has unknown version 2, this Penstock reads 1"):
         Manifest(tmp_path).files()
 
 
@@ -313,9 +313,9 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_manifest_is_no_archive(tmp_path: Path) -> None:
-    with pytest.raises(BadDirectory, match="is no archive"):
+    with pytest.raises(BadDirectory, match="is not an archive"):
         Manifest(tmp_path).files()
-    with pytest.raises(BadDirectory, match="is no archive"):
+    with pytest.raises(BadDirectory, match="is not an archive"):
         Manifest(tmp_path).commit(entry("q", 0, file("a", 0, 9)))
 
 

@@ -473,7 +473,7 @@ def test_a_join_that_cannot_be_is_refused(spark: SparkSession) -> None:
 
     with pytest.raises(ValueError, match="it must be inner or left_outer"):
         frames.join(left, right, on=["id"], how="full", **times)
-    with pytest.raises(ValueError, match="at least one column"):
+    with pytest.raises(ValueError, match="at least one common column"):
         frames.join(left, right, on=[], **times)
 
 

@@ -137,7 +137,7 @@ def test_no_java_at_all_is_told_with_what_to_install(tmp_path: Path, monkeypatch
         java.find({"JAVA_HOME": str(old), "PATH": ""})
 
     assert str(refused.value) == (
-        f"Spark needs Java 17 or newer and there is none here ({old}/bin/java is Java 11.0.9): "
+        f"Spark needs Java 17 or newer, and none was found ({old}/bin/java is Java 11.0.9): "
         "`pip install 'penstock[spark]'` brings one, or install one and set JAVA_HOME"
     )
 
@@ -145,7 +145,7 @@ def test_no_java_at_all_is_told_with_what_to_install(tmp_path: Path, monkeypatch
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "penstock").write_text("in the way")
 
-    with pytest.raises(RuntimeError, match="set XDG_CACHE_HOME to a directory that can be written"):
+    with pytest.raises(RuntimeError, match="set XDG_CACHE_HOME to a writable directory"):
         java.find({"PATH": "", "XDG_CACHE_HOME": str(tmp_path)})
 
 

@@ -180,7 +180,7 @@ def test_a_batch_begins_and_ends_at_times(broker: penstock.Broker, topic: str) -
     reader = _batch(broker, assign=f'{{"{topic}": [0]}}', startingOffsetsByTimestamp=by_partition)
     assert _read(reader, reader.partitions()) == [1, 2]
 
-    with pytest.raises(ValueError, match=f"{topic}/0 has no message that was stored at startingTimestamp or later"):
+    with pytest.raises(ValueError, match=f"{topic}/0 has no message stored at startingTimestamp or later"):
         _batch(broker, subscribe=topic, startingTimestamp=late).partitions()
 
 
@@ -278,9 +278,9 @@ def test_compressed_batches_are_read(broker: penstock.Broker, topic: str) -> Non
 
 
 def test_a_topic_that_is_not_there_is_named_with_the_nearest(broker: penstock.Broker, topic: str) -> None:
-    with pytest.raises(UnknownTopic, match=f"there is no topic 'x{topic}' at .*: did you mean '{topic}'?"):
+    with pytest.raises(UnknownTopic, match=f"unknown topic 'x{topic}' at .*: did you mean '{topic}'?"):
         _batch(broker, subscribe=f"x{topic}").partitions()
-    with pytest.raises(UnknownTopic, match=f"there is no topic 'x{topic}'"):
+    with pytest.raises(UnknownTopic, match=f"unknown topic 'x{topic}'"):
         _stream(broker, subscribe=f"x{topic}").latestOffset({}, ALL)
 
 
@@ -292,9 +292,9 @@ def test_a_partition_that_is_not_there_is_refused(broker: penstock.Broker, topic
 def test_offsets_must_be_there_and_for_every_partition(broker: penstock.Broker, topic: str) -> None:
     _publish(broker, topic, range(3))
     for given, said in (
-        ({"startingOffsets": '{"T": {"0": 4, "1": 0}}'}, "startingOffsets is 4 for T/0, which has offsets 0 to 3"),
+        ({"startingOffsets": '{"T": {"0": 4, "1": 0}}'}, "startingOffsets is 4 for T/0, whose offsets are 0 to 3"),
         ({"endingOffsets": '{"T": {"0": 4, "1": 0}}'}, "endingOffsets is 4 for T/0"),
-        ({"startingOffsets": '{"T": {"0": 1}}'}, "startingOffsets says nothing of T/1"),
+        ({"startingOffsets": '{"T": {"0": 1}}'}, "startingOffsets lacks T/1"),
         ({"startingOffsets": '{"T": {"0": 1, "1": 0, "2": 0}}'}, "startingOffsets has T/2, which is not among"),
         (
             {"startingOffsets": '{"T": {"0": 2, "1": 0}}', "endingOffsets": '{"T": {"0": 1, "1": 0}}'},
@@ -490,7 +490,7 @@ def test_a_stream_that_has_an_end_reads_nothing_of_newer_partitions(broker: pens
     _publish(broker, name, [7], partition=1)
 
     assert _ends(reader.latestOffset(start, ALL), name) == {"0": 0, "1": 0}
-    with pytest.raises(ValueError, match=f"{ending} says nothing of {name}/1"):
+    with pytest.raises(ValueError, match=f"{ending} lacks {name}/1"):
         _stream(broker, **given).latestOffset({}, ALL)
 
 
@@ -584,7 +584,7 @@ def test_a_topic_that_goes_while_a_task_reads_is_noticed(broker: penstock.Broker
     broker.delete_topic(name)
     broker.create_topic(name, partitions=1)
 
-    with pytest.raises(RuntimeError, match=f"{name}/0: offsets 0 to 4 went with their topic"):
+    with pytest.raises(RuntimeError, match=f"{name}/0: offsets 0 to 4 are gone, their topic was deleted"):
         list(parts)
 
 
@@ -598,16 +598,16 @@ def test_a_topic_that_was_made_again_is_another_one(broker: penstock.Broker) -> 
     slices = reader.partitions(start, end)
     broker.delete_topic(name)
 
-    with pytest.raises(RuntimeError, match=f"topic {name} was deleted, with all that was not read yet"):
+    with pytest.raises(RuntimeError, match=f"topic {name} was deleted with unread messages"):
         reader.latestOffset(end, ALL)
     broker.create_topic(name, partitions=1)
     _publish(broker, name, range(10, 20))
 
-    with pytest.raises(RuntimeError, match=f"topic {name} was deleted and made again"):
+    with pytest.raises(RuntimeError, match=f"topic {name} was deleted and created again"):
         reader.latestOffset(end, ALL)
-    with pytest.raises(RuntimeError, match=f"{name}/0: offsets 0 to 4 went with their topic"):
+    with pytest.raises(RuntimeError, match=f"{name}/0: offsets 0 to 4 are gone, their topic was deleted"):
         reader.partitions(start, end)
-    with pytest.raises(RuntimeError, match=f"{name}/0: offsets 0 to 4 went with their topic"):
+    with pytest.raises(RuntimeError, match=f"{name}/0: offsets 0 to 4 are gone, their topic was deleted"):
         _read(reader, slices)
     assert _read(bold, slices) == []
     assert bold.partitions(start, end) == []
@@ -621,7 +621,7 @@ def test_a_log_that_is_shorter_than_what_was_read_is_an_error(broker: penstock.B
     start = reader.latestOffset({}, ALL)
     start["topics"][topic]["offsets"]["0"] = 6
 
-    with pytest.raises(RuntimeError, match=f"{topic}/0 was read up to 6, and ends at 5 now"):
+    with pytest.raises(RuntimeError, match=f"{topic}/0 was read up to 6, but now ends at 5"):
         reader.latestOffset(start, ALL)
 
 
@@ -668,7 +668,7 @@ def test_a_commit_that_fails_is_no_end_of_the_query(
     with caplog.at_level(logging.WARNING, "penstock.spark"):
         reader.commit(end)
 
-    assert f"group spark-{topic}: how far the query has come is not stored" in caplog.text
+    assert f"group spark-{topic}: the offsets of the query could not be committed" in caplog.text
 
     broker.delete_group(f"spark-{topic}")
     broker.create_group(f"spark-{topic}", topic)
@@ -791,7 +791,7 @@ def test_a_narrower_schema_has_only_its_columns(spark: SparkSession, broker: pen
         (b"1", 1),
         (b"2", 2),
     ]
-    with pytest.raises(PySparkException, match="there is no column 'valeu': there are topic, partition, offset"):
+    with pytest.raises(PySparkException, match="unknown column 'valeu': there are topic, partition, offset"):
         reader.schema("valeu binary").load().collect()
 
 
@@ -822,8 +822,8 @@ def test_a_query_with_nothing_to_read_ends(spark: SparkSession, broker: penstock
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"subscrib": "x"}, "there is no option 'subscrib': did you mean 'subscribe'?"),
-        ({"subscribe": "nothing-like-it"}, "there is no topic 'nothing-like-it'"),
+        ({"subscrib": "x"}, "unknown option 'subscrib': did you mean 'subscribe'?"),
+        ({"subscribe": "nothing-like-it"}, "unknown topic 'nothing-like-it'"),
         ({"subscribe": "x", "servers": "127.0.0.1:1", "timeout": "0.1"}, "no broker at 127.0.0.1:1"),
     ],
 )
@@ -969,7 +969,7 @@ def test_what_neither_archive_nor_log_has_is_lost(spark: SparkSession, broker: p
         _batch(broker, **given).partitions()
     bold = _batch(broker, **given, failOnDataLoss="false")
     assert _read(bold, bold.partitions()) == [*range(50), *range(kept, 400)]
-    with pytest.raises(ValueError, match="is in the archive, which knows no times of storing"):
+    with pytest.raises(ValueError, match="are in the archive, which has no storage times"):
         _batch(broker, **given, startingTimestamp=1).partitions()
 
 

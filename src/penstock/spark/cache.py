@@ -1,4 +1,4 @@
-"""What is kept between runs because it takes time to make. It can be made again, and may be removed at any time."""
+"""The cache directory of the user. Its contents are created again when they are missing, so it may be deleted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path:
     base = environ.get("XDG_CACHE_HOME", "")
-    # The standard says that a relative path there is to be ignored.
+    # The XDG standard says to ignore relative paths.
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "penstock"
 
 
 def write(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Put a file there if it is not, whole or not at all: another process may be reading it right now."""
+    """Write a file atomically, unless it is up to date: another process may be reading it."""
     try:
         if path.read_text() == text and path.stat().st_mode & 0o777 == mode:
             return
@@ -34,7 +34,7 @@ def write(path: Path, text: str, *, mode: int = 0o644) -> None:
 
 
 def link(path: Path, target: Path) -> None:
-    """Let it point there, whatever it was before."""
+    """Create or replace a symbolic link atomically."""
     try:
         if os.readlink(path) == str(target):
             return

@@ -1,4 +1,4 @@
-"""Which topics are read, what the broker and the archive hold of them, and where reading begins and ends."""
+"""The topics that are read, what the broker and the archive hold of them, and where reading begins and ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOG: Final = logging.getLogger("penstock.spark")
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What there is of a partition: `start` to `end` in the log, and perhaps some in the archive (`archived`)."""
+    """The offsets of a partition: `start` to `end` in the log, and `archived` in the archive."""
 
     topic_id: int
     start: int
@@ -71,7 +71,7 @@ class Catalogue:
 
     @property
     def archive(self) -> Archive:
-        """Only if there is one."""
+        """Return the archive. The options must name one."""
         if self._archive is None:
             from penstock.spark.archive import Archive
 
@@ -80,10 +80,10 @@ class Catalogue:
         return self._archive
 
     def look(self, *, must_exist: bool = True, at_archive: bool = True) -> dict[TopicPartition, Holding]:
-        """What there is now. Topics that are named and are not there are an error, or left out.
+        """Return the current offsets. Named topics that do not exist are an error, or are left out.
 
-        Without `at_archive` what was archived is taken for what it was the last time: whoever only waits for messages
-        need not read the books of an archive again and again.
+        Without `at_archive` the ranges of the archive are those of the last call: waiting for messages must not read
+        the manifest again and again.
         """
         if at_archive:
             self._archived.clear()
@@ -111,12 +111,12 @@ class Catalogue:
                         places.append(place)
                     elif must_exist:
                         raise ValueError(
-                            f"assign has partition {place.partition} of {place.topic}, which has {len(numbers)}"
+                            f"assign has partition {place.partition} of {place.topic}, which has {len(numbers)} of them"
                         )
         return self._holdings(found, places)
 
     def _topics(self) -> list[Topic]:
-        """One topic is asked for by its name: the broker may have thousands of others."""
+        """Return the topics of the broker. A single topic is requested by name: there may be thousands of others."""
         wanted = self._options.topics
         if isinstance(wanted, Names) and len(wanted.topics) == 1:
             try:
@@ -134,7 +134,7 @@ class Catalogue:
             hint = (
                 f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(sorted(found)[:20]) or 'none'}"
             )
-            raise UnknownTopic(f"there is no topic {name!r} at {self._options.broker.servers}: {hint}")
+            raise UnknownTopic(f"unknown topic {name!r} at {self._options.broker.servers}: {hint}")
         if topic.refused is not None:
             raise RuntimeError(f"topic {name} cannot be read: {topic.refused}")
         return range(len(topic.positions))
@@ -157,7 +157,7 @@ class Catalogue:
     # Where reading begins and ends.
 
     def starts(self, holdings: Holdings) -> dict[TopicPartition, int]:
-        """What is not there any more from there on is told when it is planned to be read."""
+        """Return the start offset of each partition. Offsets that are gone are reported when they are planned."""
         bound = self._options.start
         found = self._resolve(bound, holdings)
         if isinstance(bound, AtTime | AtTimes):
@@ -166,18 +166,21 @@ class Catalogue:
         return found
 
     def ends(self, holdings: Holdings) -> dict[TopicPartition, int]:
-        """For a batch: all of it must be there."""
+        """Return the end offset of each partition for a batch, where the messages must exist."""
         return self._resolve(self._options.end, holdings)
 
     def check_ends(self, holdings: Holdings) -> None:
-        """That a stream is told its end in every partition, if in any."""
+        """Raise ValueError if a stream has an end in some partitions only."""
         match self._options.end:
             case AtOffsets(name, given) | AtTimes(name, given):
                 _check_places(name, given, holdings)
 
     def stream_ends(self, holdings: Holdings) -> dict[TopicPartition, int]:
-        """As far as a stream may go now. Where it ends at an offset that is still to come, it waits for it. Of
-        partitions that are newer than what it was told, it reads nothing."""
+        """Return how far a stream may read now.
+
+        It waits for an end offset that does not exist yet, and reads nothing of partitions that its options do not
+        name.
+        """
         match self._options.end:
             case AtOffsets(_, offsets):
                 ends = {place: offsets.get(place, 0) for place in holdings}
@@ -211,41 +214,40 @@ class Catalogue:
         offset = min(self.client.offset_at(place.topic, place.partition, moment), held.end)
         if offset <= held.start and held.earliest < held.start:
             raise ValueError(
-                f"{place}: what was stored at {moment.isoformat()} is in the archive, which knows no times of storing: "
-                "use offsets, or filter by the timestamp column"
+                f"{place}: messages stored at {moment.isoformat()} are in the archive, which has no storage times: use "
+                "offsets, or filter by the timestamp column"
             )
         return offset
 
     def _check_start_time(self, bound: AtTime | AtTimes, place: TopicPartition, offset: int, held: Holding) -> None:
         if offset >= held.end and self._options.is_late_start_error:
             raise ValueError(
-                f"{place} has no message that was stored at {bound.name} or later: choose an earlier time, or set "
-                "startingOffsetsByTimestampStrategy=latest to begin with what comes next"
+                f"{place} has no message stored at {bound.name} or later: choose an earlier time, or set "
+                "startingOffsetsByTimestampStrategy=latest to begin with the next message"
             )
 
 
-def tell_lost(options: ReadOptions, place: TopicPartition, first: int, end: int) -> None:
-    """Offsets `first` to `end` (not included) are gone."""
-    lose(options, f"{place}: offsets {first} to {end - 1} are gone, dropped before they were read", f"go on from {end}")
+def report_lost_offsets(options: ReadOptions, place: TopicPartition, first: int, end: int) -> None:
+    """Report that offsets `first` to `end`, excluded, are gone."""
+    what = f"{place}: offsets {first} to {end - 1} are gone, dropped before they were read"
+    report_loss(options, what, f"continue from {end}")
 
 
-def lose(options: ReadOptions, what: str, otherwise: str) -> None:
-    """Messages that were to be read are not there: that is an error, or a warning where the user said so."""
+def report_loss(options: ReadOptions, what: str, otherwise: str) -> None:
+    """Report messages that should be read and are gone: raise RuntimeError, or log a warning if the user chose that."""
     if options.fails_on_loss:
         raise RuntimeError(
-            f"{what}. Set failOnDataLoss=false to {otherwise}, or begin anew with another checkpoint; to prevent it, "
-            "let the topic keep more (its retention), or run the query more often"
+            f"{what}. Set failOnDataLoss=false to {otherwise}, or start over with another checkpoint; to prevent it, "
+            "increase the retention of the topic, or run the query more often"
         )
     _LOG.warning("%s: reading will %s (failOnDataLoss=false)", what, otherwise)
 
 
 def _check_places(name: str, given: Mapping[TopicPartition, int], holdings: Holdings) -> None:
     if missing := sorted(set(holdings) - set(given)):
-        raise ValueError(
-            f"{name} says nothing of {', '.join(map(str, missing[:10]))}: it must name every partition that is read"
-        )
+        raise ValueError(f"{name} lacks {', '.join(map(str, missing[:10]))}: it must name every partition that is read")
     if unknown := sorted(set(given) - set(holdings)):
-        raise ValueError(f"{name} has {', '.join(map(str, unknown[:10]))}, which is not among what is read")
+        raise ValueError(f"{name} has {', '.join(map(str, unknown[:10]))}, which is not read")
 
 
 def _offset(name: str, place: TopicPartition, offset: int, held: Holding) -> int:
@@ -255,5 +257,5 @@ def _offset(name: str, place: TopicPartition, offset: int, held: Holding) -> int
         case -1:
             return held.end
     if offset > held.end:
-        raise ValueError(f"{name} is {offset} for {place}, which has offsets {held.earliest} to {held.end}")
+        raise ValueError(f"{name} is {offset} for {place}, whose offsets are {held.earliest} to {held.end}")
     return offset

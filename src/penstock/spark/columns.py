@@ -1,6 +1,6 @@
-"""From stored batches to the columns that Spark sees: many messages at a time, and only the columns that are wanted.
+"""From stored batches to the columns of Spark: many messages at a time, and only the requested columns.
 
-Everything here is done to whole columns. What is done for each message in Python costs more than all of this together.
+Everything here works on whole columns. Work per message in Python would cost more than all of this together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.subject import matches
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-# Spark's own cost for each batch is paid once for so many rows; more gains nothing.
+# Rows per batch, which share the cost that Spark has for each batch. More gain nothing.
 ROWS: Final = 20_000
 ROWS_MAX: Final = 50_000
 BYTES: Final = 16 << 20
@@ -45,10 +45,10 @@ TYPES: Final = {
     "subject": pyarrow.string(),
     "headers": pyarrow.map_(pyarrow.string(), pyarrow.string()),
 }
-# What a message may lack.
+# Columns that may be null.
 _ABSENT: Final = ("key", "value", "headers")
 
-# What is fetched for each.
+# The stored columns that each column needs.
 _STORED: Final = {
     "topic": (),
     "partition": (),
@@ -62,22 +62,22 @@ _STORED: Final = {
 
 
 def ddl(*, has_headers: bool) -> str:
-    """The columns of the source as Spark is told."""
+    """Return the columns of the source as DDL for Spark."""
     columns = COLUMNS | HEADERS if has_headers else COLUMNS
     return ", ".join(f"{name} {kind}" for name, kind in columns.items())
 
 
 def schema(wanted: StructType) -> pyarrow.Schema:
-    """The same for Arrow. Refuses columns that there are not."""
+    """Return the requested columns as an Arrow schema. Raise ValueError for unknown ones."""
     known = COLUMNS | HEADERS
     fields = []
     for each in wanted.fields:
         if each.name not in known:
-            raise ValueError(f"there is no column {each.name!r}: there are {', '.join(known)}")
+            raise ValueError(f"unknown column {each.name!r}: there are {', '.join(known)}")
         if each.dataType.simpleString() != known[each.name]:
             raise ValueError(f"column {each.name} is {known[each.name]}, not {each.dataType.simpleString()}")
         if not each.nullable and each.name in _ABSENT:
-            raise ValueError(f"column {each.name} is not there in every message: it cannot be NOT NULL")
+            raise ValueError(f"column {each.name} is null in some messages: it cannot be NOT NULL")
         fields.append(pyarrow.field(each.name, TYPES[each.name], nullable=each.nullable))
     if not fields:
         raise ValueError(f"the schema has no columns: there are {', '.join(known)}")
@@ -86,20 +86,20 @@ def schema(wanted: StructType) -> pyarrow.Schema:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Which messages are wanted: the subject matches one of the patterns and is one of `subjects`, and the time fits.
+    """Selects messages: the subject matches a pattern and is one of `subjects`, and the time passes all comparisons.
 
-    None: whatever it is. `times`: names of comparisons in `pyarrow.compute`, each with a time.
+    None selects all. `times` are names of comparisons in `pyarrow.compute`, each with a time.
     """
 
     patterns: tuple[bytes, ...] | None = None
     subjects: frozenset[bytes] | None = None
     times: tuple[tuple[str, Any], ...] = ()
-    # What was found out about the subjects so far.
+    # Subjects that were decided before.
     _known: dict[bytes, bool] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What must be there to decide it."""
+        """Return the columns that the condition needs."""
         by_subject = self.patterns is not None or self.subjects is not None
         return (("subject",) if by_subject else ()) + (("timestamp",) if self.times else ())
 
@@ -119,7 +119,7 @@ class Condition:
         if not any(wanted):
             return rows.slice(0, 0)
         chosen = found.filter(pyarrow.array(wanted)).cast(column.type)
-        # A null among the chosen ones is one as any other here: the topic's own name.
+        # A null is a subject like any other here: it means the name of the topic.
         return rows.filter(compute.is_in(column, value_set=chosen))
 
     def _is_wanted(self, subject: bytes) -> bool:
@@ -134,20 +134,20 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """From what is fetched to what Spark gets."""
+    """Turns fetched columns into those that Spark gets."""
 
     schema: pyarrow.Schema
     condition: Condition
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The columns to fetch."""
+        """Return the columns to fetch."""
         found = [stored for name in self.schema.names for stored in _STORED[name]] + [*self.condition.columns]
-        # Something must be fetched, if only to count the rows; the offsets cost least.
+        # At least one column is needed to count the rows; offsets are the cheapest.
         return tuple(dict.fromkeys(found or ["offset"]))
 
     def shape(self, parts: Iterable[pyarrow.RecordBatch], topic: str, partition: int) -> Iterator[pyarrow.RecordBatch]:
-        """Record batches for Spark, each of many rows."""
+        """Yield record batches for Spark, each with many rows."""
         gathered = _gather(parts)
         if self.condition.columns:
             gathered = _gather(self.condition.select(each, topic) for each in gathered)
@@ -156,7 +156,7 @@ class Shape:
                 yield self._build(rows.slice(first, ROWS_MAX), topic, partition)
 
     def archived(self, parts: Iterable[pyarrow.RecordBatch], topic: str) -> Iterator[pyarrow.RecordBatch]:
-        """The same from rows that have the columns of Spark already, and those of the condition."""
+        """Yield record batches from rows of an archive, which have the columns of Spark already."""
         for rows in parts:
             chosen = self.condition.select(rows, topic).select(self.schema.names)
             if chosen.num_rows:
@@ -164,7 +164,7 @@ class Shape:
 
     @property
     def archived_schema(self) -> pyarrow.Schema:
-        """What to ask of an archive."""
+        """Return the columns to read from an archive."""
         more = [name for name in self.condition.columns if name not in self.schema.names]
         return pyarrow.schema([*self.schema, *(pyarrow.field(name, TYPES[name]) for name in more)])
 
@@ -181,7 +181,7 @@ def _gather(parts: Iterable[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatc
             continue
         gathered.append(part)
         rows += part.num_rows
-        # Of whole buffers: `nbytes` is exact where rows are part of them, and takes twenty times as long.
+        # The size of whole buffers. `nbytes` would be exact for slices, and takes twenty times as long.
         size += part.get_total_buffer_size()
         if rows >= ROWS or size >= BYTES:
             yield _joined(gathered)
@@ -215,19 +215,19 @@ def _column(name: str, rows: pyarrow.RecordBatch, topic: str, partition: int) ->
 
 @lru_cache(64)
 def _constant(value: str | int, name: str) -> pyarrow.Array:
-    """Arrays never change, so one is made for all batches."""
+    """Return a column with one value. Arrays are immutable, so all batches share it."""
     return pyarrow.repeat(pyarrow.scalar(value, TYPES[name]), ROWS_MAX)
 
 
 def _values(values: pyarrow.Array, tombstones: pyarrow.Array) -> pyarrow.Array:
-    """A message that deletes its key has no value."""
+    """Return the values, null for tombstones."""
     if not tombstones.true_count:
         return values
     return compute.if_else(tombstones, pyarrow.scalar(None, values.type), values)
 
 
 def _subjects(subjects: pyarrow.Array, topic: str) -> pyarrow.Array:
-    """A message without a subject has the topic's name."""
+    """Return the subjects. A message without one has the name of its topic."""
     if subjects.null_count == len(subjects):
         return _constant(topic, "topic").slice(0, len(subjects))
     named = subjects.cast(pyarrow.string())
@@ -235,25 +235,25 @@ def _subjects(subjects: pyarrow.Array, topic: str) -> pyarrow.Array:
 
 
 def headers(blocks: pyarrow.Array) -> pyarrow.Array:
-    """Header lines (`Name: value`) as maps; of a name that comes twice, the first. Null where there are none."""
+    """Return header lines (`Name: value`) as maps, null without headers. The first of a repeated name counts."""
     kind = TYPES["headers"]
     if blocks.null_count == len(blocks):
         return pyarrow.nulls(len(blocks), kind)
     try:
         texts = blocks.cast(pyarrow.string())
     except pyarrow.ArrowInvalid:
-        # Bytes that are no text are rare, and Arrow has no way to replace them.
+        # Bytes that are not UTF-8 are rare, and Arrow cannot replace them.
         return pyarrow.array(
             [None if block is None else list(read_headers(block).items()) for block in blocks.to_pylist()], kind
         )
     lines_of = compute.split_pattern(compute.fill_null(texts, ""), "\n")
     lines = lines_of.flatten()
-    # A line that begins with a blank goes on with the one before, and is no header; nor is one without a name.
+    # A line that begins with a blank continues the one before, and is not a header; nor is one without a name.
     is_header = compute.match_substring_regex(lines, r"\A[^ \t:][^:]*:")
     pairs = compute.split_pattern(lines.filter(is_header), ":", max_splits=1)
     names = compute.utf8_rtrim(compute.list_element(pairs, 0), " \t")
     values = compute.utf8_trim(compute.list_element(pairs, 1), " \t\r")
-    # So many headers are there before each line, and so before each message.
+    # The number of headers before each line, and so before each message.
     edges = _count_before(is_header).take(lines_of.offsets)
     names, values, edges = _first_of_each(names, values, edges)
     return pyarrow.MapArray.from_arrays(
@@ -264,10 +264,10 @@ def headers(blocks: pyarrow.Array) -> pyarrow.Array:
 def _first_of_each(
     names: pyarrow.Array, values: pyarrow.Array, edges: pyarrow.Array
 ) -> tuple[pyarrow.Array, pyarrow.Array, pyarrow.Array]:
-    """Without headers whose name was there before in the same message."""
+    """Drop headers whose name occurred before in the same message."""
     known = names.dictionary_encode()
     owners = compute.list_parent_indices(pyarrow.ListArray.from_arrays(edges, names)).cast(pyarrow.int64())
-    # One number for each name in each message.
+    # A number for each name in each message.
     codes = compute.add(compute.multiply(owners, len(known.dictionary)), known.indices)
     if compute.count_distinct(codes).as_py() == len(codes):
         return names, values, edges
@@ -278,6 +278,6 @@ def _first_of_each(
 
 
 def _count_before(flags: pyarrow.Array) -> pyarrow.Array:
-    """How many are set before each place, and at the end how many in all."""
+    """Return the number of set flags before each position, and at the end the total."""
     counts = compute.cumulative_sum(flags.cast(pyarrow.int32()))
     return pyarrow.concat_arrays([pyarrow.array([0], pyarrow.int32()), counts])

@@ -1,7 +1,6 @@
-"""The client of a Python worker: one in each process for each broker, kept for as long as the process lives.
+"""The clients of a Python worker: one per broker, kept for the life of the process.
 
-Spark uses its workers again, so a task finds the connection that an earlier one made. After a fork the client makes a
-connection of its own.
+Spark reuses its workers, so a task finds the connection of an earlier one. After a fork a client connects anew.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from penstock.errors import NoBroker, TimedOut
 SERVERS: Final = "127.0.0.1:4222"
 TIMEOUT_S: Final = 10.0
 
-# Between two tries to reach a broker that is not there (yet).
+# Between two attempts to reach a broker.
 _PAUSE_S: Final = 0.1
 
 
@@ -27,15 +26,15 @@ def client(
     password: str | None = None,
     token: str | None = None,
 ) -> Client:
-    """A connected client of `servers` ("host:port", several with commas between them).
+    """Return a connected client of `servers`, "host:port" or several separated by commas.
 
-    A broker that does not answer is waited for, `timeout_s` at the most: it may be on its way up again.
+    Retry a broker that does not answer for `timeout_s`: it may be restarting.
     """
-    key = _Key(servers, timeout_s, user, password, token)
+    key = _ClientKey(servers, timeout_s, user, password, token)
     found = _clients.get(key)
     if found is None:
         made = Client(_split(servers), name="spark", user=user, password=password, token=token, timeout=timeout_s)
-        # Of two threads one wins; what the other made has no connection yet, and is just dropped.
+        # If two threads race, one wins. The other's client has no connection yet and is dropped.
         found = _clients.setdefault(key, made)
     _connect(found, timeout_s)
     return found
@@ -47,7 +46,7 @@ def close() -> None:
         _clients.popitem()[1].close()
 
 
-class _Key(NamedTuple):
+class _ClientKey(NamedTuple):
     servers: str
     timeout_s: float
     user: str | None
@@ -55,13 +54,13 @@ class _Key(NamedTuple):
     token: str | None
 
 
-_clients: Final[dict[_Key, Client]] = {}
+_clients: Final[dict[_ClientKey, Client]] = {}
 
 
 def _split(servers: str) -> list[str]:
     found = [server.strip() for server in servers.split(",") if server.strip()]
     if not found:
-        raise ValueError(f"servers={servers!r} names no server: it must be host:port, such as {SERVERS}")
+        raise ValueError(f"invalid servers {servers!r}: it must be host:port, such as {SERVERS}")
     return found
 
 

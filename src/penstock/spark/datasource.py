@@ -1,6 +1,6 @@
-"""`format("penstock")`: where Spark finds the source and the sink."""
+"""`format("penstock")`: the entry point of Spark to the source and the sink."""
 
-# The names of methods are Spark's.
+# Method names are Spark's.
 # ruff: noqa: N802
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pyspark.sql.datasource import (
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-# The module that Spark runs when it pushes filters down. Only then may a reader have `pushFilters`: elsewhere Spark
-# refuses every read by such a reader.
+# The module that Spark runs to push filters down. Only then may a reader have `pushFilters`: elsewhere Spark refuses
+# such a reader.
 _PUSHDOWN: Final = "pyspark.sql.worker.data_source_pushdown_filters"
 
 
 class PenstockDataSource(DataSource):
-    """Topics as tables and streams, and the other way round."""
+    """Topics as tables and streams, and tables and streams as topics."""
 
     @classmethod
     def name(cls) -> str:
@@ -51,18 +51,18 @@ class PenstockDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         if "archive" in self.options:
-            from penstock.spark import archive
+            from penstock.spark import archive_sink
 
-            return archive.writer(self.options, schema, overwrite)
+            return archive_sink.writer(self.options, schema, overwrite)
         from penstock.spark import sink
 
         return sink.writer(self.options, schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         if "archive" in self.options:
-            from penstock.spark import archive
+            from penstock.spark import archive_sink
 
-            return archive.stream_writer(self.options, schema)
+            return archive_sink.stream_writer(self.options, schema)
         from penstock.spark import sink
 
         return sink.stream_writer(self.options, schema)

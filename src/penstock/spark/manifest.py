@@ -1,17 +1,17 @@
-"""The manifest of an archive: which files are in it, of which batch each is, and which offsets they hold.
+"""The manifest of an archive: its files, the batch of each, and the offsets that they hold.
 
     <root>/_manifest/lock                                   held while a batch is committed
                      00000000000000000107.json              an entry: one committed batch and its files
-                     00000000000000000099.checkpoint.json   what the entries up to this one come to, without the files
-                     00000000000000000099.files.json        a piece: the files of the entries that were folded here
+                     00000000000000000099.checkpoint.json   the sum of the entries up to this one, without the files
+                     00000000000000000099.files.json        a piece: the files of the entries folded here
 
 A data file that no entry names is not in the archive. An entry is written aside, synced and linked to its number, which
-can be done once for each number: so a batch is in the archive whole or not at all. Every hundred entries are folded, so
-that a commit reads a hundred small files at the most, however old the archive is; they are removed one fold later.
+succeeds only once per number, so a batch is added atomically. Every hundred entries are folded, so that a commit reads
+at most a hundred small files, however old the archive is. Folded entries are removed one fold later.
 
-Of each topic partition an archive holds one range of offsets, which grows at its end. Within it an offset may have no
-row: compaction and filters leave such holes. One query leaves no others, so its batches may begin beyond the end;
-another writer that begins there would leave out what lies between, and must say that this is meant.
+An archive holds one range of offsets per topic partition, which grows at its end. Offsets within it may have no row:
+compaction and filters leave such holes. A single query leaves no other holes, so its batches may begin beyond the end.
+Another writer that begins there would skip messages, and must set an option to confirm that.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from penstock.spark.durable_files import sync_directory
 VERSION: Final = 1
 FOLD_EVERY: Final = 100
 DIRECTORY: Final = "_manifest"
-# A writer that nobody can name again needs not be remembered when its entry is folded.
+# The prefix of writers that are used once. They are forgotten when their entry is folded.
 ONCE: Final = "once:"
-# A reader that lists the directory while entries are folded finds some of them gone, and looks again.
+# How often a reader tries again when entries disappear because they are being folded.
 _LOOKS_MAX: Final = 10
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ArchivedFile:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A batch: number `batch` of `writer`, whose batches have ascending numbers."""
+    """A batch with its number, which ascends for each writer."""
 
     writer: str
     batch: int
@@ -68,7 +68,7 @@ class Entry:
     files: tuple[ArchivedFile, ...]
 
     def spans(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Of each topic partition the first offset and the end."""
+        """Return the first offset and the end of each topic partition."""
         found: dict[tuple[str, int], tuple[int, int]] = {}
         for file in self.files:
             first, end = found.get((file.topic, file.partition), (file.first, file.last + 1))
@@ -78,7 +78,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedRange:
-    """The offsets of a topic partition, the end not included, and who wrote last."""
+    """The offsets of a topic partition, excluding the end, and its last writer."""
 
     first: int
     end: int
@@ -86,8 +86,8 @@ class ArchivedRange:
 
 
 @dataclass(slots=True)
-class State:
-    """What the entries up to `number` come to. `recent`: the files that are in no piece yet."""
+class ManifestState:
+    """The sum of the entries up to `number`. `recent` are the files that are in no piece yet."""
 
     number: int = -1
     checkpoint: int = -1
@@ -111,41 +111,41 @@ class State:
 
 
 class Manifest:
-    """The manifest of the archive at `root`. Many may read while one commits; commits wait for each other."""
+    """The manifest of the archive at `root`. Any number may read while one commits; commits exclude each other."""
 
     def __init__(self, root: Path, *, fold_every: int = FOLD_EVERY) -> None:
         self.root = root
         self.directory = root / DIRECTORY
         self._fold_every = fold_every
-        self._state = State()
+        self._state = ManifestState()
         self._pieces: dict[int, list[ArchivedFile]] = {}
 
     def create(self) -> None:
-        """Make an empty one where there is none."""
+        """Create an empty manifest if there is none."""
         if not self.directory.is_dir():
             self.directory.mkdir(parents=True, exist_ok=True)
             for parent in (self.directory, self.root, self.root.parent):
                 sync_directory(parent)
 
-    def state(self) -> State:
-        """As of now."""
-        return self._looking(self._refresh)
+    def state(self) -> ManifestState:
+        """Return the current state."""
+        return self._retrying(self._refresh)
 
     def ranges(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """Of each topic partition the first offset and the end."""
+        """Return the first offset and the end of each topic partition."""
         return {place: (known.first, known.end) for place, known in self.state().ranges.items()}
 
     def files(self) -> list[ArchivedFile]:
-        """Every file that is in the archive, in the order of the commits."""
-        return self._looking(self._all_files)
+        """Return every file in the archive, in the order of commits."""
+        return self._retrying(self._all_files)
 
     def commit(self, entry: Entry, *, gaps: bool = False) -> bool:
-        """Add a batch; False if it is there already. ValueError if it does not go on where the archive ends."""
+        """Add a batch; return False if it was added before. Raise ValueError if it does not continue the archive."""
         with self._locked():
             state = self.state()
             if state.holds(entry):
                 check_replay(self.root, entry, state.ranges)
-                # Whoever linked it may have been stopped before this.
+                # The writer that linked it may have been killed before the sync.
                 sync_directory(self.directory)
                 return False
             check(self.root, entry, state, gaps=gaps)
@@ -156,22 +156,24 @@ class Manifest:
         return True
 
     def unnamed(self, paths: Iterable[str]) -> list[str]:
-        """Those of the files that no entry names, as of now."""
+        """Return those of the files that no entry names."""
         named = {file.path for file in self.files()}
         return [path for path in paths if path not in named]
 
-    def _looking(self, look: Callable[[], _Found]) -> _Found:
+    def _retrying(self, look: Callable[[], _Found]) -> _Found:
         for _ in range(_LOOKS_MAX):
             try:
                 return look()
             except FileNotFoundError as error:
                 missing = error
-                self._state = State()
+                self._state = ManifestState()
         if not self.directory.is_dir():
-            raise BadDirectory(f"{self.root} is no archive: it has no {DIRECTORY}") from missing
-        raise BadDirectory(f"{missing.filename} of the archive is missing; restore it, or archive anew elsewhere")
+            raise BadDirectory(f"{self.root} is not an archive: it has no {DIRECTORY}") from missing
+        raise BadDirectory(
+            f"{missing.filename} of the archive is missing: restore it, or start a new archive elsewhere"
+        )
 
-    def _refresh(self) -> State:
+    def _refresh(self) -> ManifestState:
         entries, checkpoints = _numbers(os.listdir(self.directory))
         checkpoint, last = max(checkpoints, default=-1), max(entries | checkpoints, default=-1)
         if checkpoint > self._state.checkpoint:
@@ -189,8 +191,8 @@ class Manifest:
             found += self._pieces[piece]
         return found + state.recent
 
-    def _fold(self, state: State) -> None:
-        """The batch is committed already: what fails here is done by a later fold."""
+    def _fold(self, state: ManifestState) -> None:
+        """Fold the entries. A failure is only logged: the batch is committed, and a later fold does it."""
         previous, number = state.checkpoint, state.number
         pieces = [*state.pieces, number]
         try:
@@ -201,20 +203,20 @@ class Manifest:
             _log.warning("%s: the manifest could not be folded: %s", self.root, error)
 
     def _remove_folded(self, previous: int, number: int, pieces: Sequence[int]) -> None:
-        """Entries stay until the fold after theirs, for readers that are about to open them."""
+        """Remove the entries of the last fold. Those of this one stay for readers that are about to open them."""
         for name in os.listdir(self.directory):
             stem, _, kind = name.partition(".")
             if not stem.isdecimal():
-                gone = name.startswith(".")  # written aside by someone who was stopped: we hold the lock
+                gone = name.startswith(".")  # left by a killed writer: we hold the lock
             elif kind == "files.json":
-                gone = int(stem) < number and int(stem) not in pieces  # of a fold that was interrupted
+                gone = int(stem) < number and int(stem) not in pieces  # of an interrupted fold
             else:
                 gone = int(stem) < previous or (kind == "json" and int(stem) == previous)
             if gone:
                 os.unlink(self.directory / name)
 
     def _put(self, name: str, content: dict[str, Any]) -> None:
-        """Durably, under a name that nobody has taken."""
+        """Write a file durably under a new name."""
         aside, path = self.directory / f".{uuid.uuid4().hex}", self.directory / name
         try:
             with open(aside, "xb") as file:
@@ -223,7 +225,7 @@ class Manifest:
                 os.fsync(file.fileno())
             os.link(aside, path)
         except FileExistsError as error:
-            raise BadDirectory(f"{path}: another writer took this number; start the query again") from error
+            raise BadDirectory(f"{path}: another writer took this number: start the query again") from error
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise BadDirectory(f"{self.root}: an archive needs a file system with hard links") from error
@@ -239,9 +241,11 @@ class Manifest:
             read: dict[str, Any] = json.loads(content)
             version = read["version"]
         except (ValueError, TypeError, KeyError) as error:
-            raise BadDirectory(f"{path} is damaged; restore it, or archive anew elsewhere") from error
+            raise BadDirectory(f"{path} is damaged: restore it, or start a new archive elsewhere") from error
         if version != VERSION:
-            raise BadDirectory(f"{path} has version {version}, and this Penstock knows {VERSION}: install a newer one")
+            raise BadDirectory(
+                f"{path} has unknown version {version}, this Penstock reads {VERSION}: install a newer one"
+            )
         return read
 
     @contextmanager
@@ -249,7 +253,7 @@ class Manifest:
         try:
             descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except FileNotFoundError as error:
-            raise BadDirectory(f"{self.root} is no archive: it has no {DIRECTORY}") from error
+            raise BadDirectory(f"{self.root} is not an archive: it has no {DIRECTORY}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
@@ -257,12 +261,12 @@ class Manifest:
             os.close(descriptor)
 
 
-def check(root: Path, entry: Entry, state: State, *, gaps: bool) -> None:
-    """That a batch goes on where the archive ends, with the same columns."""
+def check(root: Path, entry: Entry, state: ManifestState, *, gaps: bool) -> None:
+    """Raise ValueError if a batch does not continue the archive, or has other columns."""
     if state.columns and entry.columns != state.columns:
         raise ValueError(
-            f"the archive {root} has the columns {', '.join(state.columns)}, and this write {', '.join(entry.columns)}:"
-            " write the same, or to another directory"
+            f"the archive {root} has the columns {', '.join(state.columns)}, but this write has"
+            f" {', '.join(entry.columns)}: write the same, or to another directory"
         )
     ends = {place: known.end for place, known in state.ranges.items()}
     for (topic, partition), (first, _) in entry.spans().items():
@@ -275,36 +279,36 @@ def check(root: Path, entry: Entry, state: State, *, gaps: bool) -> None:
 
 
 def check_replay(root: Path, entry: Entry, ranges: Mapping[tuple[str, int], ArchivedRange]) -> None:
-    """That a batch which was archived before still has the rows of then: other rows would be lost without a word."""
+    """Raise ValueError if a batch that was archived before has other rows now: they would be dropped silently."""
     for (topic, partition), (first, end) in entry.spans().items():
         known = ranges.get((topic, partition))
         if known is None or first < known.first or end > known.end:
             raise ValueError(
-                f"batch {entry.batch} of {entry.writer} was archived in {root} before, and now has other rows"
+                f"batch {entry.batch} of {entry.writer} was archived in {root} before, but now has other rows"
                 f" ({topic} partition {partition}, offsets {first} to {end - 1}): has its checkpoint been changed?"
-                " Start with a new checkpoint where the archive ends, or with a new txnId"
+                " Start over with a new checkpoint where the archive ends, or with a new txnId"
             )
 
 
 def refuse_overlap(root: Path, place: tuple[str, int], first: int, ends: Mapping[tuple[str, int], int]) -> None:
     if first < ends[place]:
         raise ValueError(
-            f"the archive {root} holds {place[0]} partition {place[1]} up to offset {ends[place] - 1}, and this write"
-            f" begins at {first}: go on with startingOffsets {starting_offsets(ends)}, or write to another directory"
+            f"the archive {root} holds {place[0]} partition {place[1]} up to offset {ends[place] - 1}, but this write"
+            f" begins at {first}: continue with startingOffsets {starting_offsets(ends)}, or write to another directory"
         )
 
 
 def refuse_gap(root: Path, place: tuple[str, int], first: int, ends: Mapping[tuple[str, int], int]) -> None:
     if first > ends[place]:
         raise ValueError(
-            f"the archive {root} holds {place[0]} partition {place[1]} up to offset {ends[place] - 1}, and this write"
-            f" begins at {first}: go on with startingOffsets {starting_offsets(ends)}, or, if there is nothing between"
-            " or it shall be left out, give the option archiveGaps=true"
+            f"the archive {root} holds {place[0]} partition {place[1]} up to offset {ends[place] - 1}, but this write"
+            f" begins at {first}: continue with startingOffsets {starting_offsets(ends)}, or, to skip the messages in"
+            " between, set archiveGaps=true"
         )
 
 
 def starting_offsets(ends: Mapping[tuple[str, int], int]) -> str:
-    """Where each partition ends, as the source takes it."""
+    """Return the end of each partition as the option startingOffsets of the source."""
     topics: dict[str, dict[str, int]] = {}
     for (topic, partition), end in sorted(ends.items()):
         topics.setdefault(topic, {})[str(partition)] = end
@@ -312,7 +316,7 @@ def starting_offsets(ends: Mapping[tuple[str, int], int]) -> str:
 
 
 def _numbers(names: Iterable[str]) -> tuple[set[int], set[int]]:
-    """Of the entries and of the checkpoints."""
+    """Return the numbers of the entries and of the checkpoints."""
     entries, checkpoints = set(), set()
     for name in names:
         stem, _, kind = name.partition(".")
@@ -338,7 +342,7 @@ def _entry(read: dict[str, Any]) -> Entry:
     return Entry(read["writer"], read["batch"], tuple(read["columns"]), tuple(_file(file) for file in read["files"]))
 
 
-def _checkpoint_json(state: State, pieces: Sequence[int]) -> dict[str, Any]:
+def _checkpoint_json(state: ManifestState, pieces: Sequence[int]) -> dict[str, Any]:
     return {
         "number": state.number,
         "columns": state.columns,
@@ -348,9 +352,9 @@ def _checkpoint_json(state: State, pieces: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _checkpoint_state(number: int, read: dict[str, Any]) -> State:
+def _checkpoint_state(number: int, read: dict[str, Any]) -> ManifestState:
     ranges = {(r["topic"], r["partition"]): ArchivedRange(r["first"], r["end"], r["writer"]) for r in read["ranges"]}
-    return State(number, number, tuple(read["columns"]), ranges, dict(read["writers"]), list(read["pieces"]))
+    return ManifestState(number, number, tuple(read["columns"]), ranges, dict(read["writers"]), list(read["pieces"]))
 
 
 def _ranges_json(ranges: Iterable[tuple[tuple[str, int], int, int, str]]) -> list[dict[str, Any]]:

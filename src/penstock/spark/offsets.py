@@ -1,4 +1,4 @@
-"""Offsets of a stream as Spark keeps them in its log, and the arithmetic of how much is read at once."""
+"""The offsets of a stream as Spark stores them in its log, and the arithmetic of how much a batch reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """How far each partition is read. The id of a topic tells it from another that had its name before.
+    """The end of reading in each partition. The ID distinguishes a topic from an earlier one of the same name.
 
     {"version": 1, "topics": {"orders": {"id": 7, "offsets": {"0": 23, "1": 5}}}}
     """
@@ -33,7 +33,7 @@ class Offsets:
         version = found.get("version")
         if version != VERSION or not isinstance(found.get("topics"), dict):
             raise ValueError(
-                f"the checkpoint has offsets of version {version!r}, this Penstock reads {VERSION}: "
+                f"unknown version {version!r} of the offsets in the checkpoint, this Penstock reads {VERSION}: "
                 "it belongs to another source, or to a newer Penstock"
             )
         ids, ends = {}, {}
@@ -45,7 +45,7 @@ class Offsets:
 
 
 class OffsetRange(NamedTuple):
-    """Offsets of a partition, the last one not included."""
+    """Offsets of a partition, excluding the end."""
 
     place: TopicPartition
     start: int
@@ -57,9 +57,9 @@ class OffsetRange(NamedTuple):
 
 
 def share(available: Mapping[TopicPartition, int], limit: int) -> dict[TopicPartition, int]:
-    """`limit` shared out: in proportion to what is there, and at least one to each while it lasts.
+    """Share out `limit` in proportion to the backlogs, with at least one for each partition while it lasts.
 
-    So partitions with unlike backlogs come to their ends together, and a small one is never left waiting.
+    So partitions with different backlogs finish together, and a small one never starves.
     """
     waiting = {place: count for place, count in available.items() if count > 0}
     total = sum(waiting.values())
@@ -70,7 +70,7 @@ def share(available: Mapping[TopicPartition, int], limit: int) -> dict[TopicPart
     if left:
         for place in shares:
             shares[place] += (waiting[place] - 1) * left // rest
-        # What rounding left over: less than one for each.
+        # The remainder of rounding: less than one for each.
         left = limit - sum(shares.values())
         for place in [place for place in shares if shares[place] < waiting[place]][:left]:
             shares[place] += 1
@@ -78,13 +78,13 @@ def share(available: Mapping[TopicPartition, int], limit: int) -> dict[TopicPart
 
 
 def split(ranges: Sequence[OffsetRange], *, partitions_min: int | None, records_max: int | None) -> list[OffsetRange]:
-    """The same offsets, in at least so many ranges of at most so many offsets."""
+    """Split ranges into at least `partitions_min` of at most `records_max` offsets."""
     total = sum(each.size for each in ranges)
     found = []
     for each in ranges:
         parts = 1
         if partitions_min is not None and len(ranges) < partitions_min:
-            # Rounded up, so that together they are never fewer.
+            # Rounded up, so that the sum is never smaller.
             parts = -(-each.size * partitions_min // total)
         if records_max is not None:
             parts = max(parts, -(-each.size // records_max))

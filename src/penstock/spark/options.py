@@ -1,6 +1,6 @@
-"""The options of the source, read and checked. Spark hands them over as texts, with their names in lower case.
+"""The options of the source, parsed and checked. Spark passes them as text, with names in lower case.
 
-Names and meanings are those of Kafka's connector wherever the meaning is the same, so that a job moves by changing its
+Names and meanings are those of the Kafka connector where the meaning is the same, so that a job moves by changing its
 format and its servers.
 """
 
@@ -18,9 +18,9 @@ from penstock.clock import SystemClock
 from penstock.spark import connection
 from penstock.subject import is_pattern
 
-# How long the broker may be away, or may take for an answer.
+# How long the broker may be unreachable, or take to reply.
 TIMEOUT_S: Final = connection.TIMEOUT_S
-# Until when a stream that waits for `minOffsetsPerTrigger` goes on with less: as Kafka's connector.
+# How long a stream waits for `minOffsetsPerTrigger`, as in the Kafka connector.
 TRIGGER_DELAY_S: Final = 15 * 60.0
 
 CONNECTION: Final = ("servers", "kafka.bootstrap.servers", "user", "password", "token", "timeout")
@@ -49,7 +49,7 @@ READ: Final = (
     "kafka.group.id",
     "archive",
 )
-# What Spark itself puts among the options.
+# Options that Spark itself adds.
 _SPARKS: Final = frozenset({"checkpointlocation", "queryname"})
 
 EARLIEST: Final = -2
@@ -72,7 +72,7 @@ class TopicPartition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BrokerOptions:
-    """Which broker, and as whom."""
+    """The servers of a broker, and the credentials for it."""
 
     servers: str
     timeout_s: float
@@ -90,7 +90,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """`subscribePattern`: the topics whose whole name matches, also those that are made later."""
+    """`subscribePattern`: topics whose full name matches, including those created later."""
 
     expression: re.Pattern[str]
 
@@ -104,7 +104,7 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class AtOffsets:
-    """An offset for each partition; EARLIEST and LATEST are two of them."""
+    """An offset for each partition, which may be EARLIEST or LATEST."""
 
     name: str
     offsets: dict[TopicPartition, int]
@@ -112,7 +112,7 @@ class AtOffsets:
 
 @dataclass(frozen=True, slots=True)
 class AtTime:
-    """The first message that was stored at a time or later."""
+    """The first message stored at a time or later."""
 
     name: str
     time_ms: int
@@ -126,7 +126,7 @@ class AtTimes:
 
 @dataclass(frozen=True, slots=True)
 class AtEdge:
-    """Everywhere at EARLIEST, or everywhere at LATEST."""
+    """EARLIEST or LATEST in all partitions."""
 
     offset: int
 
@@ -137,14 +137,14 @@ Bound = AtEdge | AtOffsets | AtTime | AtTimes
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """All that the source can be told."""
+    """All options of the source."""
 
     broker: BrokerOptions
     topics: Topics
     subjects: tuple[bytes, ...]
     start: Bound
     end: Bound
-    # Whether a time behind the last message is an error, or the end.
+    # Whether a start time after the last message is an error, or means the end.
     is_late_start_error: bool
     offsets_max: int | None
     offsets_min: int | None
@@ -197,7 +197,7 @@ def broker(options: Mapping[str, str]) -> BrokerOptions:
 
 
 def check_known(options: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse the first option that there is not. `known`: names as users write them."""
+    """Raise ValueError for an unknown option. `known` are names as users write them."""
     names = {name.lower(): name for name in known}
     for given in options:
         if given.lower() in names or given.lower() in _SPARKS:
@@ -206,20 +206,20 @@ def check_known(options: Iterable[str], known: Iterable[str]) -> None:
             raise ValueError("a topic has no path: call load() and save() without one, and name topics with options")
         nearest = difflib.get_close_matches(given.lower(), names, 1)
         if nearest:
-            raise ValueError(f"there is no option {given!r}: did you mean {names[nearest[0]]!r}?")
-        raise ValueError(f"there is no option {given!r}: there are {', '.join(sorted(names.values()))}")
+            raise ValueError(f"unknown option {given!r}: did you mean {names[nearest[0]]!r}?")
+        raise ValueError(f"unknown option {given!r}: there are {', '.join(sorted(names.values()))}")
 
 
-# One option each, by the name that users write.
+# Readers of one option each, by the name that users write.
 
 
 def text(options: Mapping[str, str], name: str) -> str | None:
-    """None if it is not there; it cannot be empty."""
+    """Return an option, which must not be empty; None if it is absent."""
     given = options.get(name.lower())
     if given is None:
         return None
     if not given.strip():
-        raise ValueError(f"{name} is empty: give it a value, or leave it out")
+        raise ValueError(f"{name} is empty: set a value, or omit it")
     return given.strip()
 
 
@@ -232,7 +232,7 @@ def number(options: Mapping[str, str], name: str, *, least: int = 1) -> int | No
     except ValueError:
         found = least - 1
     if not least <= found <= OFFSET_MAX:
-        raise ValueError(f"{name} is {given!r}: it must be a whole number from {least} on")
+        raise ValueError(f"{name} is {given!r}: it must be an integer of at least {least}")
     return found
 
 
@@ -246,7 +246,7 @@ def flag(options: Mapping[str, str], name: str, *, default: bool) -> bool:
 
 
 def choice(options: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
-    """One of them; the first if none is given."""
+    """Return one of the allowed values; the first by default."""
     given = text(options, name)
     if given is None:
         return allowed[0]
@@ -256,7 +256,7 @@ def choice(options: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> s
 
 
 def seconds(options: Mapping[str, str], name: str, default: float) -> float:
-    """Seconds as a number, or a time such as 500ms."""
+    """Return a duration, given as a number of seconds or as 500ms."""
     given = text(options, name)
     try:
         found = default if given is None else float(given)
@@ -273,26 +273,26 @@ def duration_s(options: Mapping[str, str], name: str, default: float) -> float:
         return default
     found = _DURATION.fullmatch(given.lower())
     if not found:
-        raise ValueError(f"{name} is {given!r}: it must be a time such as 500ms, 30s, 15m, 1h or 1d")
+        raise ValueError(f"{name} is {given!r}: it must be a duration such as 500ms, 30s, 15m, 1h or 1d")
     return int(found[1]) * _UNIT_S[found[2]]
 
 
 def names(options: Mapping[str, str], name: str) -> tuple[str, ...]:
-    """A list with commas; each once, in the order given."""
+    """Return a comma-separated list without duplicates, in the given order."""
     given = text(options, name)
     if given is None:
         return ()
     found = tuple(dict.fromkeys(each.strip() for each in given.split(",")))
     if not all(found):
-        raise ValueError(f"{name} is {given!r}: between its commas there must be names")
+        raise ValueError(f"{name} is {given!r}: it must be names separated by commas")
     return found
 
 
 def _topics(options: Mapping[str, str]) -> Topics:
     ways = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in options]
     if len(ways) != 1:
-        given = " and ".join(ways) or "none of them"
-        raise ValueError(f"exactly one of subscribe, subscribePattern and assign says what is read, here {given}")
+        given = " and ".join(ways) or "none"
+        raise ValueError(f"exactly one of subscribe, subscribePattern and assign is needed, but there is {given}")
     match ways[0]:
         case "subscribe":
             return Names(names(options, "subscribe"))
@@ -301,7 +301,9 @@ def _topics(options: Mapping[str, str]) -> Topics:
             try:
                 return Matching(re.compile(expression))
             except re.error as error:
-                raise ValueError(f"subscribePattern is {expression!r}, no regular expression: {error}") from None
+                raise ValueError(
+                    f"subscribePattern is {expression!r}, which is not a regular expression: {error}"
+                ) from None
     return Assigned(_assigned(options))
 
 
@@ -323,14 +325,14 @@ def _subjects(options: Mapping[str, str]) -> tuple[bytes, ...]:
     for pattern in patterns:
         if not is_pattern(pattern):
             raise ValueError(
-                f"subjects has {pattern.decode()!r}, which is no pattern: tokens with dots between them, "
-                "`*` for one token, `>` at the end for all that follow"
+                f"subjects has {pattern.decode()!r}, which is not a pattern: use tokens separated by dots, "
+                "`*` for one token, and `>` at the end for all that follow"
             )
     return patterns
 
 
 def _bound(options: Mapping[str, str], which: str, default: Bound) -> Bound:
-    """Of several the first counts, as in Kafka's connector: the time, times by partition, offsets."""
+    """Return where reading starts or ends. As with Kafka, a time wins over times by partition, then offsets."""
     time_ms = _time_ms(options, f"{which}Timestamp")
     if time_ms is not None:
         return AtTime(f"{which}Timestamp", time_ms)
@@ -349,7 +351,7 @@ def _bound(options: Mapping[str, str], which: str, default: Bound) -> Bound:
 
 
 def _time_ms(options: Mapping[str, str], name: str) -> int | None:
-    """A number is milliseconds, as in Kafka's connector."""
+    """Return a time in milliseconds. A number is milliseconds, as in the Kafka connector."""
     given = text(options, name)
     if given is None or given.isdecimal():
         return number(options, name, least=0)
@@ -393,10 +395,10 @@ def _refuse(name: str, options: Mapping[str, str], expected: str) -> NoReturn:
 
 def _check_together(found: ReadOptions, *, is_stream: bool) -> None:
     if found.end == AtEdge(EARLIEST):
-        raise ValueError("endingOffsets is earliest, so there would be nothing to read: it must be latest or offsets")
+        raise ValueError("endingOffsets is earliest, which leaves nothing to read: it must be latest or offsets")
     if isinstance(found.end, AtOffsets) and EARLIEST in found.end.offsets.values():
-        raise ValueError("endingOffsets has -2 (earliest), so there would be nothing to read")
+        raise ValueError("endingOffsets has -2 (earliest), which leaves nothing to read")
     if not is_stream and found.start == AtEdge(LATEST):
-        raise ValueError("startingOffsets is latest, so there would be nothing to read: a batch ends at the latest")
+        raise ValueError("startingOffsets is latest, which leaves a batch nothing to read")
     if found.archive is not None and found.bytes_max is not None:
-        raise ValueError("maxBytesPerTrigger cannot be told of an archive: use maxOffsetsPerTrigger")
+        raise ValueError("maxBytesPerTrigger does not work with an archive: use maxOffsetsPerTrigger")

@@ -1,14 +1,14 @@
-"""Rows that a task writes, as batches for the partitions that they belong to.
+"""The rows of a task as batches for partitions.
 
-    value       binary or string; null: the message deletes its key
+    value       binary or string; null for a tombstone, which deletes its key
     key         binary or string
-    subject     string: where the message goes, at or below the topic's name
-    topic       string: the subject of a row that has none
+    subject     string: the topic, or a subject in it
+    topic       string: the subject of a row without one
     headers     map<string, string>
-    partition   int: the partition, whatever the key is
+    partition   int: the partition, regardless of the key
 
-Each row goes where the client would send it. Nothing here is done row by row in Python: what must be looked at by
-itself (a subject, a key) is looked at once for each that is different.
+Each row goes where the client would send it. Nothing here works row by row in Python: subjects and keys are processed
+once for each distinct value.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.errors import BadHeader, BadSubject, UnknownTopic
 from penstock.headers import hash_key
 from penstock.subject import is_subject
 
-# Of one batch: large enough that its header and its request cost nothing; and with all of its columns smaller than the
-# largest payload that a broker usually takes (1 MiB), for in a larger one it must look at the size of every message,
-# which takes it a good part of the time of staging.
+# The size of a batch: large enough that its header and its request cost nothing, and with all columns smaller than the
+# default limit of a payload (1 MiB), because in a larger one the broker must check the size of every message, which is
+# a good part of the time of staging.
 BATCH_BYTES: Final = 768 << 10
 BATCH_ROWS: Final = 1 << 15
 
-# A subject -> the name of its topic, the topic's id, and how many partitions it has.
+# A subject -> the name of its topic, the ID of the topic, and its number of partitions.
 Resolve = Callable[[str], tuple[str, int, int]]
 
 
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 
 class Router:
-    """Finds the place of every row. One for each task: it remembers the topics that it asked for."""
+    """Finds the partition of every row. Each task has its own, which caches the topics."""
 
     def __init__(
         self,
@@ -54,20 +54,20 @@ class Router:
         compression: Compression = Compression.NONE,
         turn: int = 0,
     ) -> None:
-        """`topic`: in place of what the column of that name says.
+        """`topic` replaces the column of that name.
 
-        `turn`: rows that neither a key nor a subject gives a partition go to each in turn, those of one call together;
-        this is where they begin. Tasks begin at different ones.
+        Rows without a key or a subject go to the partitions in turn, the rows of one call together, beginning with
+        `turn`, which differs between tasks.
         """
         self._resolve = resolve
         self._topic = topic
         self._compression = compression
-        self._topics: list[_Topic] = []
-        self._by_name: dict[str, _Topic] = {}
+        self._topics: list[_TargetTopic] = []
+        self._by_name: dict[str, _TargetTopic] = {}
         self._turn = turn
 
     def parts(self, rows: pyarrow.RecordBatch, *, timestamp: int) -> Iterator[Part]:
-        """The rows by topic and partition. In each of them they keep their order."""
+        """Yield the rows by topic and partition. Within a partition they keep their order."""
         if not rows.num_rows:
             return
         columns = dict(zip(rows.schema.names, rows.columns, strict=True))
@@ -91,25 +91,29 @@ class Router:
                 batch = arrow.encode(part, timestamp=timestamp, compression=self._compression, asks=headers.asks)
                 yield Part(self._topics[place >> 32].name, place & 0xFFFFFFFF, batch)
 
-    def _find(self, subject: str) -> _Topic:
-        """The topic that stores a subject. No topic lies below another: the first that fits is the one."""
+    def _find(self, subject: str) -> _TargetTopic:
+        """Return the topic that stores a subject. Topics do not nest, so the first match is the only one."""
         if not is_subject(subject.encode()):
-            raise BadSubject(f"{subject!r} is no subject: tokens with dots between them, such as orders.eu")
+            raise BadSubject(f"invalid subject {subject!r}: it must be tokens separated by dots, such as orders.eu")
         name = subject
         while name:
             if name in self._by_name:
                 return self._by_name[name]
             name = name.rpartition(".")[0]
         name, _, partitions = self._resolve(subject)
-        topic = _Topic(len(self._topics), name, partitions)
+        topic = _TargetTopic(len(self._topics), name, partitions)
         self._topics.append(topic)
         self._by_name[name] = topic
         return topic
 
     def _places(
-        self, subjects: _Subjects, topics: Sequence[_Topic], key: pyarrow.Array | None, partition: pyarrow.Array | None
+        self,
+        subjects: _Subjects,
+        topics: Sequence[_TargetTopic],
+        key: pyarrow.Array | None,
+        partition: pyarrow.Array | None,
     ) -> _Datum:
-        """The number of a row's topic, shifted by 32 bits, and its partition."""
+        """Return for each row the number of its topic, shifted by 32 bits, plus its partition."""
         base = subjects.spread([topic.number << 32 for topic in topics], pyarrow.int64())
         partitions = subjects.spread([topic.partitions for topic in topics], pyarrow.uint64())
         chosen: _Datum = pyarrow.scalar(0, pyarrow.int64())
@@ -128,46 +132,46 @@ class Router:
         return compute.add(base, chosen)
 
 
-class _Topic(NamedTuple):
+class _TargetTopic(NamedTuple):
     number: int
     name: str
     partitions: int
 
 
-# An array with an item for each row, or a scalar that all rows have.
+# An array with an item per row, or a scalar for all rows.
 _Datum = Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Subjects:
-    """Each subject once, and for each row which it is; None: they are all the same."""
+    """The distinct subjects, and the index of each row's subject; None if all are the same."""
 
     distinct: Sequence[str]
     codes: pyarrow.Array | None
     count: int
 
     def spread(self, items: Sequence[Any], kind: pyarrow.DataType) -> _Datum:
-        """What each subject has, for each row."""
+        """Return for each row the item of its subject."""
         if len(set(items)) == 1:
             return pyarrow.scalar(items[0], kind)
         return pyarrow.array(items, kind).take(self.codes)
 
-    def stored(self, topics: Sequence[_Topic]) -> pyarrow.Array | None:
-        """The column as batches have it: nothing where the subject is the topic's name."""
+    def stored(self, topics: Sequence[_TargetTopic]) -> pyarrow.Array | None:
+        """Return the column as batches store it: null where the subject is the name of the topic."""
         below = self._below(topics)
         if below.null_count == len(below):
             return None
         return pyarrow.repeat(below[0], self.count) if self.codes is None else below.take(self.codes)
 
-    def hashes(self, topics: Sequence[_Topic]) -> _Datum | None:
-        """Of those that lie below the topic's name: they decide the partition of a message without a key."""
+    def hashes(self, topics: Sequence[_TargetTopic]) -> _Datum | None:
+        """Return the hashes of subjects below the topic: they choose the partition of messages without a key."""
         below = self._below(topics)
         if below.null_count == len(below):
             return None
         hashes = hash_keys(below)
         return hashes[0] if self.codes is None else hashes.take(self.codes)
 
-    def _below(self, topics: Sequence[_Topic]) -> pyarrow.Array:
+    def _below(self, topics: Sequence[_TargetTopic]) -> pyarrow.Array:
         pairs = zip(self.distinct, topics, strict=True)
         found = [None if subject == topic.name else subject.encode() for subject, topic in pairs]
         return pyarrow.array(found, pyarrow.binary())
@@ -180,39 +184,39 @@ def _subjects(subject: pyarrow.Array | None, topic: pyarrow.Array | str | None, 
         _check_inside(subject, topic)
     found = _first_of(subject, topic)
     if found is None or found.null_count:
-        raise ValueError("a row has neither a subject nor a topic: fill its column, or give the option topic")
+        raise ValueError("a row has neither a subject nor a topic: fill the column, or set the option topic")
     encoded = found.dictionary_encode()
     distinct = encoded.dictionary.to_pylist()
     return _Subjects(distinct, encoded.indices if len(distinct) > 1 else None, count)
 
 
 def _check_inside(subject: pyarrow.Array, topic: pyarrow.Array | str) -> None:
-    """A row whose subject belongs to another topic than the one it names is a mistake, and nobody else would see it."""
+    """Refuse a row whose subject belongs to a topic other than the one in its column."""
     if isinstance(topic, str):
         pairs = [(topic, each) for each in subject.unique().to_pylist()]
     else:
-        # No subject has a line break in it, so the pair can be taken apart again; where one is null, so is the pair.
+        # Subjects have no line breaks, so the pair can be split again. It is null if one of the two is.
         joined = compute.binary_join_element_wise(topic, subject, "\n").unique().to_pylist()
         pairs = [tuple(pair.split("\n", 1)) for pair in joined if pair is not None]
     for name, each in pairs:
         if each is not None and each != name and not each.startswith(f"{name}."):
-            raise BadSubject(f"subject {each!r} does not lie in topic {name!r}: leave one of the two out")
+            raise BadSubject(f"subject {each!r} is not in topic {name!r}: omit one of the two")
 
 
 def hash_keys(keys: pyarrow.Array) -> pyarrow.Array:
-    """`headers.hash_key` of each; null where there is no key."""
+    """Return `headers.hash_key` of each key, null for null."""
     encoded = keys.dictionary_encode()
     return _hash_distinct(encoded.dictionary).take(encoded.indices)
 
 
-# So few keys are hashed sooner one by one than byte by byte: a step of the latter takes 10 µs, of the former 0.06 µs.
+# Up to this many keys it is faster to hash one by one than byte by byte: 0.06 µs a byte, against 10 µs a step.
 _FEW: Final = 128
 _BASIS: Final = pyarrow.scalar(14695981039346656037, pyarrow.uint64())
 _PRIME: Final = pyarrow.scalar(1099511628211, pyarrow.uint64())
 
 
 def _hash_distinct(keys: pyarrow.Array) -> pyarrow.Array:
-    """FNV-1a of all keys at once: first of their first bytes, then of their second, ..., the shortest keys first."""
+    """Compute FNV-1a of all keys at once: their first bytes, then their second, …. Short keys are done first."""
     order = compute.sort_indices(compute.binary_length(keys))
     keys = keys.take(order)
     lengths = memoryview(compute.binary_length(keys).buffers()[1]).cast("i")
@@ -239,25 +243,29 @@ def _remainder(number: _Datum, divisor: _Datum) -> _Datum:
     return compute.subtract(number, compute.multiply(compute.divide(number, divisor), divisor))
 
 
-def _check_partitions(given: pyarrow.Array, partitions: _Datum, subjects: _Subjects, topics: Sequence[_Topic]) -> None:
+def _check_partitions(
+    given: pyarrow.Array, partitions: _Datum, subjects: _Subjects, topics: Sequence[_TargetTopic]
+) -> None:
     count = partitions.cast(pyarrow.int64())
     wrong = compute.or_(compute.less(given, pyarrow.scalar(0, pyarrow.int64())), compute.greater_equal(given, count))
     row = compute.index(wrong, pyarrow.scalar(True)).as_py()
     if row >= 0:
         topic = topics[0 if subjects.codes is None else subjects.codes[row].as_py()]
         raise UnknownTopic(
-            f"{topic.name} has no partition {given[row]}, it has 0 to {topic.partitions - 1}: "
-            "change the column partition, or drop it and let the key decide"
+            f"invalid partition {given[row]}: topic {topic.name} has {topic.partitions} (0-{topic.partitions - 1}). "
+            "Change the column partition, or drop it to use the key"
         )
 
 
 def _value(value: pyarrow.Array, key: pyarrow.Array | None) -> tuple[pyarrow.Array, pyarrow.Array | None]:
-    """The payloads, and which of the messages delete their key."""
+    """Return the payloads, and which messages are tombstones."""
     if not value.null_count:
         return value, None
     tombstone = compute.is_null(value)
     if key is None or compute.any(compute.and_(tombstone, compute.is_null(key))).as_py():
-        raise ValueError("a message without a value deletes its key: give a key, or a value (an empty one is one)")
+        raise ValueError(
+            "a message with a null value is a tombstone and needs a key: add a key, or a value (which may be empty)"
+        )
     return compute.fill_null(value, b""), tombstone
 
 
@@ -268,7 +276,7 @@ _DELAYS: Final = pyarrow.array(["delay", "deliver-at"])
 
 
 class _Headers(NamedTuple):
-    """As batches have them, the keys that are given there, and whether a message has an id."""
+    """Headers as batches store them, the keys in them, and whether a message has an ID."""
 
     blocks: pyarrow.Array | None = None
     keys: pyarrow.Array | None = None
@@ -279,7 +287,7 @@ def _read_headers(headers: pyarrow.Array | None) -> _Headers:
     if headers is None or headers.null_count == len(headers):
         return _Headers()
     if headers.offset:
-        # The names and values of a slice are those of the whole.
+        # A slice still has the names and values of the whole array.
         headers = pyarrow.concat_arrays([headers.slice(0, 0), headers])
     names, values = headers.keys.cast(pyarrow.string()), headers.items.cast(pyarrow.string())
     _check_headers(names, values)
@@ -294,21 +302,21 @@ def _read_headers(headers: pyarrow.Array | None) -> _Headers:
 
 
 def _check_headers(names: pyarrow.Array, values: pyarrow.Array) -> None:
-    """What the client refuses."""
+    """Refuse the headers that the client refuses."""
     wrong = compute.invert(compute.match_substring_regex(names, _NAME))
     if (row := _first(wrong)) is not None:
-        raise BadHeader(f"{names[row].as_py()!r} is no name of a header: letters, digits and hyphens")
+        raise BadHeader(f"{names[row].as_py()!r} is not a valid header name: use letters, digits and hyphens")
     if values.null_count:
-        raise BadHeader(f"header {names[_first(compute.is_null(values))]} is null: leave it out, or give it a text")
+        raise BadHeader(f"header {names[_first(compute.is_null(values))]} is null: omit it, or set a text")
     if (row := _first(compute.match_substring_regex(values, _BROKEN))) is not None:
         text = values[row].as_py()
         raise BadHeader(f"header {names[row]}: {text!r} has a line break, or begins or ends with a blank")
     if (row := _first(compute.is_in(compute.utf8_lower(names), value_set=_DELAYS))) is not None:
-        raise BadHeader(f"header {names[row]}: a delayed message cannot be part of a Spark batch")
+        raise BadHeader(f"header {names[row]}: Spark batches cannot have delayed messages")
 
 
 def _header_keys(headers: pyarrow.Array, names: pyarrow.Array, known: pyarrow.Array) -> pyarrow.Array | None:
-    """For each row the key that its headers name; None if there is none at all."""
+    """Return for each row the key in its headers; None if no row has one."""
     found = None
     for name in names.filter(compute.equal(known, "penstock-key")).unique().to_pylist():
         found = _first_of(found, compute.map_lookup(headers, name, "first"))
@@ -316,13 +324,13 @@ def _header_keys(headers: pyarrow.Array, names: pyarrow.Array, known: pyarrow.Ar
 
 
 def _first(bits: pyarrow.Array) -> int | None:
-    """Where the first is true."""
+    """Return the index of the first true value; None if there is none."""
     row: int = compute.index(bits, pyarrow.scalar(True)).as_py()
     return None if row < 0 else row
 
 
 def _as_binary(column: pyarrow.Array | None) -> pyarrow.Array | None:
-    """The same buffers, if they are those of a string."""
+    """Cast to binary. Strings keep their buffers."""
     return None if column is None else column.cast(pyarrow.binary())
 
 
@@ -331,14 +339,14 @@ def _as_text(column: pyarrow.Array | None) -> pyarrow.Array | None:
 
 
 def _first_of(one: _Datum | None, other: _Datum | None) -> _Datum | None:
-    """For each row the one if it has it, else the other."""
+    """Return for each row `one`, or `other` where that is null."""
     if one is None or other is None:
         return other if one is None else one
     return compute.coalesce(one, other)
 
 
 def _groups(messages: pyarrow.RecordBatch, places: _Datum) -> Iterator[tuple[int, pyarrow.RecordBatch]]:
-    """The messages of each place."""
+    """Yield the messages of each place."""
     if isinstance(places, pyarrow.Scalar):
         yield places.as_py(), messages
         return
@@ -354,7 +362,7 @@ def _groups(messages: pyarrow.RecordBatch, places: _Datum) -> Iterator[tuple[int
 
 
 def _split(messages: pyarrow.RecordBatch) -> Iterator[pyarrow.RecordBatch]:
-    """Parts of the size of a batch."""
+    """Split messages into parts of the size of a batch."""
     count = messages.num_rows
     sizes: _Datum = pyarrow.scalar(0, pyarrow.int64())
     for column in messages.columns:
@@ -362,7 +370,7 @@ def _split(messages: pyarrow.RecordBatch) -> Iterator[pyarrow.RecordBatch]:
             offsets = column.buffers()[1]
             ends = pyarrow.Array.from_buffers(pyarrow.int32(), count + 1, [None, offsets], offset=column.offset)
             sizes = compute.add(sizes, ends.cast(pyarrow.int64()))
-    # Up to each row, and from somewhere.
+    # The sum of sizes up to each row, plus a constant.
     bytes_to = memoryview(sizes.buffers()[1]).cast("q")
     start = 0
     while start < count:

@@ -1,9 +1,9 @@
-"""Rows of topics as Parquet files, and back: one file has rows of one topic partition and one hour (or day), ascending
-by offset.
+"""Writing and reading the Parquet files of an archive.
 
-Nothing here looks at a row: batches are sorted, cut and written as Arrow does it. Rows that come in order, as they do
-from the source, are only cut at the hour. Rows in another order are sorted batch by batch, and a file ends where its
-order would break; so files may overlap in their offsets, as they do when timestamps go back, and reading merges them.
+A file has rows of one topic partition and one hour (or day), ascending by offset. Nothing here works on single rows:
+Arrow sorts, splits and writes whole batches. Rows in order, as they come from the source, are only split by hour. Rows
+in another order are sorted batch by batch, and a new file begins where the order would break. So the offsets of files
+may overlap, as they do when timestamps go back, and reading merges them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from penstock.spark.manifest import ArchivedFile
 
 Unit = Literal["hour", "day"]
 
-# Without these a row has no place.
+# Columns that no row may lack.
 PLACE: Final = ("topic", "partition", "offset", "timestamp")
 
-# A row group is what a reader takes or leaves.
+# The size of a row group, the unit in which readers skip rows.
 GROUP_ROWS: Final = 100_000
 GROUP_BYTES: Final = 32 << 20
-# What a task keeps in memory before it writes, and how many files it has open: a back-fill goes through many hours.
+# The memory for rows that a task has not written yet, and its open files: a backfill spans many hours.
 WAITING_BYTES: Final = 128 << 20
 FILES_OPEN: Final = 32
-# Rows in a batch that is read, and of small ones so many together.
+# Rows per batch that is read, and per batch that small ones are gathered to.
 READ_ROWS: Final = 32_768
 GATHERED_ROWS: Final = 10_000
 _NAME_BYTES_MAX: Final = 200
@@ -52,8 +52,8 @@ def write(
     *,
     left_out: Sequence[str] = (),
 ) -> list[ArchivedFile]:
-    """Durable files below `root` with the rows, without the columns `left_out`. If it fails there are none."""
-    task = _Task(root, unit, [name for name in columns if name not in left_out])
+    """Write rows to durable files below `root`, without the columns `left_out`. Leave no files if it fails."""
+    task = _TaskFiles(root, unit, [name for name in columns if name not in left_out])
     try:
         for batch in batches:
             for part in _parts(_rows(batch, columns), unit):
@@ -67,7 +67,7 @@ def write(
 def read(
     files: Sequence[tuple[Path, ArchivedFile]], start: int, end: int, schema: pyarrow.Schema
 ) -> Iterator[pyarrow.RecordBatch]:
-    """The rows of one topic partition with start <= offset < end, ascending. The files may overlap in their offsets."""
+    """Yield the rows of one topic partition with start <= offset < end, ascending. Offsets of files may overlap."""
     if not files:
         return
     place = files[0][1]
@@ -79,13 +79,13 @@ def read(
 
 
 def place_of(root: Path, name: str) -> Path:
-    """A file's path, from the one that the manifest has."""
+    """Return the path of a file from its name in the manifest."""
     return root.joinpath(*PurePosixPath(name).parts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows that go to one file. `hour`: when the hour, or day, begins."""
+class _FilePart:
+    """Rows for one file. `hour` is the start of the hour, or day."""
 
     topic: str
     partition: int
@@ -94,30 +94,32 @@ class _Part:
 
 
 def _rows(batch: pyarrow.RecordBatch, columns: Sequence[str]) -> pyarrow.Table:
-    """The columns in the types of an archive. Spark may have large strings, and the time zone of the session."""
+    """Cast the columns to the types of an archive. Spark may use large strings, and the time zone of the session."""
     table = pyarrow.Table.from_batches([batch]).select(list(columns))
     for name in PLACE:
         if table[name].null_count:
-            raise ValueError(f"column {name} is null in {table[name].null_count} rows: an archive needs it in each")
+            raise ValueError(
+                f"column {name} is null in {table[name].null_count} rows: an archive needs it in every row"
+            )
     return table.cast(pyarrow.schema([(name, TYPES[name]) for name in columns]))
 
 
-def _parts(table: pyarrow.Table, unit: Unit) -> Iterator[_Part]:
+def _parts(table: pyarrow.Table, unit: Unit) -> Iterator[_FilePart]:
     if not table.num_rows:
         return
     hours = compute.floor_temporal(table["timestamp"], unit=unit)
     topics, partitions, spread = (compute.min_max(column) for column in (table["topic"], table["partition"], hours))
     if all(extremes["min"] == extremes["max"] for extremes in (topics, partitions, spread)):
         rows = table if _ascends(table) else _sorted(table, ["offset"])
-        yield _Part(topics["min"].as_py(), partitions["min"].as_py(), spread["min"].as_py(), rows)
+        yield _FilePart(topics["min"].as_py(), partitions["min"].as_py(), spread["min"].as_py(), rows)
         return
     table = _sorted(table.append_column("hour", hours), ["topic", "partition", "hour", "offset"])
-    # Without threads the groups come in the order in which they lie.
+    # Without threads the groups keep the order of the rows.
     groups = table.group_by(["topic", "partition", "hour"], use_threads=False).aggregate([([], "count_all")])
     at = 0
     for group in groups.to_pylist():
         rows = table.slice(at, group["count_all"]).drop_columns(["hour"])
-        yield _Part(group["topic"], group["partition"], group["hour"], rows)
+        yield _FilePart(group["topic"], group["partition"], group["hour"], rows)
         at += group["count_all"]
 
 
@@ -130,29 +132,27 @@ def _ascends(table: pyarrow.Table) -> bool:
     return count < 2 or bool(compute.all(compute.less(offsets.slice(0, count - 1), offsets.slice(1))).as_py())
 
 
-class _Task:
+class _TaskFiles:
     """The files that one task writes."""
 
     def __init__(self, root: Path, unit: Unit, columns: Sequence[str]) -> None:
         self._root = root
         self._unit: Unit = unit
         self._schema = pyarrow.schema([(name, TYPES[name]) for name in columns])
-        self._open: dict[tuple[str, int, datetime.datetime], _File] = {}  # the one that was used last comes last
-        self._files: list[_File] = []
+        self._open: dict[tuple[str, int, datetime.datetime], _WrittenFile] = {}  # least recently used first
+        self._files: list[_WrittenFile] = []
         self._done: list[ArchivedFile] = []
 
-    def add(self, part: _Part) -> None:
+    def add(self, part: _FilePart) -> None:
         if not _ascends(part.rows):
-            raise ValueError(
-                f"an offset of {part.topic} partition {part.partition} is there twice: write each row once"
-            )
+            raise ValueError(f"an offset of {part.topic} partition {part.partition} is repeated: write each row once")
         key = part.topic, part.partition, part.hour
         file = self._open.pop(key, None)
         if file is not None and file.last >= part.rows["offset"][0].as_py():
             self._done.append(file.close())
             file = None
         if file is None:
-            file = _File(self._root, _directory(part, self._unit), part, self._schema)
+            file = _WrittenFile(self._root, _directory(part, self._unit), part, self._schema)
             self._files.append(file)
         self._open[key] = file
         file.add(part.rows)
@@ -165,7 +165,7 @@ class _Task:
     def close(self) -> list[ArchivedFile]:
         self._done += [file.close() for file in self._open.values()]
         self._open = {}
-        # Directories that another task has just made may not be synced yet: each syncs all on its way.
+        # Another task may have created a parent directory and not synced it yet, so all of them are synced.
         directories = {parent for file in self._files for parent in file.path.relative_to(self._root).parents}
         for directory in sorted(directories, reverse=True):
             sync_directory(self._root / directory)
@@ -176,21 +176,21 @@ class _Task:
             file.abandon()
 
 
-class _File:
-    """A file that is being written. Batches wait until there is a row group of them."""
+class _WrittenFile:
+    """A file that is being written. Batches are gathered to row groups."""
 
-    def __init__(self, root: Path, directory: str, part: _Part, schema: pyarrow.Schema) -> None:
+    def __init__(self, root: Path, directory: str, part: _FilePart, schema: pyarrow.Schema) -> None:
         self._name = f"{directory}/{uuid.uuid4().hex}.parquet"
         self.path = place_of(root, self._name)
         self._part = part
         self._schema = schema
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "xb")  # noqa: SIM115 - it is closed with this
+        self._file = open(self.path, "xb")  # noqa: SIM115 - closed by close() or abandon()
         self._writer: Any = parquet.ParquetWriter(
             self._file,
             schema,
             compression="zstd",
-            # Of these few values are distinct; to look for such among the others takes time and finds none.
+            # These have few distinct values. Trying the other columns takes time and gains nothing.
             use_dictionary=[name for name in ("topic", "partition", "subject") if name in schema.names],
             write_statistics=[name for name in PLACE if name in schema.names],
             write_page_checksum=True,
@@ -229,7 +229,7 @@ class _File:
         os.fsync(self._file.fileno())
         size = self._file.tell()
         self._file.close()
-        assert self._first is not None  # a file is opened for rows
+        assert self._first is not None  # a file is only opened for rows
         part, times = self._part, self._timestamps
         return ArchivedFile(
             self._name, part.topic, part.partition, self._rows, size, self._first, self.last, times[0], times[1]
@@ -237,15 +237,15 @@ class _File:
 
     def abandon(self) -> None:
         try:
-            self._writer.close()  # else it would write to the closed file when it is collected
+            self._writer.close()  # otherwise the garbage collector writes to the closed file
         except (OSError, ValueError):
             pass
         self._file.close()
         self.path.unlink(missing_ok=True)
 
 
-def _directory(part: _Part, unit: Unit) -> str:
-    """As Hive names them. The rows have the topic's whole name; a long one is cut here."""
+def _directory(part: _FilePart, unit: Unit) -> str:
+    """Return a directory name in the style of Hive. Long topic names are cut; the rows have the full name."""
     name = urllib.parse.quote(part.topic, safe="")
     if len(name) > _NAME_BYTES_MAX:
         name = f"{name[:_NAME_BYTES_MAX]}~{hashlib.sha256(part.topic.encode()).hexdigest()[:16]}"
@@ -254,8 +254,8 @@ def _directory(part: _Part, unit: Unit) -> str:
 
 
 @dataclass(slots=True)
-class _Stream:
-    """A file that is being read. `head`: rows that were not given out yet."""
+class _ReadFile:
+    """A file that is being read. `head` holds rows that were not yielded yet."""
 
     head: pyarrow.RecordBatch
     rest: Iterator[pyarrow.RecordBatch]
@@ -270,7 +270,7 @@ class _Stream:
         return taken
 
     def advance(self) -> bool:
-        """Whether there are more rows."""
+        """Fill `head` if it is empty; return whether there are more rows."""
         while not self.head.num_rows:
             following = next(self.rest, None)
             if following is None:
@@ -282,8 +282,8 @@ class _Stream:
 def _merged(
     files: Sequence[tuple[Path, ArchivedFile]], start: int, end: int, names: Sequence[str]
 ) -> Iterator[pyarrow.RecordBatch]:
-    """All rows up to the lowest of the last offsets in hand are known: those are given out, in order."""
-    waiting, streams = deque(files), list[_Stream]()
+    """Merge files by offset. Rows up to the lowest of the last offsets in memory are complete, and are yielded."""
+    waiting, streams = deque(files), list[_ReadFile]()
     while waiting or streams:
         last = min((stream.last for stream in streams), default=None)
         while waiting and (last is None or waiting[0][1].first <= last):
@@ -291,7 +291,7 @@ def _merged(
             rest = _file_rows(path, file, start, end, names)
             head = next(rest, None)
             if head is not None:
-                streams.append(_Stream(head, rest))
+                streams.append(_ReadFile(head, rest))
                 last = streams[-1].last if last is None else min(last, streams[-1].last)
         if last is None:
             return
@@ -306,21 +306,23 @@ def _merged(
 def _file_rows(
     path: Path, file: ArchivedFile, start: int, end: int, names: Sequence[str]
 ) -> Iterator[pyarrow.RecordBatch]:
-    """Only the row groups that hold wanted offsets are read, and of them the wanted columns."""
+    """Read the row groups with requested offsets, and of these only the requested columns."""
     try:
         if path.stat().st_size != file.bytes:
-            raise ReadFailed(f"{path} has not the size that the archive knows of: restore it")
+            raise ReadFailed(f"{path} does not have the size in the manifest: restore it")
         with parquet.ParquetFile(path, page_checksum_verification=True) as opened:
             absent = [name for name in names if name not in opened.schema_arrow.names]
             if absent:
-                raise ValueError(f"the archive was written without {', '.join(absent)}: read without, or from the log")
+                raise ValueError(
+                    f"the archive was written without {', '.join(absent)}: read without them, or from the log"
+                )
             groups = _groups(opened, start, end)
             for batch in opened.iter_batches(READ_ROWS, row_groups=groups, columns=list(names), use_threads=False):
                 low, high = _count_below(batch, start), _count_below(batch, end)
                 if low < high:
                     yield batch.select(list(names)).slice(low, high - low)
     except FileNotFoundError as error:
-        raise BadDirectory(f"{path} is in the archive and is not there: restore it") from error
+        raise BadDirectory(f"{path} of the archive is missing: restore it") from error
     except (OSError, pyarrow.ArrowException) as error:
         raise ReadFailed(f"{path} cannot be read: {error}") from error
 
@@ -329,7 +331,7 @@ def _groups(opened: Any, start: int, end: int) -> list[int]:
     column = opened.schema_arrow.names.index("offset")
     found = []
     for number in range(opened.metadata.num_row_groups):
-        # Statistics are of leaves. Only headers, which come last, have more than one.
+        # Statistics are indexed by leaf columns. Only headers, the last column, have more than one.
         offsets = opened.metadata.row_group(number).column(column).statistics
         if offsets is None or (offsets.min < end and offsets.max >= start):
             found.append(number)
@@ -337,7 +339,7 @@ def _groups(opened: Any, start: int, end: int) -> list[int]:
 
 
 def _count_below(batch: pyarrow.RecordBatch, offset: int) -> int:
-    """How many rows, which ascend, lie below an offset."""
+    """Return how many of the ascending rows are below an offset."""
     offsets = batch["offset"]
     if offsets[-1].as_py() < offset:
         return int(batch.num_rows)
@@ -345,7 +347,7 @@ def _count_below(batch: pyarrow.RecordBatch, offset: int) -> int:
 
 
 def _gathered(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    """Small ones together: Spark takes each at a price."""
+    """Gather small batches: Spark has a cost per batch."""
     waiting: list[pyarrow.RecordBatch] = []
     for batch in batches:
         waiting.append(batch)
@@ -357,7 +359,7 @@ def _gathered(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.Record
 
 
 def _finished(rows: pyarrow.RecordBatch, place: ArchivedFile, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
-    """As the reader wants them. Topic and partition are the same in all rows."""
+    """Return rows with the columns of the schema. Topic and partition are the same in all rows."""
     columns = []
     for field in schema:
         if field.name in ("topic", "partition"):

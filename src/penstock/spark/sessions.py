@@ -1,4 +1,4 @@
-"""Spark sessions that know Penstock."""
+"""Spark sessions with `format("penstock")`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _SETTINGS: Final = {
-    # A message's time is an instant: it reads the same wherever the driver runs.
+    # The time of a message is an instant: it reads the same wherever the driver runs.
     "spark.sql.session.timeZone": "UTC",
-    # Spark tells the source which offsets, times and subjects are asked for.
+    # Spark passes filters on offsets, times and subjects to the source.
     "spark.sql.python.filterPushdown.enabled": "true",
-    # Rows that reach the sink at once: with 100,000 it writes 1.25 times as fast as with the usual 10,000.
+    # Rows per batch that reach the sink: with 100,000 it writes 1.25 times as fast as with the default of 10,000.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
 }
 _OPTIONS: Final = "spark.driver.extraJavaOptions"
@@ -33,19 +33,19 @@ def session(
     ui: bool = False,
     quick: bool = True,
 ) -> SparkSession:
-    """A Spark session that knows `format("penstock")`, in which times are UTC.
+    """Return a Spark session with `format("penstock")`, in which times are UTC.
 
-    `master`: a cluster, such as "spark://host:7077"; without one Spark runs in this machine ("local[*]"), and only this
-    machine can reach it. `remote`: a Spark Connect server instead, such as "sc://host:15002". `config`: settings of
-    Spark; they win over those made here. `ui`: serve Spark's web pages. `quick`: start as `penstock.spark.startup`
-    says.
+    `master` is a cluster, such as "spark://host:7077"; by default Spark runs on this machine ("local[*]"), and only
+    this machine can reach it. `remote` is a Spark Connect server instead, such as "sc://host:15002". `config` holds
+    Spark settings, which override those made here. `ui` serves Spark's web pages. `quick` uses
+    `penstock.spark.startup`.
 
-    The JVM gets a Java that was found as `penstock.spark.java` says, and its workers this very Python, unless
-    PYSPARK_PYTHON names another. If a session runs in this process already, it is that one, which now knows Penstock:
-    nothing of what is running is changed, but settings of SQL that are in `config` are made in it.
+    The JVM uses the Java that `penstock.spark.java` finds, and its workers use this Python unless PYSPARK_PYTHON names
+    another. If this process has a session already, that one is returned, with Penstock registered; of `config`, only
+    the SQL settings are applied to it.
     """
     if remote is not None and master is not None:
-        raise ValueError("a session is of a master or of a remote server: give one of them")
+        raise ValueError("a session has either a master or a remote server: give only one of them")
     settings = dict(config or {})
     if remote is not None:
         spark = _connect(name, remote, settings)
@@ -56,7 +56,7 @@ def session(
 
 
 def register(spark: SparkSession) -> None:
-    """Let a session know `format("penstock")`, where Spark does not find that by its name."""
+    """Register `format("penstock")` in a session, where Spark does not find it by itself."""
     from penstock.spark.datasource import PenstockDataSource
 
     spark.dataSource.register(PenstockDataSource)
@@ -85,14 +85,14 @@ def _running(settings: Mapping[str, str]) -> SparkSession | None:
 def _start(name: str, master: str, settings: Mapping[str, str], *, ui: bool, quick: bool) -> SparkSession:
     from pyspark.errors import PySparkRuntimeError
 
-    # Spark looks for sources and runs its workers with `python3`, which need not be the one that has Penstock.
+    # By default Spark runs `python3` to find sources and for its workers, which may lack Penstock.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", os.environ["PYSPARK_PYTHON"])
     is_local = master.startswith("local")
     chosen = _SETTINGS | {"spark.ui.enabled": str(ui).lower(), "spark.ui.showConsoleProgress": "false"}
     if is_local:
         chosen |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-        # Spark's 200 are for clusters: each costs a task, and its state a file in every batch.
+        # Spark's default of 200 is for clusters: each partition costs a task, and its state a file in every batch.
         chosen["spark.sql.shuffle.partitions"] = str(max(2, os.cpu_count() or 2))
     chosen |= settings
 
@@ -110,7 +110,7 @@ def _start(name: str, master: str, settings: Mapping[str, str], *, ui: bool, qui
         except PySparkRuntimeError as error:
             if error.getCondition() != "JAVA_GATEWAY_EXITED":
                 raise
-            # The JVM did not come up. If that was the quick start's fault, it comes up without; if not, that says why.
+            # The JVM exited. Start it without the quick start: either it works, or its error says why not.
             startup.forget(start)
     return _build(name, master, chosen, environment)
 
@@ -127,7 +127,7 @@ def _build(name: str, master: str, settings: Mapping[str, str], environment: Map
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables for what is started meanwhile, and for nothing after it."""
+    """Set environment variables for the processes started within, and restore them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,17 +1,17 @@
-"""The sink: what a Spark job writes is stored in the log exactly once, whatever is done twice on the way.
+"""The sink: the rows of a Spark job are stored in the log exactly once, even if tasks or batches are repeated.
 
-Each task stages its rows: they are on the broker's disk, and nobody reads them. When all tasks are done, the driver
-commits what they staged as one transaction. What a task staged that failed, or was done twice, is never named and is
-forgotten. The transaction has a name and a number, and the broker remembers the last number of a name:
+Each task stages its rows: they are on the broker's disk, but not readable. When all tasks are done, the driver commits
+what they staged as one transaction. Rows staged by a failed or repeated task are never committed, and are dropped. A
+transaction has a name and a number, and the broker remembers the last number of each name:
 
-    a stream        the query's id, the number of the micro-batch
-    a batch write   txnId (and topic), txnVersion; without them a name that nobody has had before
+    a stream        the ID of the query, the number of the micro-batch
+    a batch write   txnId (and topic), txnVersion; by default a unique name
 
-So a driver that is started again and does not know whether its last batch was stored does it once more, and the broker
-stores it once. Such a query goes on from its checkpoint: one whose checkpoint is gone is another query.
+So a driver that restarts, and does not know whether its last batch was stored, repeats the batch, and the broker stores
+it once. This needs the checkpoint of the query: without it, it is a new query.
 """
 
-# The names of arguments are Spark's.
+# Argument names are Spark's.
 # ruff: noqa: N803
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ from penstock.subject import is_subject
 
 OPTIONS: Final = (*options.CONNECTION, "topic", "txnId", "txnVersion", "compression")
 
-# The rows of a task are gathered to about so much before they are shared out to partitions: Spark hands over ten
-# thousand at a time, and a batch lives long.
+# Rows of a task are gathered to about this size before they are split by partition: Spark passes ten thousand at a
+# time, and stored batches should be large.
 GATHER_BYTES: Final = 4 << 20
 
 _logger: Final = logging.getLogger(__name__)
 
 
 def writer(given: Mapping[str, str], schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-    """For `df.write.format("penstock").mode("append")`."""
+    """Return the writer for `df.write.format("penstock").mode("append")`."""
     if overwrite:
-        raise ValueError("a topic is only ever appended to: write with .mode('append')")
+        raise ValueError("a topic can only be appended to: write with .mode('append')")
     target = _read(given, schema)
     name, version = options.text(given, "txnId"), options.number(given, "txnVersion", least=0)
     if name is None:
         if version is not None:
-            raise ValueError("txnVersion is the number of a transaction: give it a name with txnId")
-        return _Writer(target, f"spark:{uuid.uuid4()}", 0, is_named=False)
-    # Two writes of one job, to two topics, are two transactions. No topic has a blank in its name.
-    return _Writer(target, f"spark:{name} {target.topic or ''}", version or 0, is_named=True)
+            raise ValueError("txnVersion needs txnId: it is the number of a transaction with that name")
+        return _TopicWriter(target, f"spark:{uuid.uuid4()}", 0, is_named=False)
+    # Writes of one job to two topics are two transactions. Topic names have no blanks.
+    return _TopicWriter(target, f"spark:{name} {target.topic or ''}", version or 0, is_named=True)
 
 
 def stream_writer(given: Mapping[str, str], schema: StructType) -> DataSourceStreamArrowWriter:
-    """For `df.writeStream.format("penstock")`."""
+    """Return the writer for `df.writeStream.format("penstock")`."""
     for name in ("txnId", "txnVersion"):
         if name.lower() in given:
-            raise ValueError(f"{name} is for batch writes: a stream has the id and the number of its own, leave it out")
-    return _StreamWriter(_read(given, schema))
+            raise ValueError(f"{name} is only for batch writes: a stream uses its query ID and batch number")
+    return _TopicStreamWriter(_read(given, schema))
 
 
 @dataclass(frozen=True, slots=True)
 class Staged(WriterCommitMessage):
-    """What a task tells the driver: where its rows are staged, and how many they are."""
+    """A task's message to the driver: where its rows are staged, and how many they are."""
 
     name: str
     number: int
@@ -88,7 +88,7 @@ class Staged(WriterCommitMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _TopicTarget:
     broker: options.BrokerOptions
     topic: str | None
     compression: Compression
@@ -100,7 +100,7 @@ class _Target:
         )
 
     def stage(self, name: str, number: int, batches: Iterator[pyarrow.RecordBatch], turn: int) -> Staged:
-        """Store the rows of a task where nobody reads them yet."""
+        """Store the rows of a task without making them readable."""
         client, clock = self.client(), SystemClock()
         stage = client.stage(name, number)
         router = Router(client.resolve, topic=self.topic, compression=self.compression, turn=turn)
@@ -110,32 +110,32 @@ class _Target:
                 stage.append(topic, partition, batch)
             rows += gathered.num_rows
             if stage.is_done:
-                # It was committed by the driver before this one: nothing is to be done any more.
+                # An earlier driver has committed this transaction already.
                 break
         return Staged(name, number, stage.close(), rows)
 
     def commit(self, messages: Iterable[WriterCommitMessage | None], *, once: bool = False) -> None:
-        """Let readers have what the tasks staged."""
+        """Make the staged rows readable, in one transaction."""
         staged = [message for message in messages if isinstance(message, Staged)]
         offsets = [offset for message in staged for offset in message.offsets]
         if not offsets:
             return
         name, number = staged[0].name, staged[0].number
-        assert all((each.name, each.number) == (name, number) for each in staged), "of one batch"
+        assert all((each.name, each.number) == (name, number) for each in staged), "all tasks belong to one batch"
         if not self.client().commit_transaction(name, number, offsets, once=once):
-            _logger.info("batch %d of %s had been stored before", number, name)
+            _logger.info("batch %d of %s was stored before", number, name)
 
     def abort(self, name: str, number: int) -> None:
-        """Forget what the tasks staged. If that fails the broker forgets it by itself, only later: an error here would
-        stand before the user in place of the one that made the job fail."""
+        """Drop the staged rows. A failure is only logged: the broker drops them later by itself, and an error here
+        would hide the one that made the job fail."""
         try:
             self.client().abort_transaction(name, number)
         except PenstockError as error:
-            _logger.warning("what was staged for batch %d of %s is not forgotten yet: %s", number, name, error)
+            _logger.warning("rows staged for batch %d of %s are not dropped yet: %s", number, name, error)
 
 
-class _Writer(DataSourceArrowWriter):
-    def __init__(self, target: _Target, name: str, number: int, *, is_named: bool) -> None:
+class _TopicWriter(DataSourceArrowWriter):
+    def __init__(self, target: _TopicTarget, name: str, number: int, *, is_named: bool) -> None:
         self._target = target
         self._name = name
         self._number = number
@@ -151,34 +151,34 @@ class _Writer(DataSourceArrowWriter):
         self._target.abort(self._name, self._number)
 
 
-class _StreamWriter(DataSourceStreamArrowWriter):
-    def __init__(self, target: _Target) -> None:
+class _TopicStreamWriter(DataSourceStreamArrowWriter):
+    def __init__(self, target: _TopicTarget) -> None:
         self._target = target
 
     def write(self, iterator: Iterator[pyarrow.RecordBatch]) -> Staged:
         task = _task()
         query, batch = task.getLocalProperty("sql.streaming.queryId"), task.getLocalProperty("streaming.sql.batchId")
         if query is None or batch is None:
-            raise RuntimeError("this Spark does not say which batch of which query a task belongs to: use PySpark 4.3")
+            raise RuntimeError("Spark did not pass the query and batch of this task: use PySpark 4.3")
         return self._target.stage(f"spark:{query}", int(batch), iterator, task.partitionId() + int(batch))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         self._target.commit(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        # If no task came to tell the query's id, the next batch that is committed under it does the same.
+        # If no task reported the query ID, the next batch that is committed under it drops the rows.
         for name in {message.name for message in messages if isinstance(message, Staged)}:
             self._target.abort(name, batchId)
 
 
 def _task() -> TaskContext:
     task = TaskContext.get()
-    assert task is not None, "rows are written by tasks"
+    assert task is not None, "rows are only written by tasks"
     return task
 
 
 def _gather(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    """The same rows in fewer record batches."""
+    """Yield the same rows in fewer record batches."""
     gathered: list[pyarrow.RecordBatch] = []
     size = 0
     for batch in batches:
@@ -193,12 +193,12 @@ def _gather(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBa
 def _joined(batches: Sequence[pyarrow.RecordBatch]) -> Sequence[pyarrow.RecordBatch]:
     if len(batches) < 2:
         return batches
-    # Still several, if one could not hold them.
+    # Several, if one cannot hold them all.
     joined: list[pyarrow.RecordBatch] = pyarrow.Table.from_batches(batches).combine_chunks().to_batches()
     return joined
 
 
-# What is checked before a task runs.
+# Checks before any task runs.
 
 _BYTES: Final = (BinaryType, StringType)
 _WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)
@@ -213,16 +213,16 @@ _COLUMNS: Final[dict[str, tuple[tuple[type[DataType], ...], str]]] = {
 }
 
 
-def _read(given: Mapping[str, str], schema: StructType) -> _Target:
+def _read(given: Mapping[str, str], schema: StructType) -> _TopicTarget:
     options.check_known(given, OPTIONS)
     compression = options.choice(given, "compression", tuple(each.name.lower() for each in Compression))
     topic = options.text(given, "topic")
     if topic is not None and not is_subject(topic.encode()):
-        raise ValueError(f"topic is {topic!r}: it must be tokens with dots between them, such as orders.eu")
+        raise ValueError(f"invalid topic {topic!r}: it must be tokens separated by dots, such as orders.eu")
     _check_columns(schema)
     if topic is None and not {"subject", "topic"} & set(schema.names):
-        raise ValueError("nothing says where the rows go: give the option topic, or a column topic or subject")
-    return _Target(options.broker(given), topic, Compression[compression.upper()])
+        raise ValueError("the rows have no destination: set the option topic, or add a column topic or subject")
+    return _TopicTarget(options.broker(given), topic, Compression[compression.upper()])
 
 
 def _check_columns(schema: StructType) -> None:
@@ -234,11 +234,11 @@ def _check_columns(schema: StructType) -> None:
             found = column.dataType.simpleString()
             raise ValueError(f"column {column.name} is {found}: it must be {written}")
     if "value" not in schema.names:
-        raise ValueError("there is no column value: select one, such as to_json(struct('*')).alias('value')")
+        raise ValueError("missing column value: select one, such as to_json(struct('*')).alias('value')")
 
 
 def _is_text_map(kind: Any) -> bool:
-    """Whether it is a map of texts, or no map at all."""
+    """Whether a type is a map of strings to strings, or not a map."""
     if not isinstance(kind, MapType):
         return True
     return isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType)
@@ -246,7 +246,5 @@ def _is_text_map(kind: Any) -> bool:
 
 def _unknown(name: str) -> str:
     nearest = difflib.get_close_matches(name.lower(), _COLUMNS, 1)
-    hint = (
-        f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(_COLUMNS)}; select those to be written"
-    )
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(_COLUMNS)}; select only these"
     return f"a message has no column {name!r}: {hint}"

