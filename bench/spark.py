@@ -20,7 +20,6 @@ from bench.measure import Bench, Line, repeat
 from bench.peers import Peer
 from penstock.client.sync import Client
 from penstock.spark import options, session
-from penstock.spark.catalogue import connect
 from penstock.spark.columns import COLUMNS
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def measure_fetch(bench: Bench) -> Iterator[Line]:
                     target=target,
                     target_of="figure",
                 )
-        connect(options.broker(_servers(server))).close()
+        options.broker(_servers(server)).connect().close()
 
 
 def _take(server: Peer, columns: Sequence[str], expected: int) -> None:

@@ -257,12 +257,10 @@ class _Execution:
 
     def _commit_end(self, source: Source, end: Mapping[str, Any]) -> None:
         from penstock.pipelines import queries
-        from penstock.spark import options
         from penstock.spark.source import commit
 
-        given = {name.lower(): value for name, value in queries.read_options(self._pipeline, source).items()}
         try:
-            commit(options.read(given, is_stream=True), end)
+            commit(queries.parsed_options(self._pipeline, source), end)
         except PenstockError as error:
             # The rows are stored, and the checkpoint is right: only the group is behind.
             logger.warning("pipeline %s: the offsets of its group could not be updated: %s", self._pipeline.name, error)

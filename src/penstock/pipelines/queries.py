@@ -39,6 +39,7 @@ from penstock.pipelines.pipeline import (
     TransformSettings,
 )
 from penstock.spark import connection
+from penstock.spark import options as source_options
 from penstock.spark.json_topics import RESERVED, parse_json
 
 # Dead letters in one redrive request, and how long that may take.
@@ -48,7 +49,7 @@ _REDRIVE_S: Final = 60.0
 _LETTERS_MAX: Final = 100_000
 
 _QUERY_ID: Final = "sql.streaming.queryId"
-LOGIN: Final = ("user", "password", "token")
+_LOGIN: Final = ("user", "password", "token")
 
 # Processes a batch, given its number. After a crash the same batch may be processed again.
 BatchFunction = Callable[[DataFrame, int], None]
@@ -105,6 +106,18 @@ def read_options(pipeline: Pipeline, source: Source) -> dict[str, str]:
     if source.archive is not None:
         options["archive"] = source.archive
     return options | dict(source.options)
+
+
+def parsed_options(pipeline: Pipeline, source: Source) -> source_options.ReadOptions:
+    """Return the options for the Spark source as the source itself reads them."""
+    given = {name.lower(): value for name, value in read_options(pipeline, source).items()}
+    return source_options.read(given, is_stream=True)
+
+
+def client_of(servers: str, given: Mapping[str, str], timeout_s: float = connection.TIMEOUT_S) -> Client:
+    """Return a client of a broker, with the credentials in the options of a source or a sink."""
+    login = {name.lower(): value for name, value in _login(given).items()}
+    return connection.client(servers, timeout_s, **login)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +261,7 @@ class _QueryBuilder:
         for side, source in enumerate(self.pipeline.sources):
             letters = self._letters_of(self._parsed(side, group=""))
             name = "letters" if len(self.pipeline.sources) == 1 else f"letters-{side}"
-            self._run(name, _to(letters, _login(source) | {"servers": source.servers}))
+            self._run(name, _to(letters, _login(source.options) | {"servers": source.servers}))
 
     def _letters_of(self, parsed: DataFrame) -> DataFrame:
         return frames.dead_letters_of(parsed, group=self.pipeline.name)
@@ -308,13 +321,12 @@ def _all_partitions(source: Source, topic: str, offset: int) -> dict[str, int]:
     return {str(partition): offset for partition in range(partitions)}
 
 
-def _login(source: Source) -> dict[str, str]:
-    return {name: value for name, value in source.options.items() if name.lower() in LOGIN}
+def _login(given: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in given.items() if name.lower() in _LOGIN}
 
 
 def _client(source: Source, timeout_s: float = connection.TIMEOUT_S) -> Client:
-    login = {name.lower(): value for name, value in _login(source).items()}
-    return connection.client(source.servers, timeout_s, **login)
+    return client_of(source.servers, source.options, timeout_s)
 
 
 # Sinks.

@@ -21,9 +21,8 @@ from penstock.errors import PenstockError, UnknownGroup
 from penstock.pipelines import queries
 from penstock.pipelines.pipeline import DeadLetterSettings, Pipeline, Sink, Source
 from penstock.pipelines.state_directory import StateDirectory
-from penstock.spark import connection, options
 from penstock.spark.archive import Archive
-from penstock.spark.catalogue import Catalogue, connect
+from penstock.spark.catalogue import Catalogue
 from penstock.spark.manifest import starting_offsets
 from penstock.spark.options import TopicPartition
 from penstock.spark.source import group_of
@@ -97,11 +96,11 @@ class _GroupProgress:
 
 def _groups_of(pipeline: Pipeline) -> Iterator[_GroupProgress]:
     for source in pipeline.sources:
-        read = _read(pipeline, source)
+        read = queries.parsed_options(pipeline, source)
         if read.group is None:
             continue
         holdings = Catalogue(read).look(must_exist=False, at_archive=False)
-        client = connect(read.broker)
+        client = read.broker.connect()
         for topic in sorted({place.topic for place in holdings}):
             try:
                 group = client.group(group_of(read, topic))
@@ -153,16 +152,10 @@ def _check_transactions(pipeline: Pipeline, state: StateDirectory) -> None:
 def _brokers(pipeline: Pipeline) -> Iterator[tuple[Client, str]]:
     """Yield every broker that a pipeline writes to: the sources' for dead letters, the sink's for rows."""
     for source in pipeline.sources:
-        yield connect(_read(pipeline, source).broker), source.servers
+        yield queries.parsed_options(pipeline, source).broker.connect(), source.servers
     sink = pipeline.sink
     if sink is not None and sink.servers is not None:
-        login = {name.lower(): value for name, value in sink.options.items() if name.lower() in queries.LOGIN}
-        yield connection.client(sink.servers, connection.TIMEOUT_S, **login), sink.servers
-
-
-def _read(pipeline: Pipeline, source: Source) -> options.ReadOptions:
-    given = {name.lower(): value for name, value in queries.read_options(pipeline, source).items()}
-    return options.read(given, is_stream=True)
+        yield queries.client_of(sink.servers, sink.options), sink.servers
 
 
 # ---- the sink
@@ -202,7 +195,7 @@ def _check_archive(pipeline: Pipeline, sink: Sink) -> None:
     if not (root / "_manifest").is_dir() and not (root / "_delta_log").is_dir():
         return
     archive = Archive(sink.archive)
-    catalogue = Catalogue(_read(pipeline, pipeline.source))
+    catalogue = Catalogue(queries.parsed_options(pipeline, pipeline.source))
     holdings = catalogue.look(must_exist=False)
     starts = catalogue.starts(holdings)
     ends = {

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.client.sync import Client
 from penstock.errors import UnknownTopic
-from penstock.spark import connection
 from penstock.spark.options import (
     EARLIEST,
     LATEST,
@@ -21,7 +20,6 @@ from penstock.spark.options import (
     AtTime,
     AtTimes,
     Bound,
-    BrokerOptions,
     Matching,
     Names,
     ReadOptions,
@@ -53,12 +51,6 @@ class Holding:
 Holdings = Mapping[TopicPartition, Holding]
 
 
-def connect(broker: BrokerOptions) -> Client:
-    return connection.client(
-        broker.servers, broker.timeout_s, user=broker.user, password=broker.password, token=broker.token
-    )
-
-
 class Catalogue:
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
@@ -67,7 +59,7 @@ class Catalogue:
 
     @property
     def client(self) -> Client:
-        return connect(self._options.broker)
+        return self._options.broker.connect()
 
     @property
     def archive(self) -> Archive:

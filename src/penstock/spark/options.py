@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn
 
 from penstock import moments
+from penstock.client.sync import Client
 from penstock.clock import SystemClock
 from penstock.spark import connection
 from penstock.subject import is_pattern
@@ -79,6 +80,10 @@ class BrokerOptions:
     user: str | None = None
     password: str | None = None
     token: str | None = None
+
+    def connect(self) -> Client:
+        """Return the connected client of this process."""
+        return connection.client(self.servers, self.timeout_s, user=self.user, password=self.password, token=self.token)
 
 
 @dataclass(frozen=True, slots=True)

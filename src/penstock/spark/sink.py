@@ -39,10 +39,9 @@ from pyspark.sql.types import (
 )
 
 from penstock.batch import Compression
-from penstock.client.sync import Client
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.spark import connection, options
+from penstock.spark import options
 from penstock.spark.outgoing import Router
 from penstock.subject import is_subject
 
@@ -93,15 +92,9 @@ class _TopicTarget:
     topic: str | None
     compression: Compression
 
-    def client(self) -> Client:
-        broker = self.broker
-        return connection.client(
-            broker.servers, broker.timeout_s, user=broker.user, password=broker.password, token=broker.token
-        )
-
     def stage(self, name: str, number: int, batches: Iterator[pyarrow.RecordBatch], turn: int) -> Staged:
         """Store the rows of a task without making them readable."""
-        client, clock = self.client(), SystemClock()
+        client, clock = self.broker.connect(), SystemClock()
         stage = client.stage(name, number)
         router = Router(client.resolve, topic=self.topic, compression=self.compression, turn=turn)
         rows = 0
@@ -122,14 +115,14 @@ class _TopicTarget:
             return
         name, number = staged[0].name, staged[0].number
         assert all((each.name, each.number) == (name, number) for each in staged), "all tasks belong to one batch"
-        if not self.client().commit_transaction(name, number, offsets, once=once):
+        if not self.broker.connect().commit_transaction(name, number, offsets, once=once):
             _logger.info("batch %d of %s was stored before", number, name)
 
     def abort(self, name: str, number: int) -> None:
         """Drop the staged rows. A failure is only logged: the broker drops them later by itself, and an error here
         would hide the one that made the job fail."""
         try:
-            self.client().abort_transaction(name, number)
+            self.broker.connect().abort_transaction(name, number)
         except PenstockError as error:
             _logger.warning("rows staged for batch %d of %s are not dropped yet: %s", number, name, error)
 

@@ -46,7 +46,7 @@ from pyspark.sql.streaming.datasource import (
 
 from penstock.client.sync import Client
 from penstock.errors import GroupConflict, OffsetOutOfRange, PenstockError, UnknownGroup, UnknownTopic
-from penstock.spark.catalogue import Catalogue, Holding, Holdings, connect, report_loss, report_lost_offsets
+from penstock.spark.catalogue import Catalogue, Holding, Holdings, report_loss, report_lost_offsets
 from penstock.spark.columns import Condition, Shape, schema
 from penstock.spark.offsets import OffsetRange, Offsets, share, split
 from penstock.spark.options import Assigned, Names, ReadOptions, TopicPartition
@@ -333,7 +333,7 @@ def commit(options: ReadOptions, end: Mapping[str, Any]) -> None:
     A group has one pattern. So a single topic uses the group of that name; if several can be read, each topic has a
     group of its own, `<group>-<topic>`.
     """
-    client = connect(options.broker)
+    client = options.broker.connect()
     offsets = Offsets.from_json(end)
     for name in offsets.ids:
         group = _open_group(client, options, name)
@@ -512,7 +512,7 @@ def _read(options: ReadOptions, shape: Shape, partition: InputPartition) -> Iter
 
 def _fetch(options: ReadOptions, shape: Shape, wanted: LogSlice) -> Iterator[pyarrow.RecordBatch]:
     """Fetch stored batches, from the first offset to the last."""
-    client = connect(options.broker)
+    client = options.broker.connect()
     kept = _kept_from(client, options, wanted)
     if kept > wanted.start:
         report_lost_offsets(options, wanted.place, wanted.start, min(kept, wanted.end))
