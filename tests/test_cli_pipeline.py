@@ -540,7 +540,7 @@ def test_a_stop_ends_a_run_that_follows_and_the_next_goes_on(example: Example, b
         if progress.rows:
             stop.set()
 
-    done = run(load(example.path).at(broker.servers), data=example.data, follow=True, tell=tell, stop=stop)
+    done = run(load(example.path).at(broker.servers), data=example.data, follow=True, on_batch=tell, stop=stop)
     publish(broker, "endless", {"id": "second", "amount": 5.0})
     end = example.run().end
 

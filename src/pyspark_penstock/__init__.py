@@ -1,7 +1,7 @@
 """Where Spark finds `format("penstock")` by itself: it imports every `pyspark_*` module and looks for `DefaultSource`.
 
-An exception here would hide the sources of all other packages, too, so nothing is raised on import. What is wrong is
-told when the format is used.
+An exception here would also hide the sources of all other packages, so importing never raises. Errors are reported when
+the format is used.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ try:
     if find_spec("pyarrow") is None:
         raise ModuleNotFoundError("No module named 'pyarrow'")
     from penstock.spark.datasource import PenstockDataSource as DefaultSource
-except Exception as error:  # noqa: BLE001  whatever it is, other packages' sources must still be found
+except Exception as error:  # noqa: BLE001  sources of other packages must still be found
     _reason = f"{_NEEDS} ({error})"
     try:
         from pyspark.sql.datasource import DataSource
-    except Exception:  # noqa: BLE001  without PySpark 4 nobody asks for a source
+    except Exception:  # noqa: BLE001  without PySpark 4 there are no sources
         pass
     else:
 
         class DefaultSource(DataSource):  # type: ignore[no-redef]
-            """Stands in for the source, and says why that cannot be used."""
+            """A placeholder that says why the source cannot be used."""
 
             def __init__(self, options: Any) -> None:
                 raise RuntimeError(_reason)

@@ -156,7 +156,7 @@ class _Demo:
                     status.update(f"   {line(progress)}")
 
                 behind = _behind(broker, pipeline)
-                done.append((run_pipeline(pipeline, data=self._home / "data", spark=spark, tell=tell), behind))
+                done.append((run_pipeline(pipeline, data=self._home / "data", spark=spark, on_batch=tell), behind))
         rows = [
             (
                 each.name,

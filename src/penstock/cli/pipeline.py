@@ -161,7 +161,7 @@ def run(
         from penstock.pipelines.execution import run as run_pipeline
 
         try:
-            with _telling(json) as tell:
+            with _reporting(json) as on_batch:
                 done = run_pipeline(
                     pipeline,
                     data=data,
@@ -170,7 +170,7 @@ def run(
                     follow=follow,
                     flush=flush,
                     config=_logging(verbose),
-                    tell=tell,
+                    on_batch=on_batch,
                     show=_print_rows if json else _print_table,
                     warn=lambda what: print(safe(what), file=sys.stderr),
                 )
@@ -279,7 +279,7 @@ def _problems_printed() -> Iterator[None]:
 
 
 @contextmanager
-def _telling(as_json: bool) -> Iterator[Callable[[Progress], None]]:
+def _reporting(as_json: bool) -> Iterator[Callable[[Progress], None]]:
     """Report progress: a changing line on a terminal, or a JSON document for each batch."""
     if as_json:
         yield _print_batch

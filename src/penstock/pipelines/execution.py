@@ -34,7 +34,7 @@ POLL_S: Final = 0.2
 
 _FAILED: Final = "pipeline {} failed; the next run continues where it stopped"
 
-Tell = Callable[[Progress], None]
+OnBatch = Callable[[Progress], None]
 Warn = Callable[[str], None]
 # Shows a table: the names of its columns, and its rows.
 Show = Callable[[Sequence[str], Sequence[Sequence[Any]]], None]
@@ -52,7 +52,7 @@ def run(
     flush: bool = False,
     spark: SparkSession | None = None,
     config: Mapping[str, str] | None = None,
-    tell: Tell | None = None,
+    on_batch: OnBatch | None = None,
     show: Show | None = None,
     warn: Warn | None = None,
     stop: threading.Event | None = None,
@@ -64,9 +64,9 @@ def run(
     `restart` discards the state and starts over, after telling `warn` the consequences. `flush` closes at the end what
     is still open (see `window_flush`).
 
-    `spark` is a session to use; it is not stopped. Without it a session is opened on `master` with `config`. `tell` is
-    called after each batch. `show` gets the table of dead letters if the pipeline has no sink. `stop` ends the run, as
-    SIGINT and SIGTERM do in the main thread. Raise BadConfig if Spark rejects the file, and PenstockError, with one
+    `spark` is a session to use; it is not stopped. Without it a session is opened on `master` with `config`. `on_batch`
+    is called after each batch. `show` gets the table of dead letters if the pipeline has no sink. `stop` ends the run,
+    as SIGINT and SIGTERM do in the main thread. Raise BadConfig if Spark rejects the file, and PenstockError, with one
     sentence, if a query fails.
     """
     from penstock.pipelines import resumption, window_flush
@@ -85,7 +85,7 @@ def run(
             state.refuse_moved_state(pipeline)
         state.identify(pipeline)
         resumption.check(pipeline, state)
-        execution = _Execution(pipeline, state, tell or (lambda _: None), show or (lambda _, __: None), stop)
+        execution = _Execution(pipeline, state, on_batch or (lambda _: None), show or (lambda _, __: None), stop)
         using = nullcontext(spark) if spark is not None else opened(pipeline.name, master=master, config=config)
         with using as session, _until_signal(stop):
             return execution.run(session, _trigger(pipeline, follow), flush=flush)
@@ -145,11 +145,11 @@ def _trigger(pipeline: Pipeline, follow: bool) -> dict[str, Any]:
 
 class _Execution:
     def __init__(
-        self, pipeline: Pipeline, state: StateDirectory, tell: Tell, show: Show, stop: threading.Event
+        self, pipeline: Pipeline, state: StateDirectory, on_batch: OnBatch, show: Show, stop: threading.Event
     ) -> None:
         self._pipeline = pipeline
         self._state = state
-        self._tell = tell
+        self._on_batch = on_batch
         self._show = show
         self._stop = stop
         self._reports = Reports()
@@ -246,7 +246,7 @@ class _Execution:
                 if found is not None:
                     self._progress = found
                     self._state.save(found)
-                    self._tell(found)
+                    self._on_batch(found)
 
     def _commit(self) -> None:
         """Commit the end of the last batch to the group. Spark reports a batch only when it plans the next one."""

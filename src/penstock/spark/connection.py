@@ -1,6 +1,6 @@
 """The clients of a Python worker: one per broker, kept for the life of the process.
 
-Spark reuses its workers, so a task finds the connection of an earlier one. After a fork a client connects anew.
+Spark reuses its workers, so a task finds the connection of an earlier one. After a fork a client connects again.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def quick(java: Java, *, options: str = "", memory: str | None = None) -> Start 
         return None
     chosen = ["-Xlog:disable", f"-Dlog4j2.configurationFile={home / 'log4j2.properties'}"]
     # The serial collector suits Spark's default heap of 1 GB. Selecting two collectors would be an error.
-    told = " ".join([options, os.environ.get("JAVA_TOOL_OPTIONS", ""), os.environ.get("JDK_JAVA_OPTIONS", "")])
-    if memory is None and not _COLLECTOR.search(told):
+    given = " ".join([options, os.environ.get("JAVA_TOOL_OPTIONS", ""), os.environ.get("JDK_JAVA_OPTIONS", "")])
+    if memory is None and not _COLLECTOR.search(given):
         chosen.append("-XX:+UseSerialGC")
     label = _label(home, java)
     archive = _archive(home, label)
