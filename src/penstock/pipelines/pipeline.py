@@ -33,7 +33,7 @@ class Source:
     topic: str | None = field(default=None, metadata=_about("the topic to read", "topic"))
     topics: tuple[str, ...] = field(default=(), metadata=_about("or several", "topics"))
     pattern: str | None = field(
-        default=None, metadata=_about("or all whose names match this regular expression", "regex")
+        default=None, metadata=_about("or all topics whose names match this regular expression", "regex")
     )
     subjects: tuple[str, ...] = field(
         default=(), metadata=_about("only these subjects; wildcards `*` and `>`", "patterns")
@@ -43,16 +43,16 @@ class Source:
         metadata=_about("where the first run begins: `earliest`, `latest`, an offset or a time", "place"),
     )
     end: str | int | datetime | None = field(
-        default=None, metadata=_about("of a replay: where it ends for good, an offset or a time", "fixed place")
+        default=None, metadata=_about("for a replay: where it ends, an offset or a time", "fixed place")
     )
     schema: str | None = field(
         default=None, metadata=_about("the columns of the JSON values: `id string, amount double`")
     )
     archive: str | None = field(
-        default=None, metadata=_about("an archive with the history before what the topic retains", "path")
+        default=None, metadata=_about("an archive with the messages that the topic no longer retains", "path")
     )
     options: Mapping[str, str] = field(
-        default_factory=dict, metadata=_about("other options of the Spark source, as they are", "options")
+        default_factory=dict, metadata=_about("other options of the Spark source", "options")
     )
 
 
@@ -60,34 +60,32 @@ class Source:
 class Sink:
     """Where rows are written. A valid one has exactly one of `topic`, `parquet` and `archive`."""
 
-    servers: str | None = field(default=None, metadata=_about("another broker than that of the source", "servers"))
+    servers: str | None = field(default=None, metadata=_about("a broker other than the source's", "servers"))
     topic: str | None = field(default=None, metadata=_about("a topic, or a subject of one", "topic"))
     parquet: str | None = field(
-        default=None, metadata=_about("a directory of Parquet files, as Spark itself writes them", "path")
+        default=None, metadata=_about("a directory of Parquet files, as Spark writes them", "path")
     )
     archive: str | None = field(default=None, metadata=_about("the directory of an archive", "path"))
     format: Literal["parquet", "delta"] = field(
-        default="parquet", metadata=_about("of an archive: `parquet` or `delta`", "choice")
+        default="parquet", metadata=_about("for an archive: `parquet` or `delta`", "choice")
     )
     partition: Literal["hour", "day"] = field(
-        default="hour", metadata=_about("of an archive: a directory for each `hour` or `day`", "choice")
+        default="hour", metadata=_about("for an archive: a directory for each `hour` or `day`", "choice")
     )
     key: str | None = field(
-        default=None, metadata=_about("to a topic: the key, a column or a SQL expression; else it stays")
+        default=None, metadata=_about("for a topic: the key, a column or a SQL expression; by default unchanged")
     )
     subject: str | None = field(
-        default=None, metadata=_about("to a topic: the subject, a column or a SQL expression; else the topic itself")
+        default=None, metadata=_about("for a topic: the subject, a column or a SQL expression; by default the topic")
     )
     options: Mapping[str, str] = field(
-        default_factory=dict, metadata=_about("other options of the Spark sink, as they are", "options")
+        default_factory=dict, metadata=_about("other options of the Spark sink", "options")
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    interval: str = field(
-        default="1 second", metadata=_about("with `--follow`: how long from one batch to the next", "duration")
-    )
+    interval: str = field(default="1 second", metadata=_about("with `--follow`: the time between batches", "duration"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,34 +108,38 @@ class AggregateSettings:
     time: str = field(metadata=_about("the column with the time of the event"))
     window: str = field(metadata=_about("how long a window is", "duration"))
     slide: str | None = field(
-        default=None, metadata=_about("from one window to the next; without it windows do not overlap", "duration")
+        default=None, metadata=_about("the time between window starts; by default windows do not overlap", "duration")
     )
-    watermark: str = field(metadata=_about("how late a row may come and still count", "duration"))
+    watermark: str = field(metadata=_about("how late a row may be and still count", "duration"))
     by: tuple[str, ...] = field(default=(), metadata=_about("the columns to group by", "texts"))
-    measures: Mapping[str, str] = field(metadata=_about('what is computed: `revenue = "sum(amount)"`', "measures"))
+    measures: Mapping[str, str] = field(
+        metadata=_about('the measures to compute: `revenue = "sum(amount)"`', "measures")
+    )
     mode: Literal["append", "update"] = field(
         default="append",
         metadata=_about(
-            "`append`: a window once, when it is closed; `update`: again whenever it changes, only to a topic", "choice"
+            "`append`: write a window once, when it is closed; `update`: whenever it changes, only to a topic", "choice"
         ),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeduplicateSettings:
-    by: tuple[str, ...] = field(metadata=_about("rows that agree in these columns are the same", "some_texts"))
+    by: tuple[str, ...] = field(metadata=_about("rows with equal values in these columns are duplicates", "some_texts"))
     time: str = field(metadata=_about("the column with the time of the event"))
-    watermark: str = field(metadata=_about("how far apart two of the same may be and still be seen", "duration"))
+    watermark: str = field(metadata=_about("how far apart duplicates may be and still be dropped", "duration"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    rate: int | None = field(default=None, metadata=_about("rows a second; without it as fast as it goes", "count"))
+    rate: int | None = field(default=None, metadata=_about("rows per second; by default as fast as possible", "count"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterSettings:
-    redrive: str | None = field(default=None, metadata=_about("a SQL condition: those that match are published again"))
+    redrive: str | None = field(
+        default=None, metadata=_about("a SQL condition: dead letters that match are published again")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +148,9 @@ class JoinSettings:
     time: str = field(metadata=_about("the column with the time of the event, on the left"))
     right_time: str | None = field(default=None, metadata=_about("the same on the right, if it has another name"))
     within: str = field(metadata=_about("how far apart the two times may be", "duration"))
-    watermark: str = field(metadata=_about("how late a row may come and still be joined", "duration"))
+    watermark: str = field(metadata=_about("how late a row may be and still be joined", "duration"))
     how: Literal["inner", "left"] = field(
-        default="inner", metadata=_about("`inner`, or `left`: also rows that find nothing on the right", "choice")
+        default="inner", metadata=_about("`inner`, or `left`: also rows without a match on the right", "choice")
     )
 
 
