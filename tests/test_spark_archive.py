@@ -485,7 +485,7 @@ def test_a_wrong_column_is_named(tmp_path: Path, schema: types.StructType, said:
 
 def test_what_is_no_archive_is_not_written_into(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="a file: it must be a directory"):
+    with pytest.raises(ValueError, match="it is a file, not a directory"):
         Query(tmp_path / "file").writer()
     with pytest.raises(ValueError, match="has other files and is not an archive"):
         Query(tmp_path).writer()

@@ -295,7 +295,7 @@ def test_offsets_must_be_there_and_for_every_partition(broker: penstock.Broker, 
         ({"startingOffsets": '{"T": {"0": 4, "1": 0}}'}, "startingOffsets is 4 for T/0, whose offsets are 0 to 3"),
         ({"endingOffsets": '{"T": {"0": 4, "1": 0}}'}, "endingOffsets is 4 for T/0"),
         ({"startingOffsets": '{"T": {"0": 1}}'}, "startingOffsets lacks T/1"),
-        ({"startingOffsets": '{"T": {"0": 1, "1": 0, "2": 0}}'}, "startingOffsets has T/2, which is not among"),
+        ({"startingOffsets": '{"T": {"0": 1, "1": 0, "2": 0}}'}, "startingOffsets has T/2, which is not read"),
         (
             {"startingOffsets": '{"T": {"0": 2, "1": 0}}', "endingOffsets": '{"T": {"0": 1, "1": 0}}'},
             "T/0 would be read from 2 to 1",
