@@ -495,7 +495,7 @@ def test_a_query_that_fails_is_told_in_one_sentence(example: Example) -> None:
     assert "Traceback" in verbose.err
     shown = penstock("status", "clean-orders", "--data", example.data, "--json")
     assert json.loads(shown.out)["state"] == "failed"
-    assert "there is no topic 'ordres'" in json.loads(shown.out)["reason"]
+    assert "unknown topic 'ordres'" in json.loads(shown.out)["reason"]
 
 
 @of("aggregate")

@@ -336,7 +336,7 @@ GOOD = "value binary, key string, subject string, topic string, headers map<stri
         (
             "value string, amount double",
             {"topic": "t"},
-            "a message has no column 'amount': there are value, key, subject, topic, headers, partition; select those",
+            "a message has no column 'amount': there are value, key, subject, topic, headers, partition; ",
         ),
         (GOOD, {"compression": "gzip"}, "compression is 'gzip': it must be none or lz4 or zstd"),
         (GOOD, {"tpic": "t"}, "unknown option 'tpic': did you mean 'topic'?"),
