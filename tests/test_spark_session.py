@@ -334,7 +334,7 @@ def test_a_session_that_runs_is_used_as_it_is(spark: SparkSession) -> None:
 
 
 def test_a_session_is_of_a_master_or_of_a_server() -> None:
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="give only one of them"):
         penstock.spark.session(master="local[2]", remote="sc://127.0.0.1")
 
 
