@@ -14,8 +14,8 @@ import pytest
 
 from penstock.batch import Batch, encode
 from penstock.errors import AppendFailed, LogFailed, PenstockError, TooManyTopics
-from penstock.replica.disk import Lock, OsDisk
-from penstock.replica.index import Index
+from penstock.replica.copies import Copies, OriginTopic
+from penstock.run import Run
 from penstock.storage.log import State
 from penstock.storage.meta import Meta
 from penstock.storage.policy import Durability, Policy
@@ -185,17 +185,14 @@ def test_a_server_with_few_descriptors_makes_and_reopens_many_topics(tmp_path: P
 
 def test_a_copy_is_private_whatever_the_umask(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "copy"
-    disk = OsDisk()
-    disk.make_directory(directory)
-    disk.write(directory / "records", b"x", 0)
-    disk.replace(directory / "state.json", b"{}")
-    lock, index = Lock(directory), Index(directory / "index.db")
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [directory.parent, *tmp_path.rglob("*")]}
-    index.close()
-    lock.close()
-    assert {modes.pop("a"), modes.pop("copy")} == {0o700}
-    assert set(modes.values()) == {0o600}
-    assert {"records", "state.json", "LOCK", "index.db"} <= modes.keys()
+    copies = Copies(directory, "orders", segment_bytes_max=1 << 20)
+    copies.append(OriginTopic("orders", 1), {0: Run([b"orders"], [b"x"])})
+    paths = [directory.parent, *tmp_path.rglob("*")]
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in paths}
+    copies.close()
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if not path.is_dir()} == {0o600}
+    assert {"LOCK", "index-1.db", f"{0:020}.log"} <= {path.name for path in paths}
 
 
 def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:

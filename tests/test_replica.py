@@ -68,7 +68,7 @@ def test_five_prices_arrive_and_are_found(server: Serve, client: Client, tmp_pat
         stats = replica.get("stats")
         assert (stats["segmentCount"], stats["totalRecords"], stats["offsetRange"]) == (1, 5, {"min": 0, "max": 4})
         assert stats["partitions"][0]["nextOffset"] == 5
-        files = (replica.data / "copy-1").glob("index.db*")
+        files = replica.data.glob("index-1.db*")
         assert 0 < stats["sqliteDbSize"] <= sum(path.stat().st_size for path in files)
         for offset, name in enumerate(PRICES):
             found = replica.get(f"offset/{offset}")
@@ -79,7 +79,7 @@ def test_five_prices_arrive_and_are_found(server: Serve, client: Client, tmp_pat
         assert [each["offset"] for each in replica.get("range?from=1&to=3")["records"]] == [1, 2, 3]
         assert replica.get("keys?prefix=A") == {"count": 2, "keys": [{"key": "AAPL"}, {"key": "AMZN"}], "next": None}
         [segment] = replica.get("segments")["segments"]
-        assert (segment["segmentId"], segment["file"], segment["range"]) == (0, "0/segment-0.log", "0-4")
+        assert (segment["segmentId"], segment["file"], segment["range"]) == (1, f"topics/1/0/{0:020}.log", "0-4")
         assert segment["capacity"] == 64 << 20
         wait_acknowledged(replica, client, "price-topic")
         replica.wait_for(lambda: replica.get("health")["broker"]["lag"] == 0)
@@ -446,7 +446,7 @@ def test_damage_is_told_to_who_reads_it(server: Serve, client: Client, topic: st
     client.publish(topic, b"spoilt")
     with ReplicaProcess(tmp_path, quiet(server), topic) as replica:
         replica.wait_records(1)
-        segment = replica.data / "copy-1" / "0" / "segment-0.log"
-        segment.write_bytes(segment.read_bytes()[:-1] + b"!")
+        [segment] = (replica.data / "topics" / "1" / "0").glob("*.log")
+        segment.write_bytes(segment.read_bytes().replace(b"spoilt", b"spoiled"[:6]))
         status, answer = replica.ask("/api/query/offset/0")
-        assert (status, "the checksum is wrong" in answer["error"]) == (500, True)
+        assert (status, "checksum" in answer["error"], str(segment) in answer["error"]) == (500, True, True)

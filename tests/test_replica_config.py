@@ -71,7 +71,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "--topic is 'a..b': it must be a topic, or a pattern such as prices.>",
         "CONSUMER_GROUP (or --group) is not set: it must be a name without blanks",
         "CONSUMER_PORT is '65536': it must be a port, 0 to 65535",
-        "STORAGE_SEGMENT_SIZE is '1Mb': it must be bytes, as a number or like \"64MiB\", 1KiB to 1TiB",
+        "STORAGE_SEGMENT_SIZE is '1Mb': it must be bytes, as a number or like \"64MiB\", 4KiB to 2GiB",
         "--retry-policy is 'IGNORE': it must be EXPONENTIAL_THEN_FIXED, SKIP_ON_ERROR, PAUSE_ON_ERROR",
     ]
 
@@ -89,8 +89,8 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         ("BROKER_PORT", "http"),
         ("BROKER_HOST", "http://localhost"),
         ("CONSUMER_HOST", " "),
-        ("STORAGE_SEGMENT_SIZE", "1023"),
-        ("STORAGE_SEGMENT_SIZE", "2TiB"),
+        ("STORAGE_SEGMENT_SIZE", "4095"),
+        ("STORAGE_SEGMENT_SIZE", "3GiB"),
         ("STORAGE_SEGMENT_SIZE", "-5"),
         ("STORAGE_SEGMENT_SIZE", "9" * 30),
         ("STORAGE_DATA_DIR", "a\0b"),

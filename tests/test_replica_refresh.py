@@ -43,7 +43,8 @@ def wait_refreshed(replica: ReplicaProcess, client: Client, topic: str, state: s
 
 
 def copies_of(replica: ReplicaProcess) -> list[str]:
-    return sorted(path.name for path in replica.data.glob("copy-*"))
+    """The topics of its store, but for the state topic."""
+    return sorted(path.name for path in (replica.data / "topics").iterdir() if path.name != "0")
 
 
 def test_a_refresh_makes_a_new_copy_of_all(server: Serve, client: Client, topic: str, tmp_path: Path) -> None:
@@ -51,12 +52,12 @@ def test_a_refresh_makes_a_new_copy_of_all(server: Serve, client: Client, topic:
     with ReplicaProcess(tmp_path, quiet(server), topic) as replica:
         with publishing(server.port, topic, 1000):
             wait_some_more(replica, 500)
-            for segment in (replica.data / "copy-1").glob("*/*.log"):
+            for segment in (replica.data / "topics" / "1").glob("*/*.log"):
                 segment.write_bytes(bytes([segment.read_bytes()[0] ^ 1]) + segment.read_bytes()[1:])
             client.refresh_topic(topic)
         wait_refreshed(replica, client, topic)
         check_copy(replica, client, topic, 1000)
-        assert copies_of(replica) == ["copy-2"]
+        assert copies_of(replica) == ["2"]
         assert not replica.get("health")["refreshing"]
 
 
@@ -72,11 +73,11 @@ def test_readers_have_the_old_copy_while_a_refresh_waits(
             client.refresh_topic(topic)
             replica.wait_for(lambda: replica.get("health")["refreshing"])
             assert len(replica.records()) == 10
-            assert copies_of(replica) == ["copy-1", "copy-2"]
+            assert copies_of(replica) == ["1", "2"]
             answer.set()
             wait_refreshed(replica, client, topic)
         check_copy(replica, client, topic, 10)
-        assert copies_of(replica) == ["copy-2"]
+        assert copies_of(replica) == ["2"]
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -97,7 +98,7 @@ def test_a_refresh_that_is_given_up_leaves_the_old_copy(
             replica.restart()
         client.publish(topic, b"10")
         check_copy(replica, client, topic, 11)
-        assert copies_of(replica) == ["copy-1"]
+        assert copies_of(replica) == ["1"]
         assert "it is given up" in replica.stderr
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from penstock.address import bare, is_loopback, join
 from penstock.errors import BadConfig
+from penstock.storage.policy import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN
 from penstock.subject import is_pattern
 from penstock.web import Credentials
 
@@ -37,7 +38,7 @@ _SIZES: Final = {"": 1, "B": 1, "kB": 1000} | {
     for power, letter in enumerate("KMGT", start=1)
     for unit, base in (("B", 1000), ("iB", 1024))
 }
-_SEGMENT_BYTES: Final = (1024, 1 << 40)
+_SEGMENT_BYTES: Final = (SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX)
 
 
 def _name(text: str) -> str:
@@ -92,7 +93,7 @@ NAME: Final = Allowed(read=_name, text="a name without blanks")
 PATTERN: Final = Allowed(read=_pattern, text="a topic, or a pattern such as prices.>")
 HOST: Final = Allowed(read=_host, text="a name or an address, without a port")
 PORT: Final = Allowed(read=_port, text="a port, 0 to 65535")
-SIZE: Final = Allowed(read=_size, text='bytes, as a number or like "64MiB", 1KiB to 1TiB')
+SIZE: Final = Allowed(read=_size, text='bytes, as a number or like "64MiB", 4KiB to 2GiB')
 POLICY: Final = Allowed(read=_policy, text=", ".join(OnError))
 PATH: Final = Allowed(read=_path, text="a directory")
 SECRET: Final = Allowed(read=_secret, text="text that is not empty")

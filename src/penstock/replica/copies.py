@@ -1,36 +1,60 @@
-"""The copies in a data directory: one that is read, and perhaps one that is being built to follow it.
+"""The copies in a data directory: one that is read and, during a refresh, one that is being built.
 
-    <data>/LOCK           who has this directory open
-    <data>/CURRENT        which copies count: {"topic": …, "serving": 1, "building": 2}
-    <data>/copy-<n>/      a copy
+    <data>/…               a store (see storage/store.py), in which each copy is a topic
+    <data>/index-<id>.db   the index of the copy with that topic ID
 
-CURRENT is replaced as a whole. So a crash at any moment leaves readers with the old copy or with the new one, and
-whatever is not named there is removed.
+A value in the store's state topic says which copies count. It changes as a whole, so a crash at any moment leaves
+readers with the old copy or with the new one. Copies that it does not name are removed.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from penstock.clock import Clock, SystemClock
-from penstock.errors import BadDirectory
+from penstock.clock import Clock
+from penstock.errors import BadDirectory, PenstockError
 from penstock.replica.copy import Copy
-from penstock.replica.disk import Disk, Lock, OsDisk
-from penstock.replica.index import Topic
-from penstock.replica.record import Record
+from penstock.replica.index import remove_index
+from penstock.run import Run
+from penstock.storage.files import Files
+from penstock.storage.meta import Change, Meta
+from penstock.storage.policy import Policy
+from penstock.storage.store import Settings, Store
 
 logger = logging.getLogger(__name__)
 
-_CURRENT: Final = "CURRENT"
-_COPY: Final = re.compile(r"copy-(\d+)")
+_NAME: Final = "$copy"
+_STATE: Final = ("replica", "copies")
+
+
+class OriginTopic(NamedTuple):
+    """The topic at the broker. One that is deleted and created again has another ID."""
+
+    name: str
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """Which copies count, by the ID of their topic in the store, and what each is a copy of, once that is known."""
+
+    pattern: str
+    serving: int
+    building: int | None = None
+    serving_topic: OriginTopic | None = None
+    building_topic: OriginTopic | None = None
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> _Named:
+        topics = {name: OriginTopic(*value[name]) for name in ("serving_topic", "building_topic") if value[name]}
+        return cls(value["pattern"], value["serving"], value["building"], **topics)
 
 
 class Copies:
@@ -42,33 +66,38 @@ class Copies:
         pattern: str,
         *,
         segment_bytes_max: int,
-        disk: Disk | None = None,
+        files: Files | None = None,
         clock: Clock | None = None,
+        meta: Meta | None = None,
+        index_directory: Path | None = None,
     ) -> None:
-        """`pattern`: what the copy is of; a directory that has a copy of something else is refused."""
+        """`pattern` is what is copied. A directory with a copy of something else is refused. Indexes are in the same
+        directory unless `index_directory` says otherwise."""
+        if (directory / "CURRENT").exists():
+            raise BadDirectory(
+                f"{directory} has a copy in the format of an earlier version: remove the directory, and the replica "
+                "copies the topic again"
+            )
         self._directory = directory
-        self._pattern = pattern
-        self._segment_bytes_max = segment_bytes_max
-        self._disk = disk or OsDisk()
-        self._clock = clock or SystemClock()
-        self._lock = threading.Lock()
+        self._index_directory = index_directory or directory
+        self._policy = Policy(segment_bytes=segment_bytes_max)
         self._readers: Counter[Copy] = Counter()
-        self._retired: set[Copy] = set()
-        self._disk.make_directory(directory)
-        self._held = Lock(directory)
+        self._changed = threading.Condition()
+        # Queries read from the disk, so batches need not be kept in memory.
+        self._store = Store(directory, settings=Settings(tail_bytes_max=0), files=files, clock=clock, meta=meta)
         self._serving: Copy | None = None
         self._building: Copy | None = None
         try:
-            self._open()
+            self._named = self._open(pattern)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        for copy in (self._serving, self._building, *self._retired):
+        for copy in (self._serving, self._building):
             if copy is not None:
                 copy.close()
-        self._held.close()
+        self._store.close()
 
     @property
     def is_building(self) -> bool:
@@ -76,80 +105,78 @@ class Copies:
 
     @contextmanager
     def read(self) -> Iterator[Copy]:
-        """The copy that readers see. It stays until they have left, whatever follows it meanwhile."""
-        with self._lock:
+        """Give a reader the copy that is served. It stays until the reader has left."""
+        with self._changed:
             copy = self._serving
             assert copy is not None, "it is open"
             self._readers[copy] += 1
         try:
             yield copy
         finally:
-            with self._lock:
+            with self._changed:
                 self._readers[copy] -= 1
-                is_last = not self._readers[copy]
-                if is_last:
+                if not self._readers[copy]:
                     del self._readers[copy]
-                is_left = is_last and copy in self._retired
-                self._retired -= {copy} if is_left else set()
-            if is_left:
-                self._remove(copy)
+                self._changed.notify_all()
 
-    # What comes in goes to the one that is being built, if there is one.
+    # New messages go to the copy that is being built, if there is one.
 
     @property
-    def topic(self) -> Topic | None:
-        return self._filled.topic
+    def topic(self) -> OriginTopic | None:
+        """The topic whose messages the copy has; None if it has none yet."""
+        return self._named.building_topic if self.is_building else self._named.serving_topic
 
     @property
     def topic_name(self) -> str | None:
-        """Of the one that is read, if nothing has come since."""
-        topic = self.topic or (self._serving.topic if self._serving is not None else None)
+        """The name of that topic, or of the one that readers see."""
+        topic = self.topic or self._named.serving_topic
         return None if topic is None else topic.name
 
     def next_offset(self, partition: int) -> int:
         return self._filled.next_offset(partition)
 
-    def append(self, topic: Topic, records: Mapping[int, Sequence[Record]]) -> int:
-        """As `Copy.append`."""
-        return self._filled.append(topic, records)
+    def append(self, topic: OriginTopic, runs: Mapping[int, Run]) -> int:
+        """Store messages, as `Copy.append`."""
+        if topic != self.topic:
+            if self.is_building:
+                self._name(replace(self._named, building_topic=topic))
+            else:
+                self._name(replace(self._named, serving_topic=topic))
+        return self._filled.append(topic.name, runs)
 
-    # One after the other.
+    # Refresh.
 
     def begin(self) -> None:
-        """A new copy, beside the one that is read. One that is being built is given up."""
-        number = 1 + max(self._numbers(), default=0)
-        building = self._copy(number)
+        """Begin a new copy beside the one that is read. A copy that is being built is abandoned."""
+        building = self._copy(self._create(self._named.pattern))
         try:
-            self._name(self._number(self._serving), number)
+            self._name(replace(self._named, building=building.id, building_topic=None))
         except BaseException:
-            building.close()
+            self._remove(building)
             raise
-        given_up, self._building = self._building, building
-        if given_up is not None:
-            self._remove(given_up)
+        abandoned, self._building = self._building, building
+        if abandoned is not None:
+            self._remove(abandoned)
 
     def complete(self) -> bool:
-        """Readers see the one that was built, and the old one goes; False if none was."""
+        """Serve the copy that was built, and remove the old one; return False if none was built."""
         building, old = self._building, self._serving
         if building is None or old is None:
             return False
-        self._name(self._number(building), None)
-        with self._lock:
+        self._name(_Named(self._named.pattern, building.id, serving_topic=self._named.building_topic))
+        with self._changed:
             self._serving, self._building = building, None
-            is_read = bool(self._readers[old])
-            if is_read:
-                self._retired.add(old)
-        if not is_read:
-            self._remove(old)
+            self._changed.wait_for(lambda: not self._readers[old])
+        self._remove(old)
         return True
 
     def abandon(self) -> None:
-        """What is being built is not wanted: what comes goes into the one that is read again."""
+        """Give up the copy that is being built. New messages go to the one that is read again."""
         if self._building is None:
             return
-        self._name(self._number(self._serving), None)
-        given_up, self._building = self._building, None
-        self._remove(given_up)
+        self._name(replace(self._named, building=None, building_topic=None))
+        abandoned, self._building = self._building, None
+        self._remove(abandoned)
 
     @property
     def _filled(self) -> Copy:
@@ -157,61 +184,55 @@ class Copies:
         assert copy is not None, "it is open"
         return copy
 
-    def _open(self) -> None:
-        current = self._read_current()
-        if current is None:
-            # Without the word of CURRENT nothing was stored that anybody was told of; but there may be more to it.
-            if self._numbers() and any(self._directory.glob("copy-*/*/segment-*.log")):
-                raise BadDirectory(f"{self._directory} has copies and no {_CURRENT}: put it back, or move them away")
-            self._name(1, None)
-            current = {"topic": self._pattern, "serving": 1, "building": None}
-        if current["topic"] != self._pattern:
+    def _open(self, pattern: str) -> _Named:
+        value = self._store.state.get(*_STATE)
+        if value is None:
+            if any(not topic.is_internal for topic in self._store.topics):
+                raise BadDirectory(f"{self._directory} is the data directory of a broker: choose another directory")
+            named = _Named(pattern, self._create(pattern))
+            self._name(named)
+        else:
+            named = _Named.from_json(value)
+        if named.pattern != pattern:
             raise BadDirectory(
-                f"{self._directory} has a copy of {current['topic']}, not of {self._pattern}: choose another directory"
+                f"{self._directory} has a copy of {named.pattern}, not of {pattern}: choose another directory"
             )
-        named = {current["serving"], current["building"]}
-        for number in self._numbers():
-            if number not in named:
-                self._disk.remove(self._path(number))
-        self._serving = self._copy(current["serving"])
-        if current["building"] is not None:
-            self._building = self._copy(current["building"])
+        for topic in self._store.topics:
+            if topic.id not in (named.serving, named.building):
+                self._store.delete_topic(topic.id)
+                remove_index(self._index_path(topic.id))
+        self._serving = self._copy(named.serving)
+        if named.building is not None:
+            self._building = self._copy(named.building)
+        return named
 
-    def _read_current(self) -> dict[str, Any] | None:
-        path = self._directory / _CURRENT
-        try:
-            current: dict[str, Any] = json.loads(path.read_bytes())
-            _ = (current["topic"], int(current["serving"]), current["building"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, KeyError):
-            raise BadDirectory(f"{path} does not say which copy counts: put it back, or move the directory") from None
-        return current
+    def _create(self, pattern: str) -> int:
+        return self._store.create_topic(_NAME, policy=self._policy, origin=pattern).id
 
-    def _name(self, serving: int, building: int | None) -> None:
-        current = {"topic": self._pattern, "serving": serving, "building": building}
-        self._disk.replace(self._directory / _CURRENT, f"{json.dumps(current)}\n".encode())
+    def _name(self, named: _Named) -> None:
+        errors: list[PenstockError] = []
+        self._store.state.write(
+            [Change(*_STATE, asdict(named))], lambda _, error: errors.append(error) if error else None
+        )
+        self._store.flush()
+        if errors:
+            raise errors[0]
+        self._named = named
 
-    def _numbers(self) -> list[int]:
-        names = (_COPY.fullmatch(path.name) for path in self._directory.iterdir())
-        return sorted(int(found[1]) for found in names if found)
+    def _copy(self, topic_id: int) -> Copy:
+        [topic] = [each for each in self._store.topics if each.id == topic_id]
+        if topic.policy != self._policy:
+            topic = replace(topic, policy=self._policy)
+            self._store.alter_topic(topic)
+        return Copy(self._store, topic, self._index_path(topic_id))
 
-    def _number(self, copy: Copy | None) -> int:
-        assert copy is not None, "it is open"
-        found = _COPY.fullmatch(copy.directory.name)
-        assert found, "it is named by us"
-        return int(found[1])
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"copy-{number}"
-
-    def _copy(self, number: int) -> Copy:
-        return Copy(self._path(number), disk=self._disk, clock=self._clock, segment_bytes_max=self._segment_bytes_max)
+    def _index_path(self, topic_id: int) -> Path:
+        return self._index_directory / f"index-{topic_id}.db"
 
     def _remove(self, copy: Copy) -> None:
-        """Not named any more: if this fails, it is done when the directory is opened again."""
-        copy.close()
+        """Remove a copy that is not named any more. If this fails, it is done when the directory is opened again."""
         try:
-            self._disk.remove(copy.directory)
-        except OSError as error:
-            logger.warning("%s is left over: %s", copy.directory, error)
+            copy.remove_index()
+            self._store.delete_topic(copy.id)
+        except (OSError, PenstockError) as error:
+            logger.warning("copy %d of %s is left over: %s", copy.id, self._directory, error)

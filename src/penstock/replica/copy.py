@@ -1,160 +1,137 @@
-"""A copy: segments of records, and an index of them.
+"""A copy of a topic: the broker's stored batches in logs of a store, and an index of them.
 
-    <copy>/index.db
-    <copy>/<partition>/segment-<n>.log      records, nothing else; n counts through all partitions
-
-Records are written and synced first, then the index is committed: then they are stored. Whatever lies behind the bytes
-that the index knows was never acknowledged. The next record is written over it; and when the copy is opened, what of it
-is whole is taken in, and the rest cut off.
+Each partition is a piped log (see storage/log.py), so messages have the offsets that they have at the broker. Messages
+are stored when their log is synced. The index follows the logs: it is fed by reading them, and is rebuilt from
+them if it is missing.
 """
 
 from __future__ import annotations
 
-import logging
-import sqlite3
-from collections import defaultdict
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from penstock.clock import Clock
-from penstock.errors import BadDirectory, LogDamaged
+from penstock.batch import Batch
+from penstock.client.values import read_headers
+from penstock.errors import LogDamaged, OffsetOutOfRange, PenstockError
 from penstock.moments import iso
-from penstock.replica.disk import Disk
-from penstock.replica.index import Index, Place, Row, Segment, Topic, Totals
-from penstock.replica.record import BadRecord, Record, Scan, decode, encode
+from penstock.replica.index import CopiedSegment, Index, Totals
+from penstock.run import Run, open_batch, split
+from penstock.storage.log import Log
+from penstock.storage.policy import Topic
+from penstock.storage.segment import Segment
+from penstock.storage.store import Store
 
-logger = logging.getLogger(__name__)
+# So much is read at once: to feed the index, and to answer a range.
+_READ_BYTES: Final = 1 << 20
+# A batch is what a reader opens to get one message.
+_BATCH_BYTES: Final = 256 << 10
 
-INDEX: Final = "index.db"
-# So much is taken in at once when a copy is opened.
-_CATCH_UP_BYTES: Final = 4 << 20
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One message of a copy."""
+
+    offset: int
+    value: bytes
+    key: bytes | None = None
+    deleted: bool = False
+    timestamp_us: int = 0
+    subject: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class Copy:
-    """One thread at a time appends, others may read meanwhile."""
+    """One thread at a time appends, and it is the thread that owns the store. Others may read meanwhile."""
 
-    def __init__(self, directory: Path, *, disk: Disk, clock: Clock, segment_bytes_max: int) -> None:
-        """Opens what is there, after whatever happened to it. Raises LogDamaged if something is gone that was stored
-        and acknowledged."""
-        self.directory = directory
-        self._disk = disk
-        self._clock = clock
-        self._segment_bytes_max = segment_bytes_max
-        # Of each partition the segment that grows, and the offset that is wanted next.
-        self._active: dict[int, Segment] = {}
-        self._next: dict[int, int] = {}
-        self._last_id = -1
-        disk.make_directory(directory)
-        self._index = _open_index(directory / INDEX)
+    def __init__(self, store: Store, topic: Topic, index_path: Path) -> None:
+        """Open a copy. Raises LogDamaged if a log has lost messages that the index knows."""
+        self._store = store
+        self._topic = topic
+        self._index = Index.open(index_path)
         try:
-            self.topic = self._index.topic()
-            self._recover()
-            self._index.complete()
+            for partition in range(topic.partitions):
+                self._check(partition)
+                self._feed_index(partition)
         except BaseException:
             self._index.close()
             raise
 
+    @property
+    def id(self) -> int:
+        return self._topic.id
+
     def close(self) -> None:
         self._index.close()
 
+    def remove_index(self) -> None:
+        self._index.remove()
+
     # Writing.
 
-    def append(self, topic: Topic, records: Mapping[int, Sequence[Record]]) -> int:
-        """Store those of each partition that are not here yet; how many. Durable when it returns.
+    def append(self, name: str, runs: Mapping[int, Run]) -> int:
+        """Store the messages of each partition that are not stored yet, durably; return how many.
 
-        Raises OSError or sqlite3.Error: then none of them is stored.
+        `name` is the topic's at the broker. Raises a DiskError or sqlite3.Error: then some of them may be stored.
         """
-        added = _Addition(self._last_id)
-        for partition, several in records.items():
-            self._write(partition, several, added)
-        if not added.rows:
-            return 0
-        self._index.add(added.segments.values(), added.rows, added.latest, None if topic == self.topic else topic)
-        self.topic = topic
-        self._take(added)
-        return len(added.rows)
+        self._make_partitions(1 + max(runs, default=0))
+        errors: list[PenstockError] = []
+        count = 0
+        for partition, run in runs.items():
+            log = self._log(partition)
+            wanted = run.at_least(log.end)
+            count += len(wanted)
+            for part in split(wanted, _BATCH_BYTES) if wanted.values else ():
+                log.append_at(_stored(part, name), lambda _, error: errors.append(error) if error else None)
+        self._store.flush()
+        if errors:
+            raise errors[0]
+        for partition in runs:
+            self._feed_index(partition)
+        return count
 
     def next_offset(self, partition: int) -> int:
-        return self._next.get(partition, 0)
+        return self._log(partition).end if partition < self._topic.partitions else 0
 
-    def _write(self, partition: int, records: Sequence[Record], added: _Addition) -> None:
-        segment = self._active.get(partition)
-        wanted = self.next_offset(partition)
-        parts: list[bytes] = []
-        size = 0
-        for record in records:
-            if record.offset < wanted:
-                continue  # it has come before
-            wanted = record.offset + 1
-            data = encode(record)
-            if segment is None or self._is_full(segment.bytes + size, len(data)):
-                self._flush(segment, parts, added)
-                parts, size = [], 0
-                segment = self._begin(partition, record.offset, added)
-            added.note(record, segment, segment.bytes + size, len(data))
-            parts.append(data)
-            size += len(data)
-        self._flush(segment, parts, added)
-
-    def _is_full(self, size: int, more: int) -> bool:
-        """A record that is larger than a segment may be has one to itself."""
-        return size > 0 and size + more > self._segment_bytes_max
-
-    def _begin(self, partition: int, offset: int, added: _Addition) -> Segment:
-        added.last_id += 1
-        self._disk.make_directory(self.directory / str(partition))
-        file = f"{partition}/segment-{added.last_id}.log"
-        return Segment(added.last_id, file, offset, offset - 1, 0, self._now(), partition, 0)
-
-    def _flush(self, segment: Segment | None, parts: list[bytes], added: _Addition) -> None:
-        """Write what was noted of a segment."""
-        if segment is None or not parts:
-            return
-        data = b"".join(parts)
-        self._disk.write(self.directory / segment.file, data, segment.bytes)
-        added.grown(segment, len(parts), len(data))
-
-    def _take(self, added: _Addition) -> None:
-        """It is stored."""
-        self._last_id = added.last_id
-        for segment in added.segments.values():
-            self._active[segment.partition] = segment
-            self._next[segment.partition] = segment.end + 1
-
-    def _now(self) -> str:
-        return iso(self._clock.now_us())
+    def _make_partitions(self, count: int) -> None:
+        if count > self._topic.partitions:
+            self._store.alter_topic(replace(self._topic, partitions=count))
+            self._topic = replace(self._topic, partitions=count)
 
     # Reading.
 
     def find(self, partition: int, offset: int) -> Record | None:
-        return self._found(self._index.find(partition, offset))
+        found = next(self._records(partition, offset, offset, read_bytes=1), None)
+        return None if found is None else found[0]
 
     def find_key(self, key: bytes) -> tuple[int, Record] | None:
-        """Its latest message, and the partition of that."""
+        """Return the latest message of a key, and its partition."""
         place = self._index.find_key(key)
-        return None if place is None else (place.partition, self._read(place))
+        if place is None:
+            return None
+        record = self.find(*place)
+        return None if record is None else (place[0], record)
 
     def find_range(
         self, partition: int, first: int, last: int, *, limit: int, bytes_max: int
     ) -> tuple[list[Record], int | None]:
-        """Records from one offset to another, both included; and the offset at which the rest of them begins, if there
-        are more than `limit`, or than `bytes_max` bytes of them. At least one, if there is one."""
-        places = self._index.find_range(partition, first, last, limit + 1)
+        """Return the records from one offset to another, both included, and the offset at which the rest begins if
+        there are more than `limit` records or `bytes_max` bytes. The answer has at least one record if there is one."""
         found: list[Record] = []
         size = 0
-        for place in places:
-            size += place.length
+        for record, record_bytes in self._records(partition, first, last):
+            size += record_bytes
             if found and (len(found) == limit or size > bytes_max):
-                return found, place.offset
-            found.append(self._read(place))
+                return found, record.offset
+            found.append(record)
         return found, None
 
     def keys(self, prefix: bytes, after: bytes | None, limit: int) -> list[bytes]:
         return self._index.keys(prefix, after, limit)
 
-    def segments(self, partition: int | None, limit: int) -> list[Segment]:
+    def segments(self, partition: int | None, limit: int) -> list[CopiedSegment]:
         return self._index.segments(partition, limit)
 
     def totals(self) -> dict[int, Totals]:
@@ -163,156 +140,98 @@ class Copy:
     def index_bytes(self) -> int:
         return self._index.size()
 
-    def _found(self, place: Place | None) -> Record | None:
-        return None if place is None else self._read(place)
+    def _records(
+        self, partition: int, first: int, last: int, *, read_bytes: int = _READ_BYTES
+    ) -> Iterator[tuple[Record, int]]:
+        """Yield the records from one offset to another, both included, each with its bytes."""
+        if partition >= self._topic.partitions:
+            return
+        for batch in _batches(self._log(partition), first, read_bytes):
+            if batch.base_offset > last:
+                return
+            run = open_batch(batch, b"")
+            for index, offset in enumerate(run.all_offsets()):
+                if first <= offset <= last:
+                    yield _record(run, index)
 
-    def _read(self, place: Place) -> Record:
-        path = self.directory / place.file
-        with path.open("rb") as file:
-            file.seek(place.position)
-            data = file.read(place.length)
-        try:
-            record = decode(data)
-        except BadRecord as error:
-            raise LogDamaged(path, place.position, place.offset, place.offset + 1, str(error)) from None
-        if record.offset != place.offset:
-            reason = f"there is the record of offset {record.offset}"
-            raise LogDamaged(path, place.position, place.offset, place.offset + 1, reason)
-        return record
+    def _log(self, partition: int) -> Log:
+        return self._store.log(self._topic.id, partition)
 
-    # Opening.
+    # The index.
 
-    def _recover(self) -> None:
-        known = {segment.file: segment for segment in self._index.segments()}
-        self._last_id = max((segment.id for segment in known.values()), default=-1)
-        for segment in known.values():
-            self._check(segment)
-            self._active[segment.partition] = segment
-            self._next[segment.partition] = segment.end + 1
-        for partition, numbers in self._files().items():
-            self._recover_partition(partition, numbers, known)
-
-    def _files(self) -> dict[int, list[int]]:
-        """The numbers of the segments of each partition, ascending."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for path in self.directory.glob("*/segment-*.log"):
-            try:
-                found[int(path.parent.name)].append(int(path.stem.removeprefix("segment-")))
-            except ValueError:
-                raise BadDirectory(f"{path} does not belong there: move it away") from None
-        return {partition: sorted(numbers) for partition, numbers in sorted(found.items())}
-
-    def _check(self, segment: Segment) -> None:
-        path = self.directory / segment.file
-        size = path.stat().st_size if path.exists() else 0
-        if size < segment.bytes:
+    def _check(self, partition: int) -> None:
+        log, known = self._log(partition), self._index.position(partition)
+        if known > log.end:
             reason = (
-                f"the file has {size} bytes, and {segment.bytes} were stored:"
-                " remove the data directory, and all that the broker has comes again"
+                f"messages up to offset {known} were stored, and the log ends at {log.end}: "
+                "remove the data directory, and the replica copies the topic again"
             )
-            raise LogDamaged(path, size, segment.start, segment.end + 1, reason)
+            active = log.segments[-1]
+            raise LogDamaged(active.path, active.size, log.end, known, reason)
 
-    def _recover_partition(self, partition: int, numbers: list[int], known: Mapping[str, Segment]) -> None:
-        last_known = self._active[partition].id if partition in self._active else -1
-        is_cut = False
-        for number in numbers:
-            path = self.directory / f"{partition}/segment-{number}.log"
-            segment = known.get(f"{partition}/{path.name}")
-            if number < last_known:
-                if segment is None:
-                    raise BadDirectory(f"{path} is a segment that the index does not know: move it away")
-                self._cut(path, segment.bytes)
-            elif is_cut:
-                # Nobody was told of what stands there: it was written together with what is cut off.
-                self._disk.remove(path)
-            else:
-                end = self._catch_up(path, number, segment)
-                is_cut = end < path.stat().st_size
-                if is_cut and self._index.is_new and number != numbers[-1]:
-                    raise LogDamaged(path, end, self.next_offset(partition), None, "no record is there")
-                self._cut(path, end)
-            self._last_id = max(self._last_id, number)
-
-    def _catch_up(self, path: Path, number: int, segment: Segment | None) -> int:
-        """Take in whole records behind those that are known; where they end."""
-        partition = int(path.parent.name)
-        with Scan(path, segment.bytes if segment is not None else 0) as scan:
-            for records in self._scanned(scan, partition):
-                if segment is None:
-                    file = f"{partition}/{path.name}"
-                    segment = Segment(number, file, records[0][0].offset, -1, 0, self._now(), partition, 0)
-                segment = self._take_in(path, segment, records)
-        return segment.bytes if segment is not None else 0
-
-    def _take_in(self, path: Path, segment: Segment, records: list[tuple[Record, bytes]]) -> Segment:
-        added = _Addition(self._last_id)
-        position = segment.bytes
-        for record, data in records:
-            added.note(record, segment, position, len(data))
-            position += len(data)
-        # Once more: if a sync failed before, Linux has these bytes in memory, marked clean, and not on the disk.
-        self._disk.write(path, b"".join(data for _, data in records), segment.bytes)
-        grown = added.grown(segment, len(records), position - segment.bytes)
-        self._index.add([grown], added.rows, added.latest, None)
-        self._take(added)
-        return grown
-
-    def _scanned(self, scan: Scan, partition: int) -> Iterator[list[tuple[Record, bytes]]]:
-        """Records that follow on those that are stored, some at a time."""
-        wanted = self.next_offset(partition)
-        found: list[tuple[Record, bytes]] = []
+    def _feed_index(self, partition: int) -> None:
+        log = self._log(partition)
+        batches: list[Batch] = []
         size = 0
-        while (one := scan.next()) is not None and one[0].offset >= wanted:
-            wanted = one[0].offset + 1
-            found.append(one)
-            size += len(one[1])
-            if size >= _CATCH_UP_BYTES:
-                yield found
-                found, size = [], 0
-        if found:
-            yield found
+        for batch in _batches(log, self._index.position(partition)):
+            batches.append(batch)
+            size += batch.size
+            if size >= _READ_BYTES:
+                self._index_batches(partition, log, batches)
+                batches, size = [], 0
+        if batches:
+            self._index_batches(partition, log, batches)
 
-    def _cut(self, path: Path, size: int) -> None:
-        surplus = path.stat().st_size - size
-        if surplus:
-            logger.warning("%s: %d bytes behind the last whole record are cut off", path, surplus)
-        if not size:
-            self._disk.remove(path)
-        elif surplus:
-            self._disk.truncate(path, size)
+    def _index_batches(self, partition: int, log: Log, batches: Sequence[Batch]) -> None:
+        segments = log.segments
+        latest: dict[bytes, int | None] = {}
+        grown: dict[int, CopiedSegment] = {}
+        for batch in batches:
+            run = open_batch(batch, b"")
+            for index, key in run.keys.items():
+                latest[key] = None if index in run.tombstones else run.offset(index)
+            segment = segments[bisect_right(segments, batch.base_offset, key=lambda each: each.base) - 1]
+            before = grown.get(segment.base) or self._copied(partition, segment, run.offset(0))
+            grown[segment.base] = before._replace(end=run.end - 1, records=before.records + len(run))
+        self._index.add(partition, batches[-1].end, list(grown.values()), latest)
 
-
-class _Addition:
-    """What one append adds to the index."""
-
-    def __init__(self, last_id: int) -> None:
-        self.last_id = last_id
-        self.segments: dict[int, Segment] = {}
-        self.rows: list[Row] = []
-        self.latest: dict[bytes, tuple[int, int] | None] = {}
-        self._end = -1
-
-    def note(self, record: Record, segment: Segment, position: int, length: int) -> None:
-        self.rows.append((segment.partition, record.offset, segment.id, position, length))
-        self._end = record.offset
-        if record.key is not None:
-            self.latest[record.key] = None if record.deleted else (segment.partition, record.offset)
-
-    def grown(self, segment: Segment, records: int, size: int) -> Segment:
-        """A segment has got what was noted of it."""
-        grown = replace(segment, end=self._end, records=segment.records + records, bytes=segment.bytes + size)
-        self.segments[segment.id] = grown
-        return grown
+    def _copied(self, partition: int, segment: Segment, first: int) -> CopiedSegment:
+        """Return what the index knows of a segment, with its bytes as they are now."""
+        known = self._index.segment(partition, segment.base)
+        if known is not None:
+            return known._replace(bytes=segment.size)
+        file = str(segment.path.relative_to(self._store.directory))
+        created_at = iso(segment.begun_at())
+        return CopiedSegment(None, partition, segment.base, file, first, first, 0, created_at, segment.size)
 
 
-def _open_index(path: Path) -> Index:
-    """One that is none is made anew from the segments, as one that is gone is."""
-    try:
-        return Index(path)
-    except sqlite3.OperationalError:
-        raise  # the disk's fault, not the file's
-    except sqlite3.DatabaseError as error:
-        logger.warning("%s: %s: it is made anew from the segments", path, error)
-    for suffix in ("", "-wal", "-shm"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-    return Index(path)
+def _batches(log: Log, offset: int, read_bytes: int = _READ_BYTES) -> Iterator[Batch]:
+    """Yield the stored batches from an offset on, reading so many bytes at once."""
+    while True:
+        try:
+            batches = log.read_disk(offset, read_bytes)
+        except OffsetOutOfRange:
+            return
+        if not batches:
+            return
+        yield from batches
+        offset = batches[-1].end
+
+
+def _stored(run: Run, name: str) -> Batch:
+    """Return a batch with the offsets that the messages have."""
+    return Batch(bytearray(run.stored(name.encode())))
+
+
+def _record(run: Run, index: int) -> tuple[Record, int]:
+    value, key, headers = run.values[index], run.keys.get(index), run.headers.get(index)
+    record = Record(
+        offset=run.offset(index),
+        value=value,
+        key=key,
+        deleted=index in run.tombstones,
+        timestamp_us=run.time_us(index),
+        subject=run.subjects[index].decode(errors="replace"),
+        headers={} if headers is None else read_headers(headers),
+    )
+    return record, len(value) + len(key or b"") + len(headers or b"")

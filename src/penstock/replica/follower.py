@@ -21,9 +21,8 @@ from penstock.client.message import Message
 from penstock.client.values import GroupPosition
 from penstock.errors import BadConfig, DiskError, PeerError, PenstockError, UnknownGroup, UnknownTopic
 from penstock.replica.config import OnError, ReplicaConfig
-from penstock.replica.copies import Copies
-from penstock.replica.index import Topic
-from penstock.replica.record import Record
+from penstock.replica.copies import Copies, OriginTopic
+from penstock.run import Run
 from penstock.web import Credentials
 
 logger = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ class Follower:
                 topic = await client.topic(position.topic)
             except UnknownTopic:
                 continue
-            is_ours = self._copies.topic in (None, Topic(topic.name, topic.id))
+            is_ours = self._copies.topic in (None, OriginTopic(topic.name, topic.id))
             wanted = self._copies.next_offset(position.partition) if is_ours else 0
             if position.committed > max(wanted, topic.positions[position.partition].start):
                 ahead.append((position, wanted))
@@ -222,7 +221,7 @@ class Follower:
                 task.cancel()
             await asyncio.gather(taking, stopping, return_exceptions=True)
 
-    async def _is_ours(self, topic: Topic) -> bool:
+    async def _is_ours(self, topic: OriginTopic) -> bool:
         """Whether messages of this topic belong into the copy. If it was deleted and made again, or is another
         broker's, a new copy begins."""
         ours = self._copies.topic
@@ -247,7 +246,7 @@ class Follower:
 
     # Storing.
 
-    async def _store(self, topic: Topic, messages: Sequence[Message]) -> None:
+    async def _store(self, topic: OriginTopic, messages: Sequence[Message]) -> None:
         """Halved as long as it fails, a batch leaves alone what cannot be stored."""
         parts, attempt = [messages], 1
         while parts:
@@ -273,13 +272,13 @@ class Follower:
             attempt = 1
             _acknowledge(part)
 
-    def _append(self, topic: Topic, messages: Sequence[Message]) -> None:
-        records: dict[int, list[Record]] = {}
+    def _append(self, topic: OriginTopic, messages: Sequence[Message]) -> None:
+        partitions: dict[int, list[Message]] = {}
         for message in messages:
-            records.setdefault(message.partition, []).append(_record(message))
-        self._copies.append(topic, records)
+            partitions.setdefault(message.partition, []).append(message)
+        self._copies.append(topic, {partition: _run(several) for partition, several in partitions.items()})
 
-    def _skip(self, topic: Topic, message: Message) -> None:
+    def _skip(self, topic: OriginTopic, message: Message) -> None:
         self.skipped += 1
         logger.error("offset %d of %s/%d is skipped", message.offset, topic.name, message.partition)
 
@@ -368,23 +367,21 @@ class Follower:
             await self._subscription.close()
 
 
-def _by_topic(messages: Sequence[Message]) -> Iterator[tuple[Topic, list[Message]]]:
+def _by_topic(messages: Sequence[Message]) -> Iterator[tuple[OriginTopic, list[Message]]]:
     """In their order. Almost always it is one topic."""
-    for topic, several in groupby(messages, key=lambda message: Topic(message.topic, message.topic_id)):
+    for topic, several in groupby(messages, key=lambda message: OriginTopic(message.topic, message.topic_id)):
         yield topic, list(several)
 
 
-def _record(message: Message) -> Record:
-    subject = message.subject
-    return Record(
-        offset=message.offset,
-        value=message.value,
-        key=message.key,
-        deleted=message.deleted,
-        timestamp_us=message.timestamp_us,
-        subject="" if subject == message.topic else subject,
-        headers=message.headers,
-    )
+def _run(messages: Sequence[Message]) -> Run:
+    run = Run([message.subject.encode() for message in messages], [message.value for message in messages])
+    run.keys = {index: key for index, message in enumerate(messages) if (key := message.key) is not None}
+    run.headers = {index: block for index, message in enumerate(messages) if (block := message.header_block)}
+    run.tombstones = {index for index, message in enumerate(messages) if message.deleted}
+    run.timestamps = [message.timestamp_us for message in messages]
+    run.offsets = [message.offset for message in messages]
+    run.base_offset = messages[0].offset
+    return run
 
 
 def _acknowledge(messages: Sequence[Message]) -> None:

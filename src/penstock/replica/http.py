@@ -22,11 +22,10 @@ from penstock.moments import iso_or_none
 from penstock.replica import openapi
 from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies
-from penstock.replica.copy import Copy
+from penstock.replica.copy import Copy, Record
 from penstock.replica.follower import Follower
-from penstock.replica.index import Segment, Totals
+from penstock.replica.index import CopiedSegment, Totals
 from penstock.replica.openapi import LIMIT, LIMIT_MAX, OFFSET_MAX, PARTITION_MAX
-from penstock.replica.record import Record
 from penstock.web import Credentials, Guard, WebPort, local_names, unexpected
 
 logger = logging.getLogger(__name__)
@@ -232,7 +231,7 @@ class Queries:
             "headers": dict(record.headers),
         }
 
-    def _segment(self, segment: Segment) -> dict[str, Any]:
+    def _segment(self, segment: CopiedSegment) -> dict[str, Any]:
         return {
             "segmentId": segment.id,
             "file": segment.file,
