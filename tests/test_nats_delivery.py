@@ -404,3 +404,29 @@ def test_a_pong_does_not_wait_for_ever_behind_a_backlog(tmp_path: Path) -> None:
             if kinds[-1] == "MSG":
                 reader.read(len(value) + 2)
         assert "PONG" in kinds, "it was not behind all of them"
+
+
+@pytest.mark.parametrize("cut", [0, 12, 1500], ids=["together", "within a line", "within a payload"])
+def test_a_ping_that_nats_py_writes_ahead_of_its_publishes_covers_them(tmp_path: Path, cut: int) -> None:
+    """Its flush writes PING at once, and what it has gathered in the next turn of its loop."""
+    with Serve(tmp_path) as server, Client(server, lang="python3", protocol=1) as client:
+        client.send("SUB early 1\r\nPING\r\n")
+        assert until_pong(client) == []
+        data = (
+            b"PING\r\n"
+            + b"".join(pub("early", b"%03d" % number + b"x" * 1000) for number in range(300))
+            + b"UNSUB 1\r\n"
+        )
+        client.send(data[:cut])
+        client.send(data[cut:])
+        assert [int(message.payload[:3]) for message in until_pong(client)] == list(range(300))
+        assert client.ask("PING") == "PONG"
+
+
+def test_a_ping_of_nats_py_is_answered_when_nothing_follows(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server, Nats(server, lang="python3") as client:
+        assert client.ask("PING") == "PONG"
+        client.send(b"PING\r\n" * 10_000)
+        assert [client.line() for _ in range(10_000)] == ["PONG"] * 10_000
+        client.send(b"PING\r\n" + pub("early", b"") + b"PING\r\nnonsense\r\n")
+        assert client.rest().endswith("-ERR 'Unknown Protocol Operation'\r\n")

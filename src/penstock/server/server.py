@@ -400,8 +400,8 @@ class Server:
         async with self._working:
             return await asyncio.to_thread(function, *args, **kwargs)
 
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(seconds, callback)
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(seconds, callback)
 
     @property
     def is_leaving(self) -> bool:

@@ -64,6 +64,10 @@ OWN_RUNS_MAX: Final = 1000
 ANSWERS_MAX: Final = 10_000
 # How long a PONG waits for messages that the connection is slow to take.
 PONG_S: Final = 30
+# How long a PING of a client that writes it ahead of its publishes waits for them.
+EARLY_PING_S: Final = 0.005
+# With more of them, they are answered at once.
+EARLY_PINGS_MAX: Final = 16
 # Subjects that a connection pulls without a subscription; each has a position.
 PULLS_MAX: Final = 100
 
@@ -100,6 +104,10 @@ class Session(Connection, asyncio.Protocol):
         # Whether the first PONG is followed by INFO, for clients that say they understand it; whether it was.
         self._wants_info = False
         self._takes_info = False
+        # Whether the client writes a PING ahead of publishes that it has gathered; such PINGs that wait for them.
+        self._pings_early = False
+        self._early_pings = 0
+        self._early_timer: asyncio.TimerHandle | None = None
         self._answers: deque[_Answer] = deque()
         # Events that wait for one that is being awaited; None: none is.
         self._waiting: deque[Event] | None = None
@@ -133,7 +141,46 @@ class Session(Connection, asyncio.Protocol):
     def _parse(self, data: bytes) -> list[Event]:
         events = self._parser.feed(data)
         self.peer.in_messages, self.peer.in_bytes = self._parser.messages, self._parser.payload_bytes
+        if self._early_pings or (events and self._pings_early and not self._wants_info):
+            return self._put_pings_last(events)
         return events
+
+    def _put_pings_last(self, events: list[Event]) -> list[Event]:
+        """Move PINGs behind what the client had gathered when it sent them: what comes with them, or next.
+
+        nats-py's `flush` writes its PING at once, and the publishes before it in the next turn of its loop. nats-server
+        delivers messages within microseconds, so a client rarely notices. Here they are stored first: a `flush` would
+        not cover them, and a `drain` would be over before they arrive.
+        """
+        self._stop_early_timer()
+        others: list[Event] = [event for event in events if event is not Asked.PING]
+        self._early_pings += len(events) - len(others)
+        parser = self._parser
+        if self._early_pings <= EARLY_PINGS_MAX:
+            if parser.is_within and (others or not parser.has_more):
+                return others
+            if self._early_pings and not others and not parser.has_more:
+                self._early_timer = self.server.call_later(EARLY_PING_S, self.guard(self._take_early_pings))
+                return others
+        return [*others, *self._early_events()]
+
+    def _early_events(self) -> list[Event]:
+        count, self._early_pings = self._early_pings, 0
+        return [Asked.PING] * count
+
+    def _stop_early_timer(self) -> None:
+        if self._early_timer is not None:
+            self._early_timer.cancel()
+            self._early_timer = None
+
+    def _take_early_pings(self) -> None:
+        """Nothing came behind them."""
+        self._stop_early_timer()
+        events = self._early_events()
+        if self._waiting is not None:
+            self._waiting.extend(events)
+        else:
+            self._handle(deque(events))
 
     def pause_writing(self) -> None:
         self.peer.pause()
@@ -147,6 +194,7 @@ class Session(Connection, asyncio.Protocol):
     def end(self) -> Iterator[None]:
         self._parser.clear()
         self._answers.clear()
+        self._stop_early_timer()
         for sid in list(self.subscriptions):
             self.call(self._unsubscribe, sid)
             yield
@@ -230,6 +278,8 @@ class Session(Connection, asyncio.Protocol):
         if self.peer.is_closing:
             return
         self.peer.hold()
+        if self._early_pings:
+            self._take_early_pings()
         if self._parser.is_nats:
             # No error: a NATS client takes one for the end, and would not come back.
             self._answer(b"" if self.server.is_lame_duck else text.info(self.server.info(self)), closes=True)
@@ -337,6 +387,8 @@ class Session(Connection, asyncio.Protocol):
         protocol = options.get("protocol")
         self._wants_info = isinstance(protocol, int) and protocol >= 1
         self.name = options.get("name")
+        # nats-py; its verbose clients need answers in the order of their commands.
+        self._pings_early = options.get("lang") == "python3" and not self._verbose
         self._ok()
 
     def _pong(self) -> None:

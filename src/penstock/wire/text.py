@@ -109,6 +109,11 @@ class Parser:
         self._lines, self._subjects = {}, {}
         self._closed = True
 
+    @property
+    def is_within(self) -> bool:
+        """Whether a line or payload has arrived in part, or was not taken yet."""
+        return self._missing > 0 or len(self._rest) > 2
+
     def feed(self, data: bytes) -> list[Event]:
         """Return the events of the lines that are complete, or of as many as may be: see `has_more`."""
         self.has_more = False
