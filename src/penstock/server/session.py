@@ -64,8 +64,9 @@ OWN_RUNS_MAX: Final = 1000
 ANSWERS_MAX: Final = 10_000
 # How long a PONG waits for messages that the connection is slow to take.
 PONG_S: Final = 30
-# How long a PING of a client that writes it ahead of its publishes waits for them.
+# How long a PING of a client that writes it ahead of its publishes waits for the first of them, and for the last.
 EARLY_PING_S: Final = 0.005
+EARLY_PING_S_MAX: Final = 1.0
 # With more of them, they are answered at once.
 EARLY_PINGS_MAX: Final = 16
 # Subjects that a connection pulls without a subscription; each has a position.
@@ -107,6 +108,7 @@ class Session(Connection, asyncio.Protocol):
         # Whether the client writes a PING ahead of publishes that it has gathered; such PINGs that wait for them.
         self._pings_early = False
         self._early_pings = 0
+        self._early_until = 0.0
         self._early_timer: asyncio.TimerHandle | None = None
         self._answers: deque[_Answer] = deque()
         # Events that wait for one that is being awaited; None: none is.
@@ -152,20 +154,21 @@ class Session(Connection, asyncio.Protocol):
         delivers messages within microseconds, so a client rarely notices. Here they are stored first: a `flush` would
         not cover them, and a `drain` would be over before they arrive.
         """
-        self._stop_early_timer()
         others: list[Event] = [event for event in events if event is not Asked.PING]
         self._early_pings += len(events) - len(others)
-        parser = self._parser
-        if self._early_pings <= EARLY_PINGS_MAX:
-            if parser.is_within and (others or not parser.has_more):
-                return others
-            if self._early_pings and not others and not parser.has_more:
-                self._early_timer = self.server.call_later(EARLY_PING_S, self.guard(self._take_early_pings))
-                return others
-        return [*others, *self._early_events()]
+        self._stop_early_timer()
+        now = asyncio.get_running_loop().time()
+        if self._early_pings and not self._early_until:
+            self._early_until = now + EARLY_PING_S_MAX
+        is_incomplete = self._parser.is_within if others else not self._parser.has_more
+        if not is_incomplete or self._early_pings > EARLY_PINGS_MAX or now > self._early_until:
+            return [*others, *self._early_events()]
+        if not self._parser.is_within:
+            self._early_timer = self.server.call_later(EARLY_PING_S, self.guard(self._take_early_pings))
+        return others
 
     def _early_events(self) -> list[Event]:
-        count, self._early_pings = self._early_pings, 0
+        count, self._early_pings, self._early_until = self._early_pings, 0, 0.0
         return [Asked.PING] * count
 
     def _stop_early_timer(self) -> None:
