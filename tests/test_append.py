@@ -137,7 +137,7 @@ async def test_a_batch_is_stored_as_it_came_unless_someone_must_look_into_it(
 ) -> None:
     async with Life(FaultyFiles()) as life:
         topic = life.broker.public_topic(await made_topic(life, policy=Policy(dedup=dedup)))
-        assert topic.takes_opaque(made(b"a", asks=asks)) is expected
+        assert topic.takes_opaque(asks=asks) is expected
 
 
 @in_loop

@@ -570,7 +570,14 @@ class TestMessage:
 
 
 def make(subject: str = "t", value: bytes | None = b"v", **options: Any) -> Prepared:
-    given: dict[str, Any] = {"json": ABSENT, "key": None, "headers": None, "message_id": None, "delay": None} | options
+    given: dict[str, Any] = {
+        "json": ABSENT,
+        "key": None,
+        "headers": None,
+        "message_id": None,
+        "delay": None,
+        "ttl": None,
+    } | options
     return prepare(subject, value, now_us=1_000_000_000_000, **given)
 
 
@@ -621,7 +628,7 @@ class TestPreparing:
         now_us = 1_760_000_000_000_000
 
         def asked(delay: Any) -> int | None:
-            message = prepare("t", b"v", ABSENT, None, None, None, delay, now_us)
+            message = prepare("t", b"v", ABSENT, None, None, None, delay, None, now_us)
             assert message.asks
             assert message.headers is not None
             return headers.read(message.headers, now_us).due_us

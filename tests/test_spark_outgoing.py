@@ -77,7 +77,7 @@ def one_by_one(rows: Iterable[Row], topic: str | None, turn: int) -> dict[tuple[
     for row in rows:
         subject = row.get("subject") or topic or row["topic"]
         key, headers = row.get("key"), row.get("headers")
-        message = prepare(subject, row["value"], ABSENT, key, headers, None, None, NOW)
+        message = prepare(subject, row["value"], ABSENT, key, headers, None, None, None, NOW)
         name, number, partitions = resolve(subject)
         partition = row.get("partition")
         if partition is None:

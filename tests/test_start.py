@@ -10,11 +10,10 @@ import pytest
 from penstock.broker.flow import Flow
 from penstock.broker.group import Mode
 from penstock.broker.member import Member
-from penstock.broker.partition import Partition
+from penstock.broker.partition import Part, Partition
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start, offset_of
 from penstock.broker.subscription import Subscription
 from penstock.errors import BadSubject, GroupConflict, UnknownGroup, UnknownTopic
-from penstock.run import Run
 from penstock.storage.policy import Durability, Policy
 from penstock.testing import FaultyFiles
 from tests.brokers import SECOND, Life, Recorder, in_loop, run_of
@@ -397,7 +396,7 @@ async def test_room_that_comes_while_one_partition_is_read_is_for_the_others_too
         member.credit = 1
         read = Partition.read
 
-        async def read_while_credit_comes(partition: Partition, offset: int) -> tuple[Run, int] | None:
+        async def read_while_credit_comes(partition: Partition, offset: int) -> Part | None:
             if partition.number == 1:
                 member.credit = 100
                 for subscription in life.broker.interest.match(b"orders.1"):

@@ -57,6 +57,11 @@ def decode(batch: Batch, names: Sequence[str] = tuple(TYPES)) -> pyarrow.RecordB
     return pyarrow.RecordBatch.from_arrays(arrays, schema=schema(tuple(names)))
 
 
+def take(rows: pyarrow.RecordBatch, indices: Sequence[int]) -> pyarrow.RecordBatch:
+    """A copy of some of the rows."""
+    return rows.take(pyarrow.array(indices, pyarrow.int64()))
+
+
 def encode(
     rows: pyarrow.RecordBatch,
     *,

@@ -18,7 +18,8 @@ All numbers are little-endian; every batch and every column begins on a multiple
      60  u32 count          messages
      64  u16 version
      66  u16 flags          bits 0-1 compression, then one bit for each column that is there (see below); bit 13: the
-                            headers of some message ask the broker for something (an id, a delay): it looks inside
+                            headers of some message ask the broker for something (an id, a delay, a TTL): it
+                            looks inside, and for a TTL whenever the batch is read
      68  u32 plain_length   bytes of the columns, before compression
      72  u64 producer       0: none
      80  u64 sequence       the producer's number for this batch, one higher each time

@@ -4,10 +4,14 @@ Msg-ID, Nats-Msg-Id     the message has this id: stored once
 Penstock-Key            its key: decides its partition, and is what compaction goes by
 Penstock-Timestamp      when it was made, in any form that `moments` reads
 Deliver-At, Delay       when it is to be appended: likewise; from now: 500ms, 5s, 2m, 1h, 1d
+Nats-TTL                for how long it is delivered, from when it was appended; as nats-server reads it: seconds, a
+                        duration as Go writes it (1m30s, 1h, 2000ms), of a second or more, or never
 """
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -31,6 +35,27 @@ _IDENTITY_BYTES_MAX: Final = 64
 
 _IDENTITIES: Final = (b"msg-id", b"nats-msg-id")
 
+TTL_US_MIN: Final = 1_000_000
+TTL_FORMS: Final = "seconds (1 or more), a duration like 90s, 1m30s or 1h, or never"
+TTL: Final = b"nats-ttl"
+_TTL_LINE: Final = re.compile(rb"^nats-ttl[ \t]*:([^\n]*)", re.IGNORECASE | re.MULTILINE)
+# Go's integers have 64 bits; its durations are nanoseconds.
+_INT64_MAX: Final = (1 << 63) - 1
+_SECONDS: Final = re.compile(r"[0-9]{1,19}")
+_GO_NUMBER: Final = r"(?:[0-9]{1,19}(?:\.[0-9]{0,32})?|\.[0-9]{1,32})"
+_GO_DURATION: Final = re.compile(rf"\+?(?:{_GO_NUMBER}(?:ns|us|µs|μs|ms|s|m|h)){{1,16}}")
+_GO_PART: Final = re.compile(r"([0-9.]+)([a-zµμ]+)")
+_GO_UNIT_NS: Final = {
+    "ns": 1,
+    "us": 1_000,
+    "µs": 1_000,
+    "μs": 1_000,
+    "ms": 1_000_000,
+    "s": 1_000_000_000,
+    "m": 60_000_000_000,
+    "h": 3_600_000_000_000,
+}
+
 
 class Asked(NamedTuple):
     identity: bytes | None = None
@@ -38,6 +63,8 @@ class Asked(NamedTuple):
     # µs since 1970: when to append it, and when it was made.
     due_us: int | None = None
     time_us: int | None = None
+    # µs: how long it is delivered; None: for ever.
+    ttl_us: int | None = None
 
 
 def read(block: bytes, now_us: int) -> Asked:
@@ -53,12 +80,40 @@ def read(block: bytes, now_us: int) -> Asked:
     time_us = None
     if (made := fields.get(b"penstock-timestamp")) is not None:
         time_us = _moment("Penstock-Timestamp", made, now_us)
-    return Asked(_identity(fields), fields.get(b"penstock-key"), due_us, time_us)
+    ttl_us = None
+    if (ttl := fields.get(TTL)) is not None:
+        ttl_us = read_ttl(ttl.decode(errors="replace"))
+    return Asked(_identity(fields), fields.get(b"penstock-key"), due_us, time_us, ttl_us)
 
 
 def identity(block: bytes) -> bytes | None:
     """The id of a message, if it has one."""
     return _identity(_fields(block))
+
+
+def ttl_us(block: bytes) -> int | None:
+    """Return the TTL of a stored message; None if it has none, or one that cannot be read: then it never expires."""
+    line = _TTL_LINE.search(block)
+    if line is None:
+        return None
+    try:
+        return read_ttl(line[1].strip(b" \t\r").decode(errors="replace"))
+    except BadHeader:
+        return None
+
+
+@lru_cache(1024)
+def read_ttl(text: str) -> int | None:
+    """Return the microseconds of a TTL, or None for never."""
+    if text.lower() in ("", "never"):
+        return None
+    if _GO_DURATION.fullmatch(text):
+        ttl_ns = sum(int(Decimal(number) * _GO_UNIT_NS[unit]) for number, unit in _GO_PART.findall(text))
+        if ttl_ns <= _INT64_MAX and ttl_ns // 1000 >= TTL_US_MIN:
+            return ttl_ns // 1000
+    elif _SECONDS.fullmatch(text) and 1 <= int(text) <= _INT64_MAX:
+        return int(text) * 1_000_000
+    raise BadHeader(f"Nats-TTL: {text!r} is not a TTL: it must be {TTL_FORMS}")
 
 
 def lines(**fields: object) -> bytes:

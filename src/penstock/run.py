@@ -8,10 +8,11 @@ a single message on the way through the broker.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
+from penstock import headers
 from penstock.batch import BATCH_BYTES_MAX, Batch, Buffer, Columns, Compression, encode
 from penstock.errors import BatchTooLarge
 
@@ -25,6 +26,7 @@ class Run:
     """`values` and `subjects` are as long as each other. What few messages have is rare: index -> what it has."""
 
     __slots__ = (
+        "append_time",
         "base_offset",
         "batch",
         "bytes_to",
@@ -40,6 +42,7 @@ class Run:
         "timestamp",
         "timestamps",
         "tombstones",
+        "ttls",
         "values",
     )
 
@@ -51,6 +54,9 @@ class Run:
         self.headers: dict[int, bytes] = {}
         # µs: when it was made, of a message whose publisher says so.
         self.times: dict[int, int] = {}
+        # µs: how long a message is delivered, if it expires; counted from `append_time`, which is 0 until it is stored.
+        self.ttls: dict[int, int] = {}
+        self.append_time = 0
         # Messages that delete their key.
         self.tombstones: set[int] = set()
         # The number of the partition that all of it goes to, where the publisher chose it.
@@ -111,6 +117,7 @@ class Run:
             if others:
                 mine.update((shift + index, item) for index, item in others.items())
         self.times.update((shift + index, time_us) for index, time_us in run.times.items())
+        self.ttls.update((shift + index, ttl_us) for index, ttl_us in run.ttls.items())
         self.tombstones.update(shift + index for index in run.tombstones)
 
     def select(self, indices: Sequence[int]) -> Run:
@@ -122,11 +129,12 @@ class Run:
         else:
             chosen = Run([self.subjects[i] for i in indices], [self.values[i] for i in indices])
         chosen.timestamp = self.timestamp
+        chosen.append_time = self.append_time
         if self.timestamps is not None:
             chosen.timestamps = [self.timestamps[i] for i in indices]
         if not self.is_plain:
             chosen.tombstones = {new for new, old in enumerate(indices) if old in self.tombstones}
-            for name in ("keys", "replies", "headers", "times"):
+            for name in ("keys", "replies", "headers", "times", "ttls"):
                 items: dict[int, bytes] | dict[int, int] = getattr(self, name)
                 setattr(chosen, name, {new: items[old] for new, old in enumerate(indices) if old in items})
         if self.offsets is not None or not is_slice:
@@ -156,9 +164,21 @@ class Run:
             return self
         return self.select(range(count)) if count else Run([], [])
 
+    def split_expired(self, now_us: int) -> tuple[Run, Run]:
+        """The messages that have not expired, and those that have."""
+        if not self.ttls or not self.append_time:
+            return self, Run([], [])
+        age_us = now_us - self.append_time
+        expired = [index for index, ttl_us in sorted(self.ttls.items()) if ttl_us <= age_us]
+        if not expired:
+            return self, Run([], [])
+        gone = set(expired)
+        left = [index for index in range(len(self)) if index not in gone]
+        return self.select(left) if left else Run([], []), self.select(expired)
+
     def stamp(self, now_us: int) -> None:
         """It is stored now; a message whose publisher said when it was made has that time."""
-        self.timestamp = now_us
+        self.timestamp = self.append_time = now_us
         if self.times:
             self.timestamps = [self.times.get(index, now_us) for index in range(len(self.values))]
 
@@ -219,7 +239,7 @@ class Run:
             producer=producer,
             sequence=sequence,
             compression=compression,
-            asks=asks,
+            asks=asks or bool(self.ttls),
         )
 
 
@@ -321,10 +341,18 @@ def open_batch(batch: Batch, topic: bytes, from_offset: int = 0, *, columns: Col
     run.keys = _items(columns.keys())
     run.replies = _items(columns.replies())
     run.headers = _items(columns.headers())
+    run.append_time = batch.append_time
+    if batch.asks:
+        run.ttls = read_ttls(run.headers)
     if columns.deltas_at >= 0:
         run.offsets = columns.offsets()
     run.batch = batch
     return run.at_least(from_offset)
+
+
+def read_ttls(blocks: Mapping[int, bytes]) -> dict[int, int]:
+    """The TTLs of messages with these headers, by index: of those that have one."""
+    return {index: ttl_us for index, block in blocks.items() if (ttl_us := headers.ttl_us(block)) is not None}
 
 
 def _column(items: dict[int, bytes], count: int) -> list[bytes | None] | None:

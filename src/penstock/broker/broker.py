@@ -115,6 +115,7 @@ class Broker:
         self.live = LivePartition(LIVE[0], self._deliver)
         self._order = Order(self._find_sinks, self.health)
         store.on_commit = self._order.serve
+        store.on_upkeep = self._keep_up
         self._intake = Intake(self, self.live, self._order)
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
@@ -167,6 +168,11 @@ class Broker:
             else:
                 served = self._serve(topic)
         return served
+
+    def _keep_up(self) -> None:
+        """Let groups pass over what retention dropped, or what has expired."""
+        for group in self._all_groups:
+            group.keep_up()
 
     def save(self) -> None:
         """Before a stop: let the groups write where they are."""
@@ -421,6 +427,7 @@ class Broker:
                     self._unserved,
                     self._opened,
                     self._order,
+                    self.clock,
                 )
             )
             for group in self._all_groups:
@@ -541,7 +548,7 @@ class Broker:
     def is_noted(self, partition: Partition, batch: Batch) -> bool:
         """Whether `note` wants to know of it."""
         topic = self.topics.by_id(partition.topic_id)
-        return topic is not None and not topic.takes_opaque(batch)
+        return topic is not None and not topic.takes_opaque(asks=batch.asks)
 
     async def identities(self, partition: Partition, batch: Batch) -> Sequence[Identity]:
         """Return what `note` is told of a stored batch."""
@@ -1014,6 +1021,11 @@ class Broker:
             run = open_batch(fresh, target.name)
         else:
             return
+        if run.ttls:
+            run, expired = run.split_expired(self.clock.now_us())
+            self.figures.expired += len(expired)
+            if not run.values:
+                return
         wanted: dict[Subscription, Sequence[int]] = {}
         match = self._match if self._leaving else self.interest.match
         subject = run.subject

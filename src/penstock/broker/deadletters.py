@@ -19,7 +19,7 @@ from penstock.broker.sources import pause
 from penstock.broker.topic import ServedTopic
 from penstock.clock import Clock
 from penstock.errors import BadRequest, Overloaded, PenstockError
-from penstock.run import Run
+from penstock.run import Run, read_ttls
 from penstock.storage.meta import Change
 from penstock.storage.store import Store
 from penstock.subject import is_subject, matches
@@ -110,7 +110,7 @@ class DeadLetters:
         for partition, mover in list(self._movers.items()):
             offset = partition.start
             while (found := await partition.read(offset)) is not None:
-                run, offset = found
+                run, offset = found.run, found.following
                 for index in range(len(run)):
                     await pause(index)
                     is_redriven = mover.has_arrived(run.offset(index))
@@ -217,6 +217,8 @@ class DeadLetters:
         run = await position.partition.message(letter.origin_offset)
         if run is None or not _is_of(stored, run):
             raise refused("its message is not in its topic any more; redrive it to its subject")
+        if not run.split_expired(self._host.clock.now_us())[0].values:
+            raise refused("its message has expired; redrive it to its subject, where its TTL begins anew")
         if position.inflight.is_dead(letter.origin_offset):
             raise refused("the group is still storing it; try again")
         return _Origin(group, position, letter.origin_offset)
@@ -236,8 +238,11 @@ class DeadLetters:
         again = Run([_known_subject(run)], run.values)
         again.keys, again.tombstones = run.keys, run.tombstones
         block = headers.without(run.headers[0], b"dead-letter-")
+        if (ttl := headers.value_of(run.headers[0], b"Dead-Letter-Ttl")) is not None:
+            block = headers.without(block, headers.TTL) + b"Nats-TTL: %b\r\n" % ttl
         if block:
             again.headers[0] = block
+            again.ttls = read_ttls({0: block})
         return again
 
 

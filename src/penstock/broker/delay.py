@@ -216,7 +216,7 @@ class Delays:
         """Return the next messages. Damaged ones are left out: they are not marked as moved, so their segment stays."""
         while True:
             try:
-                return await self.partition.read(self._next)
+                return await self.partition.read_stored(self._next)
             except LogDamaged as error:
                 if error.last is None:
                     raise
@@ -298,6 +298,8 @@ class Delays:
         """Return the message as it was published, without what delayed it."""
         shaped = Run(run.subjects, run.values)
         shaped.keys, shaped.replies, shaped.tombstones = run.keys, run.replies, run.tombstones
+        # It counts from when it is due.
+        shaped.ttls = run.ttls
         block = run.headers[0] if target is self.partition else headers.without(run.headers[0], _DUE.lower())
         if block:
             shaped.headers[0] = block

@@ -10,7 +10,7 @@ from penstock.storage.histogram import SECONDS, Histogram
 class Figures:
     """Since the start; they belong to the event loop."""
 
-    __slots__ = ("_clock", "delivery_seconds", "dropped")
+    __slots__ = ("_clock", "delivery_seconds", "dropped", "expired")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -18,6 +18,8 @@ class Figures:
         self.delivery_seconds = Histogram(SECONDS)
         # Messages that were skipped for readers that do not want to wait.
         self.dropped = 0
+        # Messages that were not delivered because their TTL had ended, once for each reader.
+        self.expired = 0
 
     def delivered(self, run: Run, since_us: int = 0) -> None:
         """Messages of `run`, the first among them, went to connections, and not for the second time.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import Final, Protocol
 
@@ -81,14 +81,17 @@ class Position:
         "backlog",
         "buried",
         "burying",
+        "expired",
         "failed",
         "graves",
         "inflight",
+        "lost",
         "partition",
         "damage",
         "retried",
         "sent",
         "since",
+        "_unexpired",
         "_weight",
         "_written",
     )
@@ -104,10 +107,14 @@ class Position:
         self.graves: dict[int, None] = {}
         # Since the broker started: deliveries, those that were not the first, and what members said or failed to say.
         self.sent = self.retried = self.acked = self.failed = 0
+        # Messages that were never acknowledged: retention dropped them before, or their TTL ended.
+        self.lost = self.expired = 0
         # The group's generation when it was last moved by hand: what was delivered before comes again, or not at all.
         self.since = 0
         # What it met last that cannot be read, if it did. While the policy says stop, it does not go on there.
         self.damage: LogDamaged | None = None
+        # Messages that were found not to have expired, and until when they do not: no need to read them again before.
+        self._unexpired: dict[int, int] = {}
         # How much more may be written as changes before the whole position is written again.
         self._weight = 0
         # What was written last of the fields above.
@@ -141,6 +148,17 @@ class Position:
         self.graves.clear()
         self.since = generation
 
+    def may_expire(self, offset: int, now_us: int) -> bool:
+        """Whether the message there may have expired since it was last looked at."""
+        return self._unexpired.get(offset, now_us) <= now_us
+
+    def note_unexpired(self, run: Run) -> None:
+        """The first of these messages has not expired."""
+        ttl_us = run.ttls.get(0)
+        until_us = _NEVER_US if ttl_us is None else run.append_time + ttl_us
+        # The first that waits to be delivered again, and the first that was not delivered yet.
+        self._unexpired = dict([*self._unexpired.items(), (run.offset(0), until_us)][-2:])
+
     def lag(self) -> int:
         return len(self.inflight) + max(0, self.partition.served - self.inflight.next)
 
@@ -155,6 +173,8 @@ class Position:
         position.buried = data["buried"]
         position.graves = dict.fromkeys(data.get("graves", ()))
         position.since = data.get("since", 0)
+        position.lost = data.get("lost", 0)
+        position.expired = data.get("expired", 0)
         if data["burying"] is not None:
             position.burying = [(offset, attempts) for offset, attempts in data["burying"]]
         return position
@@ -187,6 +207,8 @@ class Position:
             "burying": self.burying and [list(pair) for pair in self.burying],
             "graves": list(self.graves),
             "since": self.since,
+            "lost": self.lost,
+            "expired": self.expired,
         }
 
 
@@ -211,8 +233,6 @@ class Group:
         self.positions: dict[tuple[int, int], Position] = {}
         self.redelivered = 0
         self.dead_lettered = 0
-        # Messages that retention dropped before they were acknowledged.
-        self.lost = 0
         # Whether a member of it has ever understood what a refresh is: then one that is away is waited for.
         self.refreshes = False
         # Topics of which nothing is delivered for now.
@@ -232,6 +252,8 @@ class Group:
         self._is_saving = False
         self._is_stopped = False
         self._retry_us = 0
+        # Whether to look for messages that expired, though no member has room.
+        self._is_upkeep_due = False
 
     # Its members.
 
@@ -314,6 +336,16 @@ class Group:
     def lag(self) -> int:
         """How many offsets it has still to acknowledge; messages of other subjects among them."""
         return sum(position.lag() for position in self.positions.values())
+
+    @property
+    def lost(self) -> int:
+        """Messages that retention or a purge dropped before they were acknowledged."""
+        return sum(position.lost for position in self.positions.values())
+
+    @property
+    def expired(self) -> int:
+        """Messages whose TTL ended before they were acknowledged."""
+        return sum(position.expired for position in self.positions.values())
 
     # What members say.
 
@@ -487,6 +519,12 @@ class Group:
     def wake(self) -> None:
         self._woken.set()
 
+    def keep_up(self) -> None:
+        """Pass over messages that retention dropped or that have expired, also while no member has room."""
+        if any(position.lag() for position in self.positions.values()):
+            self._is_upkeep_due = True
+            self.wake()
+
     def start(self) -> None:
         self._task = self._host.spawn(self._run())
 
@@ -519,9 +557,12 @@ class Group:
     async def drain(self) -> None:
         """Hand out what can be handed out now."""
         async with self._serving:
+            is_upkeep_due, self._is_upkeep_due = self._is_upkeep_due, False
             for position in list(self.positions.values()):
                 try:
                     await self._serve(position)
+                    if is_upkeep_due:
+                        await self._pass_expired(position)
                 except Exception as error:  # noqa: BLE001 - supervises one reader
                     if isinstance(error, LogDamaged):
                         position.damage = error
@@ -593,13 +634,11 @@ class Group:
         back = inflight.back(now_us, room)
         if not back:
             return False
-        run, following = found if found is not None else (Run([], []), back[0] + 1)
+        run, following, expired = found if found is not None else (Run([], []), back[0] + 1, Run([], []))
         index_of = {run.offset(index): index for index in range(len(run))}
         gone = [offset for offset in back if first[0] <= offset < following and offset not in index_of]
         if gone:
-            # Compaction or retention was faster than the members.
-            inflight.ack_many(gone)
-            self._save(position, None)
+            self._pass_gone(position, gone, expired)
             return True
         again = [offset for offset in back if offset in index_of]
         if not again:
@@ -633,14 +672,14 @@ class Group:
             return False
         if found is None or inflight.next != begin:
             return inflight.next != begin
-        run, following = found
+        run, following, expired = found
         if position.backlog.until is not None and following > position.backlog.until:
             following = position.backlog.until
             run = run.below(following)
-        if run.values:
-            run = select_matching(run, self.pattern)
+        run = select_matching(run, self.pattern)
         if not run.values:
             inflight.take([], following, 0, 0)
+            self._count_expired(position, expired.below(following))
             self._save_later(position)
             return True
         room = inflight.room()
@@ -657,6 +696,7 @@ class Group:
         else:
             # All of it is from those who do not want to hear themselves.
             inflight.take([], upto, 0, 0)
+        self._count_expired(position, expired.below(upto))
         for member, part in taken:
             position.sent += len(part)
             partition.sent += len(part)
@@ -664,6 +704,48 @@ class Group:
         if taken:
             self._host.figures.delivered(run, self._since_us)
         return True
+
+    async def _pass_expired(self, position: Position) -> None:
+        """Pass over messages that have expired, up to the first that has not: of those that wait to be delivered again,
+        and of those that were not delivered yet."""
+        inflight, partition = position.inflight, position.partition
+        while back := inflight.back(self._host.clock.monotonic_us(), 1):
+            if position.is_stopped_at(back[0]) or not position.may_expire(back[0], self._host.clock.now_us()):
+                break
+            found = await partition.read(back[0])
+            if found is None or self._is_held(position):
+                return
+            if found.run.values and found.run.offset(0) == back[0]:
+                position.note_unexpired(found.run)
+                break
+            self._pass_gone(position, back, found.expired)
+        while position.may_expire(begin := inflight.next, self._host.clock.now_us()):
+            found = None if position.is_stopped_at(begin) else await partition.read(begin)
+            if found is None or self._is_held(position) or inflight.next != begin:
+                return
+            run = select_matching(found.run, self.pattern)
+            upto = run.offset(0) if run.values else found.following
+            if upto > begin:
+                inflight.take([], upto, 0, 0)
+                self._count_expired(position, found.expired.below(upto))
+                self._save_later(position)
+            if run.values:
+                position.note_unexpired(run)
+
+    def _pass_gone(self, position: Position, offsets: Sequence[int], expired: Run) -> None:
+        """Messages that wait to be delivered again are not there any more: compaction or retention dropped them, or
+        they are among `expired`."""
+        position.inflight.ack_many(offsets)
+        if expired.values:
+            self._count_expired(position, expired, set(offsets))
+        self._save(position, None)
+
+    def _count_expired(self, position: Position, expired: Run, among: Collection[int] | None = None) -> None:
+        """Count messages that are passed over because they have expired: all of them, or those among these offsets."""
+        expired = select_matching(expired, self.pattern)
+        count = len(expired) if among is None else sum(offset in among for offset in expired.all_offsets())
+        position.expired += count
+        self._host.figures.expired += count
 
     def _skip(self, position: Position) -> int:
         """Where to read on. One that is too far behind may not want to wait; a group with a name skips nothing."""
@@ -697,7 +779,7 @@ class Group:
         start = position.partition.start
         lost = max(0, start - position.inflight.next)
         lost += position.inflight.forget_below(start)
-        self.lost += lost
+        position.lost += lost
         if lost:
             logger.warning(
                 "group %s: %d messages of %s were dropped by retention or a purge before they were acknowledged",
@@ -729,8 +811,11 @@ class Group:
         health, name = self._host.store.health, self._problem
         try:
             if position.burying is None:
-                position.burying = await self._choose_dead(position)
+                position.burying = await self._choose_dead(position) or None
             burying = position.burying
+            if burying is None:
+                self._buried(position)  # all of them have expired
+                return
             # Before the first letter is stored the position must say which ones these are.
             await self._saved_now(position)
             await self._store_letters(position, burying)
@@ -740,9 +825,13 @@ class Group:
             health.report(name, f"they cannot be stored yet, and are tried again: {error!r}")
             self._retry_us = self._host.clock.monotonic_us() + _RETRY_US
             return
-        health.clear(name)
         position.bury([offset for offset, _ in burying])
         self.dead_lettered += len(burying)
+        self._buried(position)
+
+    def _buried(self, position: Position) -> None:
+        """Some messages that were dead are done; go on with the others."""
+        self._host.store.health.clear(self._problem)
         self._save(position, None)
         if position.inflight.dead():
             self.wake()
@@ -753,7 +842,7 @@ class Group:
 
     async def _choose_dead(self, position: Position) -> list[tuple[int, int]]:
         """Return the first messages that are dead, as many as one decision covers. Those that cannot be read stay dead:
-        they must not hold up the others."""
+        they must not hold up the others. Those that have expired are done."""
         chosen: list[tuple[int, int]] = []
         size = 0
         failed: PenstockError | None = None
@@ -762,6 +851,10 @@ class Group:
                 run = await position.partition.message(offset)
             except PenstockError as error:
                 failed = error
+                continue
+            if run is not None and not run.split_expired(self._host.clock.now_us())[0].values:
+                position.inflight.bury([offset])
+                self._count_expired(position, run)
                 continue
             size += 0 if run is None else message_bytes(run, 0)
             if chosen and size > sources.DECISION_BYTES_MAX:
@@ -780,7 +873,7 @@ class Group:
         for index, (offset, attempts) in enumerate(burying):
             run = await origin.message(offset)
             if run is None:
-                self.lost += 1
+                position.lost += 1
                 logger.warning("offset %d of %s is gone, so it is no dead letter", offset, origin.name.decode())
                 continue
             subject = self._host.dead_letter_subject(run.subjects[0])
@@ -812,7 +905,11 @@ class Group:
             "dead_letter_partition": origin.number,
             "dead_letter_offset": run.offset(0),
         }
-        own = headers.without(run.headers.get(0, b""), b"dead-letter-")
+        block = run.headers.get(0, b"")
+        # It does not expire here: the TTL is for the message, and counts anew if it is redriven.
+        if (ttl := headers.value_of(block, headers.TTL)) is not None:
+            fields["dead_letter_ttl"] = ttl.decode(errors="replace")
+        own = headers.without(block, b"dead-letter-", headers.TTL)
         letter.headers[0] = own + headers.lines(**fields)
         if batch_bytes(letter) > BATCH_BYTES_MAX:
             # It is as large as a message can be: only what tells where to find it has room.

@@ -32,7 +32,7 @@ class History:
         partition = self._partition(topic_id, number)
         if partition is not None and offset >= partition.start:
             found = await partition.read(offset)
-            if found is not None and found[0].values and found[0].offset(0) == offset:
+            if found is not None and found.run.values and found.run.offset(0) == offset:
                 self._restrict({partition: offset})
                 return
         self._restrict({})
@@ -80,11 +80,12 @@ class History:
             found = await partition.read(self._offsets[partition])
             if found is None:
                 continue
-            run, following = found
-            run = select_matching(run, self._pattern) if run.values else run
+            run, following = found.run, found.following
+            run = select_matching(run, self._pattern)
             if len(run) > count:
                 following = run.offset(count)
                 run = run.select(range(count))
+            self._broker.figures.expired += len(select_matching(found.expired.below(following), self._pattern))
             self._offsets[partition] = following
             entry = await self._entry(partition)
             if entry is not None:

@@ -256,6 +256,8 @@ class Intake:
                 run.size = 0  # it did not count the key
             if found.time_us is not None:
                 run.times[index] = found.time_us
+            if found.ttl_us is not None:
+                run.ttls[index] = found.ttl_us
         for index, key in run.keys.items():
             try:
                 headers.check_key_size(len(key))

@@ -7,9 +7,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from penstock.batch import Batch
+from penstock.clock import Clock
 from penstock.errors import OffsetOutOfRange
 from penstock.health import Usage
 from penstock.run import Run, batch_bytes, open_batch
@@ -141,6 +142,17 @@ class Opened:
         self._bytes -= _opened_bytes(batch)
 
 
+class Part(NamedTuple):
+    """What a reader finds in a partition at an offset."""
+
+    # The messages to deliver; none, where compaction left none or all have expired.
+    run: Run
+    # Where to read on.
+    following: int
+    # Messages that are left out of `run`, because their TTL has ended.
+    expired: Run
+
+
 def _opened_bytes(batch: Batch) -> int:
     return batch.plain_length + _OBJECT_BYTES * batch.count
 
@@ -160,6 +172,7 @@ class Partition:
     """
 
     __slots__ = (
+        "_clock",
         "_deliver",
         "_fresh",
         "_opened",
@@ -192,6 +205,7 @@ class Partition:
         unserved: dict[Partition, None],
         opened: Opened,
         order: Order,
+        clock: Clock,
     ) -> None:
         """`name` is the topic's; `order` decides when what is committed is served. `deliver` gets all that is appended
         once, in order; until then this is one of `unserved`. `pass_over` is called where that is not at hand, or large:
@@ -207,6 +221,7 @@ class Partition:
         self.received = self.sent = 0
         # Callbacks for each commit and each rejected write: of groups, and of readers that wait for more.
         self.groups: dict[Callable[[], None], None] = {}
+        self._clock = clock
         self._reader = reader
         self._opened = opened
         self._deliver = deliver
@@ -256,7 +271,16 @@ class Partition:
         self._unserved[self] = None
         return self.log.append_at(batch, done)
 
-    async def read(self, offset: int) -> tuple[Run, int] | None:
+    async def read(self, offset: int) -> Part | None:
+        """As `read_stored`, for whoever delivers messages: what has expired is left out."""
+        found = await self.read_stored(offset)
+        if found is None:
+            return None
+        stored, following = found
+        run, expired = stored.split_expired(self._clock.now_us())
+        return Part(run, following, expired)
+
+    async def read_stored(self, offset: int) -> tuple[Run, int] | None:
         """The messages of the next batch from `offset` on, and where to read on; None at `served`.
 
         A large batch comes in parts. What retention dropped is passed over. Where None is returned nothing is awaited.
@@ -297,7 +321,7 @@ class Partition:
         return self.topic_id, self.number
 
     async def message(self, offset: int) -> Run | None:
-        """Return the message at an offset, or None if there is none, or no longer."""
+        """Return the message at an offset, or None if there is none, or no longer. It may have expired."""
         if not self.log.start <= offset < self.served or self.log.state is State.CLOSED:
             return None
         try:
@@ -423,7 +447,7 @@ class LivePartition:
         self.end += len(run)
         return offset
 
-    async def read(self, offset: int) -> tuple[Run, int] | None:
+    async def read(self, offset: int) -> Part | None:
         """Nothing is kept."""
         return None
 

@@ -351,21 +351,22 @@ class Subscription:
                 self._backlogs.pop(partition, None)
                 self._settle()
             return False
-        run, following = found
+        run, following, expired = found
         if partition.start > offset:
             self._drop(partition.start - offset)
         until = self._backlogs[partition].until if partition in self._backlogs else None
         until = min((end for end in (until, stop) if end is not None), default=None)
         if until is not None and following > until:
             run, following = run.below(until), until
-        run = select_matching(run, self.pattern) if run.values else run
+        run = select_matching(run, self.pattern)
         if self.queue is not None and run.values:
             run = self.queue.select(partition, run)
         shared = self._share_out(partition, run) if run.values else 0
         if shared:
             self._loop.figures.delivered(run, self._since_us)
         if partition in self.behind:  # unless what was handed out was the last that its member wanted
-            self.behind[partition] = following if shared == len(run) else run.offset(shared)
+            upto = self.behind[partition] = following if shared == len(run) else run.offset(shared)
+            self._loop.figures.expired += len(select_matching(expired.below(upto), self.pattern))
             self._settle()
         return shared == len(run) or (shared > 0 and self._has_room())
 
@@ -403,6 +404,8 @@ class Subscription:
 
 def select_matching(run: Run, pattern: bytes) -> Run:
     """The messages whose subject matches."""
+    if not run.values:
+        return run
     subject = run.subject
     if subject is not None:
         return run if matches(pattern, subject) else Run([], [])

@@ -69,9 +69,9 @@ class ServedTopic:
                 f"the topic {self.topic.name} is piped from another broker and read-only here: publish it at its origin"
             )
 
-    def takes_opaque(self, batch: Batch) -> bool:
+    def takes_opaque(self, *, asks: bool) -> bool:
         """Whether a batch can be stored as it came: nobody wants to know what is in it."""
-        return not (batch.asks or self.topic.policy.dedup is DedupMode.PAYLOAD)
+        return not (asks or self.topic.policy.dedup is DedupMode.PAYLOAD)
 
     def choose(self, subject: bytes, key: bytes | None) -> Partition:
         """Return the partition of one message, and count it there."""

@@ -159,7 +159,7 @@ class Transactions:
     async def _look(self) -> None:
         """Take note of what is staged."""
         offset = self._staged.start
-        while (found := await self._staged.read(offset)) is not None:
+        while (found := await self._staged.read_stored(offset)) is not None:
             run, offset = found
             for index in range(len(run)):
                 key = _read_key(run.keys[index])
@@ -412,7 +412,7 @@ class Transactions:
                 decision.noted.append((target, batch))
 
     async def _read(self, offset: int) -> Batch:
-        found = await self._staged.read(offset)
+        found = await self._staged.read_stored(offset)
         if found is None or not found[0].values or found[0].offset(0) != offset:
             raise StageLost(f"what was staged at {offset} and decided upon is gone")
         return Batch(bytearray(memoryview(found[0].values[0])[_PLACE.size :]))

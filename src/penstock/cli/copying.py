@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import PenstockError
-from penstock.run import MESSAGE_BYTES, Run
+from penstock.run import MESSAGE_BYTES, Run, read_ttls
 
 if TYPE_CHECKING:
     from penstock.client.message import Message
@@ -74,7 +74,7 @@ def copy(
 def _name(client: Client, source: Topic, position: PartitionPosition, target: Topic) -> str | None:
     """Return the name of the transactions: the log that is read, by its number, and the topic that is written to. None
     if compaction left no message."""
-    first = next(iter(client.fetch(source.name, position.partition, position.start, count=1)), None)
+    first = next(iter(client.fetch(source.name, position.partition, position.start, count=1, expired=True)), None)
     return None if first is None else f"copy-{first.log:x}-{source.id}-{position.partition}-{target.id}"
 
 
@@ -111,4 +111,5 @@ def _parts(messages: Iterator[Message], source: str, target: str) -> Iterator[tu
 
 def _timed(run: Run, times: list[int]) -> Run:
     run.timestamp, run.timestamps = times[0], times
+    run.ttls = read_ttls(run.headers)
     return run

@@ -62,6 +62,7 @@ def fetch(
     ] = "latest",
     count: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes.")] = False,
+    expired: Annotated[bool, typer.Option("--expired", help="Also messages whose TTL has ended.")] = False,
     form: Annotated[Form, typer.Option("--format", help="Lines are for people, the others have all of it.")] = "lines",
     path: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it to a file.")] = None,
     json: JsonLines = False,
@@ -82,7 +83,8 @@ def fetch(
             ends = ", ".join(f"{position.partition}:{position.committed}" for position in positions)
             raise PenstockError(f"{topic} has no offset {start} yet, it ends at {ends}; a time is written @{start}")
         spans = [_span(client, topic, position, start, end) for position in positions]
-        messages = _followed(client, topic, partition, spans) if follow else _stored(client, topic, spans)
+        read = _followed(client, topic, partition, spans, expired=expired) if follow else None
+        messages = read or _stored(client, topic, spans, expired=expired)
         with closing(messages):
             chosen = islice(messages, count)
             if path is None:
@@ -94,7 +96,7 @@ def fetch(
                 if form == "parquet":
                     from penstock.cli import parquet
 
-                    written = parquet.write(client, topic, spans, count, path, advance)
+                    written = parquet.write(client, topic, spans, count, path, advance, expired=expired)
                 else:
                     with path.open("w", encoding="utf-8", newline="") as file:
                         written = _write_text(chosen, form, file, follow=follow, advance=advance)
@@ -123,14 +125,14 @@ def _span(client: Client, topic: str, position: PartitionPosition, start: Place,
     return Span(position.partition, offset_of(start), min(offset_of(end), position.committed))
 
 
-def _stored(client: Client, topic: str, spans: Sequence[Span]) -> Generator[Message, None, None]:
+def _stored(client: Client, topic: str, spans: Sequence[Span], *, expired: bool) -> Generator[Message, None, None]:
     for span in spans:
         if span.length:
-            yield from client.fetch(topic, span.partition, span.first, end=span.end)
+            yield from client.fetch(topic, span.partition, span.first, end=span.end, expired=expired)
 
 
 def _followed(
-    client: Client, topic: str, partition: int | None, spans: Sequence[Span]
+    client: Client, topic: str, partition: int | None, spans: Sequence[Span], *, expired: bool
 ) -> Generator[Message, None, None]:
     """With what comes, and in partitions that come. It asks for it now and then: in a wait that may have no end Python
     can overlook Ctrl-C."""
@@ -139,7 +141,8 @@ def _followed(
         positions = _choose(client, topic, partition)
         behind = [each for each in positions if reached.setdefault(each.partition, each.start) < each.committed]
         for each in behind:
-            yield from client.fetch(topic, each.partition, reached[each.partition], end=each.committed)
+            begin = reached[each.partition]
+            yield from client.fetch(topic, each.partition, begin, end=each.committed, expired=expired)
             reached[each.partition] = each.committed
         if not behind:
             time.sleep(_ASK_S)

@@ -79,10 +79,11 @@ def list_groups(*, json: Json = False, at: Address) -> None:
             group.redelivered,
             group.dead_lettered,
             group.lost,
+            group.expired,
         )
         for group in groups
     ]
-    names = ("group", "pattern", "mode", "members", "lag", "pending", "redelivered", "dead letters", "lost")
+    names = ("group", "pattern", "mode", "members", "lag", "pending", "redelivered", "dead letters", "lost", "expired")
     output.console().print(output.table(names, rows, numbers=names[3:]))
 
 
@@ -158,4 +159,5 @@ def _tell_hint(group: Group) -> None:
 def _headline(group: Group) -> str:
     size = f"{counted(len(group.members), 'member')}, {counted(group.lag, 'message')} behind"
     lost = f", {group.lost:,} lost to retention" if group.lost else ""
-    return safe(f"{group.name}: {group.mode}, {group.pattern}, {size}{lost}")
+    expired = f", {group.expired:,} expired" if group.expired else ""
+    return safe(f"{group.name}: {group.mode}, {group.pattern}, {size}{lost}{expired}")

@@ -16,7 +16,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -90,11 +90,10 @@ class Import:
             raise BadRequest("a plain object has no subject: give a SUBJECT, or --subject-field")
         key = common.key if self.key_field is None else _text(fields, self.key_field, "--key-field")
         value = line if line is not None else _as_json(fields)
-        return Outgoing(subject, value, key, common.headers, common.message_id, common.delay)
+        return replace(common, subject=subject, value=value, key=key)
 
     def _plain(self, value: bytes) -> Outgoing:
-        common = self.common
-        return Outgoing(common.subject, value, common.key, common.headers, common.message_id, common.delay)
+        return replace(self.common, value=value)
 
 
 def _json_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]:

@@ -11,10 +11,11 @@ import typer
 from penstock.cli.options import read_delay, seconds_of
 from penstock.client.values import Outgoing
 from penstock.errors import BadRequest
+from penstock.headers import TTL_FORMS
 
 _VALUES: Final = ("value", "value_base64", "json", "tombstone")
 _KEYS: Final = ("key", "key_base64")
-_OTHERS: Final = ("subject", "headers", "message_id", "delay")
+_OTHERS: Final = ("subject", "headers", "message_id", "delay", "ttl")
 # What `fetch` tells of a message that is stored: what it publishes will be stored elsewhere.
 _STORED: Final = ("topic", "partition", "offset", "timestamp", "timestamp_us", "attempts")
 _KNOWN: Final = frozenset((*_VALUES, *_KEYS, *_OTHERS, *_STORED))
@@ -67,6 +68,7 @@ def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
         headers=_headers(fields, common.headers),
         message_id=_text(fields, "message_id", common.message_id),
         delay=_delay(fields, common.delay),
+        ttl=_ttl(fields, common.ttl),
     )
 
 
@@ -117,6 +119,17 @@ def _delay(fields: dict[str, Any], common: Any) -> Any:
         case int() | float() as seconds if not isinstance(seconds, bool):
             return seconds_of(seconds)
     raise ValueError("delay must be seconds, or a string like 5s or a time")
+
+
+def _ttl(fields: dict[str, Any], common: Any) -> Any:
+    match fields.get("ttl"):
+        case None:
+            return common
+        case str(text):
+            return text
+        case int() | float() as seconds if not isinstance(seconds, bool):
+            return seconds
+    raise ValueError(f"ttl must be {TTL_FORMS}")
 
 
 def _bytes(fields: dict[str, Any], name: str) -> bytes:

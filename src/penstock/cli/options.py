@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
 
-from penstock import moments
+from penstock import headers, moments
 from penstock.cli import contexts
 from penstock.clock import SystemClock
-from penstock.errors import NoBroker, PenstockError, Unauthorized
-from penstock.headers import DELAY_US_MAX
+from penstock.errors import BadHeader, NoBroker, PenstockError, Unauthorized
 
 if TYPE_CHECKING:
     from penstock.client.sync import Client
@@ -186,9 +185,18 @@ def read_delay(text: str) -> float | datetime:
         raise typer.BadParameter(str(error)) from None
 
 
+def read_ttl(text: str) -> str:
+    """How long a message is delivered, as the broker reads it."""
+    try:
+        headers.read_ttl(text)
+    except BadHeader as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
 def seconds_of(number: float) -> float:
     """Of a delay, which has a bound."""
-    if not 0 <= number <= DELAY_US_MAX / 1e6:
+    if not 0 <= number <= headers.DELAY_US_MAX / 1e6:
         raise ValueError(f"a delay of {number} seconds is below zero, or more than a year")
     return number
 

@@ -29,7 +29,14 @@ GROUP_BYTES: Final = 64 << 20
 
 
 def write(
-    client: Client, topic: str, spans: Sequence[Span], count: int | None, path: Path, advance: Callable[[int], None]
+    client: Client,
+    topic: str,
+    spans: Sequence[Span],
+    count: int | None,
+    path: Path,
+    advance: Callable[[int], None],
+    *,
+    expired: bool,
 ) -> int:
     """How many."""
     written = 0
@@ -38,7 +45,10 @@ def write(
         for span in spans:
             left = None if count is None else count - written
             if span.length and left != 0:
-                for batch in client.fetch(topic, span.partition, span.first, end=span.end, count=left, arrow=True):
+                batches = client.fetch(
+                    topic, span.partition, span.first, end=span.end, count=left, arrow=True, expired=expired
+                )
+                for batch in batches:
                     groups.add(_rows(batch, topic, span.partition))
                     written += batch.num_rows
                     advance(batch.num_rows)

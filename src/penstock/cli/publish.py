@@ -9,14 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from penstock.cli.imports import Form, Import
-from penstock.cli.options import Address, Json, complete_topic, options, read_delay
+from penstock.cli.options import Address, Json, complete_topic, options, read_delay, read_ttl
 from penstock.cli.text import counted
 from penstock.client.values import Outgoing, Receipt, arguments
 from penstock.errors import BadRequest, PeerError, PenstockError
@@ -57,6 +57,10 @@ def publish(
     delay: Annotated[
         Any, typer.Option(parser=read_delay, metavar="5s|TIME", help="Stored now, published then.")
     ] = None,
+    ttl: Annotated[
+        str | None,
+        typer.Option(parser=read_ttl, metavar="SECONDS|1h30m|never", help="For how long it is delivered."),
+    ] = None,
     json: Json = False,
     at: Address,
 ) -> None:
@@ -67,7 +71,7 @@ def publish(
     Each object or row of --file is the value of a message, as JSON. If the first
     one has the form that `penstock fetch` writes, all are such messages: they have
     value, value_base64, json or tombstone, and may have subject, key, headers,
-    message_id and delay. If SUBJECT is given, all go there.
+    message_id, delay and ttl. If SUBJECT is given, all go there.
     """
     if values == ["-"]:
         values = None
@@ -88,7 +92,7 @@ def publish(
     if message_id is not None and len(values or ()) != 1:
         raise typer.BadParameter("it is for one message, given as a VALUE", param_hint="'--message-id'")
 
-    common = Outgoing(subject or "", None, key, _read_headers(header or ()) or None, message_id, delay)
+    common = Outgoing(subject or "", None, key, _read_headers(header or ()) or None, message_id, delay, ttl)
     with at.client() as client:
         if values:
             for value in values:
@@ -112,7 +116,7 @@ def _read_headers(given: Sequence[str]) -> dict[str, str]:
 
 
 def _with_value(common: Outgoing, value: bytes) -> Outgoing:
-    return Outgoing(common.subject, value, common.key, common.headers, common.message_id, common.delay)
+    return replace(common, value=value)
 
 
 def _as_line(receipt: Receipt) -> str:

@@ -74,6 +74,7 @@ BUFFER_BYTES: Final = 32 << 20
 BUFFER: Final = 100
 
 Delay = float | timedelta | datetime | str | None
+TTL = float | timedelta | str | None
 Headers = Mapping[str, str] | None
 Moment = str | datetime | timedelta | float
 Place = str | int | datetime | timedelta | float
@@ -156,15 +157,17 @@ class AsyncClient:
         headers: Headers = None,
         message_id: str | None = None,
         delay: Delay = None,
+        ttl: TTL = None,
         timeout: float | None = None,
     ) -> Receipt:
         """Store a message; returns when it is as durable as its topic promises.
 
         Messages with the same key keep their order. One with a `message_id` that was stored before is not stored
-        again. `delay`: seconds, or until when. Without a value it deletes its key.
+        again. `delay`: seconds, or until when. `ttl`: for how long it is delivered, in seconds. Without a value it
+        deletes its key.
         """
         with tracing.publishing("publish", subject, headers) as traced:
-            message = prepare(subject, value, json, key, traced, message_id, delay, self._clock.now_us())
+            message = prepare(subject, value, json, key, traced, message_id, delay, ttl, self._clock.now_us())
             return await self._outbox.publish(message, timeout)
 
     async def request(
@@ -313,6 +316,7 @@ class AsyncClient:
         follow: bool = False,
         arrow: Literal[False] = False,
         columns: Sequence[str] | None = None,
+        expired: bool = False,
     ) -> AsyncIterator[Message]: ...
 
     @overload
@@ -327,6 +331,7 @@ class AsyncClient:
         follow: bool = False,
         arrow: bool,
         columns: Sequence[str] | None = None,
+        expired: bool = False,
     ) -> AsyncIterator[Any]: ...
 
     async def fetch(
@@ -340,12 +345,16 @@ class AsyncClient:
         follow: bool = False,
         arrow: bool = False,
         columns: Sequence[str] | None = None,
+        expired: bool = False,
     ) -> AsyncIterator[Any]:
         """What a partition holds from an offset or a time on, up to what is committed now; with `follow`, for ever.
 
-        With `arrow` it yields `pyarrow.RecordBatch`es, of all columns or of those that are named.
+        With `arrow` it yields `pyarrow.RecordBatch`es, of all columns or of those that are named; with `expired`, also
+        messages whose TTL has ended.
         """
-        parts = await self._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
+        parts = await self._fetch(
+            topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns, expired=expired
+        )
         async with aclosing(parts):
             async for several in parts:
                 for part in several:
@@ -581,13 +590,18 @@ class AsyncClient:
         follow: bool,
         arrow: bool,
         columns: Sequence[str] | None,
+        expired: bool,
     ) -> AsyncGenerator[list[Part], None]:
         """Lists of messages, or record batches; those of one FETCH at a time."""
-        found = await self.topic(topic)
+        described = await self._read("topic", name=topic)
+        found = Topic.from_json(described)
         if not 0 <= partition < len(found.positions):
             raise BadRequest(f"{topic} has {len(found.positions)} partitions: there is no partition {partition}")
         place = PartitionPlace(topic, found.id, partition)
-        shape = record_batches_of(columns) if arrow else messages_of(place)
+        # The broker's clock decides what has expired, not the one here.
+        ahead_us = int(described.get("now_us", self._clock.now_us())) - self._clock.now_us()
+        now_us = None if expired else lambda: self._clock.now_us() + ahead_us
+        shape = record_batches_of(columns, now_us) if arrow else messages_of(place, now_us)
         position = found.positions[partition]
         match read_place(offset, self._clock.now_us()):
             case datetime() as moment:
@@ -960,12 +974,13 @@ class AsyncProducer:
         headers: Headers = None,
         message_id: str | None = None,
         delay: Delay = None,
+        ttl: TTL = None,
     ) -> None:
         """Take a message; it is stored later. Waits only if `buffer_bytes` wait already.
 
         Raises DeliveryFailed if earlier messages are not stored, once; then this one was not taken.
         """
-        left = self._take(subject, value, json, key, headers, message_id, delay)
+        left = self._take(subject, value, json, key, headers, message_id, delay, ttl)
         if left is not None:
             await self._publish(left)
         if self._is_woken:
@@ -1018,6 +1033,7 @@ class AsyncProducer:
         headers: Headers,
         message_id: str | None,
         delay: Delay,
+        ttl: TTL,
     ) -> Prepared | None:
         """Gather a message, in any thread. If that cannot be at once: what `_publish` needs."""
         headers = tracing.created(subject, headers)
@@ -1028,10 +1044,11 @@ class AsyncProducer:
             and headers is None
             and message_id is None
             and delay is None
+            and ttl is None
             and json is ABSENT
         ):
             return None if self._batcher.add(subject, value) else Prepared(subject, value)
-        message = prepare(subject, value, json, key, headers, message_id, delay, self._clock.now_us())
+        message = prepare(subject, value, json, key, headers, message_id, delay, ttl, self._clock.now_us())
         return None if self._batcher.add_prepared(message) else message
 
     async def _publish(self, message: Prepared) -> None:

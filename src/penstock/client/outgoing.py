@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from penstock.batch import Batch, encode
 from penstock.errors import BadHeader, BadSubject, BatchTooLarge
-from penstock.headers import DELAY_US_MAX
+from penstock.headers import DELAY_US_MAX, TTL_FORMS, TTL_US_MIN, read_ttl
 from penstock.moments import read_delay, read_moment
 from penstock.subject import is_subject
 
@@ -24,6 +24,7 @@ _BROKEN: Final = re.compile(r"[\r\n\0]")
 _ASKING: Final = frozenset({"msg-id", "nats-msg-id", "delay", "deliver-at"})
 _IDENTITIES: Final = frozenset({"msg-id", "nats-msg-id"})
 _KEY: Final = "penstock-key"
+_TTL: Final = "nats-ttl"
 
 
 class Prepared(NamedTuple):
@@ -38,6 +39,8 @@ class Prepared(NamedTuple):
     has_identity: bool = False
     # Where a reply is expected.
     reply: bytes | None = None
+    # How long it is delivered; None: for ever.
+    ttl_us: int | None = None
 
 
 def prepare(
@@ -48,6 +51,7 @@ def prepare(
     headers: Mapping[str, str] | None,
     message_id: str | None,
     delay: float | timedelta | datetime | str | None,
+    ttl: float | timedelta | str | None,
     now_us: int,
 ) -> Prepared:
     subject_bytes(subject)
@@ -60,6 +64,8 @@ def prepare(
     if delay is not None:
         name, text = _delay(delay, now_us)
         lines[name] = text
+    if ttl is not None:
+        lines["Nats-TTL"] = _ttl(ttl)
     given = {name.lower() for name in lines}
     for name, text in (headers or {}).items():
         low = name.lower() if isinstance(name, str) else ""
@@ -70,7 +76,16 @@ def prepare(
     block = _block(lines) if lines else None
     asked = {name.lower() for name in lines} & _ASKING
     payload, is_tombstone = _value(value, json, has_key=plain_key is not None)
-    return Prepared(subject, payload, plain_key, block, is_tombstone, bool(asked), bool(asked & _IDENTITIES))
+    return Prepared(
+        subject,
+        payload,
+        plain_key,
+        block,
+        is_tombstone,
+        bool(asked),
+        bool(asked & _IDENTITIES),
+        ttl_us=next((read_ttl(text) for name, text in lines.items() if name.lower() == _TTL), None),
+    )
 
 
 def prepare_call(
@@ -78,7 +93,7 @@ def prepare_call(
 ) -> Prepared:
     """A request or a reply: without a value it is empty, and deletes nothing."""
     payload = b"" if value is None and json is ABSENT else value
-    return prepare(subject, payload, json, key, headers, None, None, 0)
+    return prepare(subject, payload, json, key, headers, None, None, None, 0)
 
 
 def subject_bytes(subject: str) -> bytes:
@@ -108,7 +123,7 @@ def encode_each(messages: list[Prepared], timestamp: int) -> Batch:
         headers=_column([message.headers for message in messages]),
         replies=_column([message.reply for message in messages]),
         tombstones=tombstones if any(tombstones := [message.is_tombstone for message in messages]) else None,
-        asks=any(message.asks for message in messages),
+        asks=any(message.asks or message.ttl_us is not None for message in messages),
     )
 
 
@@ -145,6 +160,22 @@ def _delay(delay: float | timedelta | datetime | str, now_us: int) -> tuple[str,
     if not 0 <= delay_us <= DELAY_US_MAX:
         raise BadHeader(f"a delay of {delay} is below zero, or more than a year")
     return "Delay", f"{delay_us // 1_000_000}.{delay_us % 1_000_000:06}s"
+
+
+def _ttl(ttl: float | timedelta | str) -> str:
+    """The value of the header that asks for it."""
+    if isinstance(ttl, str):
+        read_ttl(ttl)
+        return ttl
+    if isinstance(ttl, timedelta):
+        ttl_us = ttl // timedelta(microseconds=1)
+    else:
+        ttl_us = round(ttl * 1_000_000) if math.isfinite(ttl) else -1
+    text = f"{ttl_us}us" if ttl_us % 1_000_000 else str(ttl_us // 1_000_000)
+    if ttl_us < TTL_US_MIN:
+        raise BadHeader(f"invalid ttl {ttl!r}: it must be {TTL_FORMS}")
+    read_ttl(text)
+    return text
 
 
 def _block(lines: Mapping[str, str]) -> bytes:

@@ -65,7 +65,7 @@ class State(Enum):
 
 
 class Sealed:
-    """A batch that has its number."""
+    """A batch that has its number, if it is to have one."""
 
     __slots__ = ("batch", "deadline", "error", "lane", "since", "size", "state")
 
@@ -80,6 +80,11 @@ class Sealed:
         self.deadline: float | None = None
         # Why it was refused last.
         self.error: PenstockError | None = None
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it is a batch of its producer; if not, the ids of its messages tell whether it came twice."""
+        return self.batch.producer != 0
 
 
 class Lane:
@@ -417,6 +422,8 @@ class Batcher:
             run.headers[index] = headers
         if message.is_tombstone:
             run.tombstones.add(index)
+        if message.ttl_us is not None:
+            run.ttls[index] = message.ttl_us
         parts = (subject, message.value, message.key or b"", headers or b"")
         size = MESSAGE_BYTES + sum(map(len, parts))
         lane.bytes += size
@@ -512,13 +519,13 @@ class Batcher:
             self._renumber(lane)
         is_held = lane.is_broken or lane.topic.is_stale
         for sealed in lane.sealed:
-            if in_flight >= (1 if sealed.batch.asks else IN_FLIGHT_MAX):
+            if in_flight >= (IN_FLIGHT_MAX if sealed.is_numbered else 1):
                 return
             if sealed.state is State.UNKNOWN or (sealed.state is State.WAITING and not is_held):
                 sealed.state = State.SENT
                 in_flight += 1
                 yield sealed
-            if sealed.batch.asks:
+            if not sealed.is_numbered:
                 return
 
     def _moments(self, lane: Lane, *, is_connected: bool) -> Iterator[float]:
@@ -563,7 +570,7 @@ class Batcher:
 
     def _fail(self, sealed: Sealed, error: PenstockError) -> None:
         lane = sealed.lane
-        lane.is_broken = lane.is_broken or not sealed.batch.asks
+        lane.is_broken = lane.is_broken or sealed.is_numbered
         self._fail_run(open_batch(sealed.batch, lane.topic.layout.name), error)
         self._decide(sealed)
 
@@ -582,7 +589,7 @@ class Batcher:
         lane.producer = self._draw()
         lane.sequence = 0
         for sealed in lane.sealed:
-            if not sealed.batch.asks:
+            if sealed.is_numbered:
                 sealed.batch.number(lane.producer, lane.sequence)
                 lane.sequence += 1
         lane.is_broken = False
@@ -596,7 +603,7 @@ class Batcher:
     def _drain(self, lane: Lane) -> Iterator[tuple[Run, int, bool]]:
         """Take out all that the lane holds, in order."""
         for sealed in list(lane.sealed):
-            yield open_batch(sealed.batch, lane.topic.layout.name), sealed.since, sealed.batch.asks
+            yield open_batch(sealed.batch, lane.topic.layout.name), sealed.since, not sealed.is_numbered
             self._decide(sealed)
         if lane.bytes:
             yield lane.run, lane.since, lane.asks
@@ -615,6 +622,7 @@ class Batcher:
                 index in run.tombstones,
                 asks,
                 has_identity=asks,
+                ttl_us=run.ttls.get(index),
             )
             topic = self._owner(subject)
             if topic is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from penstock.batch import Batch
@@ -13,6 +13,7 @@ from penstock.client.link import Link
 from penstock.client.message import Delivery
 from penstock.client.protocol import Batches
 from penstock.errors import CorruptBatch
+from penstock.run import read_ttls
 from penstock.wire.binary import Fetch, fetch_frame
 
 # What one FETCH brings: enough that asking costs little, and two of them fit into memory anywhere.
@@ -20,6 +21,8 @@ FETCH_BYTES: Final = 4 << 20
 # How long the broker waits for more messages before it says that there are none.
 WAIT_S: Final = 10.0
 
+# The time by the broker's clock.
+Now = Callable[[], int]
 Part = Any
 # What the application gets of a batch: its part from one offset to another.
 Shape = Callable[[Batch, int, int | None], Part]
@@ -68,15 +71,22 @@ async def read(
         await asyncio.gather(ahead, return_exceptions=True)
 
 
-def messages_of(place: PartitionPlace) -> Shape:
+def messages_of(place: PartitionPlace, now_us: Now | None) -> Shape:
+    """`now_us`: what has expired by then is left out; None: nothing is."""
+
     def shape(batch: Batch, begin: int, end: int | None) -> Part:
-        return Delivery(batch, place.topic, place.topic_id, place.partition).messages(begin, end)
+        delivery = Delivery(batch, place.topic, place.topic_id, place.partition)
+        found = delivery.messages(begin, end)
+        if (expired := _expired(batch, now_us)) is not None:
+            gone = {delivery.offsets[index] for index in expired}
+            return [message for message in found if message.offset not in gone]
+        return found
 
     return shape
 
 
-def record_batches_of(columns: Sequence[str] | None) -> Shape:
-    """Arrow record batches that share the bytes of what was fetched."""
+def record_batches_of(columns: Sequence[str] | None, now_us: Now | None) -> Shape:
+    """Arrow record batches that share the bytes of what was fetched; `now_us` as in `messages_of`."""
     try:
         from penstock import arrow
     except ImportError as error:
@@ -87,14 +97,26 @@ def record_batches_of(columns: Sequence[str] | None) -> Shape:
 
     def shape(batch: Batch, begin: int, end: int | None) -> Part:
         found = arrow.decode(batch, names)
-        if batch.base_offset >= begin and (end is None or batch.end <= end):
+        expired = _expired(batch, now_us)
+        if expired is None and batch.base_offset >= begin and (end is None or batch.end <= end):
             return found
         offsets = batch.columns().offsets()
         first = bisect_left(offsets, begin)
         last = len(offsets) if end is None else bisect_left(offsets, end)
+        if expired is not None:
+            return arrow.take(found, [index for index in range(first, last) if index not in expired])
         return found.slice(first, max(0, last - first))
 
     return shape
+
+
+def _expired(batch: Batch, now_us: Now | None) -> Collection[int] | None:
+    """Which messages of a batch have expired, if some have."""
+    if now_us is None or not batch.asks:
+        return None
+    age_us = now_us() - batch.append_time
+    blocks = {index: block for index, block in enumerate(batch.columns().headers() or ()) if block is not None}
+    return {index for index, ttl_us in read_ttls(blocks).items() if ttl_us <= age_us} or None
 
 
 def _fetch(link: Link, place: PartitionPlace, offset: int, end: int | None, *, follow: bool) -> Awaitable[Batches]:

@@ -32,6 +32,7 @@ from penstock.client.aio import (
     LINGER_S,
     SERVERS,
     TIMEOUT_S,
+    TTL,
     AsyncClient,
     AsyncSubscription,
     Delay,
@@ -141,12 +142,14 @@ class Client:
         headers: Headers = None,
         message_id: str | None = None,
         delay: Delay = None,
+        ttl: TTL = None,
         timeout: float | None = None,
     ) -> Receipt:
         """Store a message; returns when it is as durable as its topic promises.
 
         Messages with the same key keep their order. One with a `message_id` that was stored before is not stored
-        again. `delay`: seconds, or until when. Without a value it deletes its key.
+        again. `delay`: seconds, or until when. `ttl`: for how long it is delivered, in seconds. Without a value it
+        deletes its key.
         """
         return self._run(
             self._async.publish(
@@ -157,6 +160,7 @@ class Client:
                 headers=headers,
                 message_id=message_id,
                 delay=delay,
+                ttl=ttl,
                 timeout=timeout,
             )
         )
@@ -302,6 +306,7 @@ class Client:
         follow: bool = False,
         arrow: Literal[False] = False,
         columns: Sequence[str] | None = None,
+        expired: bool = False,
     ) -> Iterator[Message]: ...
 
     @overload
@@ -316,6 +321,7 @@ class Client:
         follow: bool = False,
         arrow: bool,
         columns: Sequence[str] | None = None,
+        expired: bool = False,
     ) -> Iterator[Any]: ...
 
     def fetch(
@@ -329,12 +335,16 @@ class Client:
         follow: bool = False,
         arrow: bool = False,
         columns: Sequence[str] | None = None,
+        expired: bool = False,
     ) -> Iterator[Any]:
         """What a partition holds from an offset or a time on, up to what is committed now; with `follow`, for ever.
 
-        With `arrow` it yields `pyarrow.RecordBatch`es, of all columns or of those that are named.
+        With `arrow` it yields `pyarrow.RecordBatch`es, of all columns or of those that are named; with `expired`, also
+        messages whose TTL has ended.
         """
-        parts = self._async._fetch(topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns)
+        parts = self._async._fetch(
+            topic, partition, offset, end, count, follow=follow, arrow=arrow, columns=columns, expired=expired
+        )
         steps = _Steps(self._run(parts))
         try:
             while (parts := self._run(steps.next())) is not None:
@@ -667,12 +677,13 @@ class Producer:
         headers: Headers = None,
         message_id: str | None = None,
         delay: Delay = None,
+        ttl: TTL = None,
     ) -> None:
         """Take a message; it is stored later. Waits only if `buffer_bytes` wait already.
 
         Raises DeliveryFailed if earlier messages are not stored, once; then this one was not taken.
         """
-        left = self._async._take(subject, value, json, key, headers, message_id, delay)
+        left = self._async._take(subject, value, json, key, headers, message_id, delay, ttl)
         if left is not None:
             self._client._run(self._async._publish(left))
 
@@ -745,10 +756,11 @@ class Transaction:
         key: bytes | str | None = None,
         headers: Headers = None,
         message_id: str | None = None,
+        ttl: TTL = None,
     ) -> None:
         """Add a message. An id is stored with it and known afterwards; the transaction itself is stored once anyway."""
         self._client._run(
-            self._async.publish(subject, value, json=json, key=key, headers=headers, message_id=message_id)
+            self._async.publish(subject, value, json=json, key=key, headers=headers, message_id=message_id, ttl=ttl)
         )
 
     def commit(self) -> bool:

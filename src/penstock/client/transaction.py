@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
@@ -142,11 +143,12 @@ class AsyncTransaction:
         key: bytes | str | None = None,
         headers: Mapping[str, str] | None = None,
         message_id: str | None = None,
+        ttl: float | timedelta | str | None = None,
     ) -> None:
         """Add a message. An id is stored with it and known afterwards; the transaction itself is stored once anyway."""
         self._check_open()
         headers = tracing.created(subject, headers)
-        message = prepare(subject, value, json, key, headers, message_id, None, self._clock.now_us())
+        message = prepare(subject, value, json, key, headers, message_id, None, ttl, self._clock.now_us())
         layout = self._layouts.get(subject)
         if layout is None:
             layout = self._layouts[subject] = await self._home._layout(subject)
@@ -203,3 +205,5 @@ def _add(run: Run, message: Prepared) -> None:
         run.headers[index] = message.headers
     if message.is_tombstone:
         run.tombstones.add(index)
+    if message.ttl_us is not None:
+        run.ttls[index] = message.ttl_us

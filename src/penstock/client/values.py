@@ -29,6 +29,7 @@ class Outgoing:
     headers: Mapping[str, str] | None = None
     message_id: str | None = None
     delay: float | timedelta | datetime | str | None = None
+    ttl: float | timedelta | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,9 @@ class GroupPosition:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`lag`: messages that are not done. `lost`: those that retention dropped before they were. `pattern` is
-    `orders orders.>` if it reads a whole topic. `hint`: what it may miss, where this one group is asked for."""
+    """`lag`: messages that are not done. `lost`: those that retention dropped before they were; `expired`: those whose
+    TTL ended before they were. `pattern` is `orders orders.>` if it reads a whole topic. `hint`: what it may miss,
+    where this one group is asked for."""
 
     name: str
     pattern: str
@@ -136,6 +138,7 @@ class Group:
     members: list[GroupMember]
     positions: list[GroupPosition]
     hint: str | None = None
+    expired: int = 0
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
@@ -152,6 +155,7 @@ class Group:
             [GroupMember.from_json(each) for each in found["members"]],
             [GroupPosition.from_json(each) for each in found["positions"]],
             found.get("hint"),
+            found.get("expired", 0),
         )
 
 
@@ -273,7 +277,7 @@ def arguments(message: tuple[str, bytes] | Outgoing) -> tuple[str, bytes | None,
     if not isinstance(message, Outgoing):
         subject, value = message
         return subject, value, {}
-    rest = ("key", "headers", "message_id", "delay")
+    rest = ("key", "headers", "message_id", "delay", "ttl")
     return message.subject, message.value, {name: getattr(message, name) for name in rest}
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from penstock.batch import OFFSET_MAX, Batch, encode
 from penstock.errors import BadParent
+from penstock.headers import ttl_us
 from penstock.moments import iso_or_none
 from penstock.run import Run
 
@@ -83,6 +84,7 @@ def read_records(records: object, topic: bytes, offset: int, now_us: int) -> Bat
         tombstones=_tombstones(found),
         deltas=[each - offsets[0] for each in offsets],
         span=offsets[-1] - offsets[0] + 1,
+        asks=any(ttl_us(block) is not None for block in blocks),
     )
     batch.stamp(offsets[0], append_time=now_us)
     return batch

@@ -24,7 +24,7 @@ DEAD_LETTERS: Final = "DLQ"
 _HEADERS: Final = "map<string,string>"
 # Headers that instruct the broker apply only to the original message: its ID would make the copy a duplicate, and its
 # delay is over.
-_ASKING: Final = ("msg-id", "nats-msg-id", "delay", "deliver-at")
+_ASKING: Final = ("msg-id", "nats-msg-id", "delay", "deliver-at", "nats-ttl")
 # With microseconds, which Spark's default format drops.
 _JSON: Final = {
     "ignoreNullFields": "false",

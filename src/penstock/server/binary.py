@@ -435,13 +435,16 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 raise BatchTooLarge(f"{batch.count} messages in one PUBLISH, {PUBLISH_MESSAGES_MAX} are allowed")
             return _Checked(batch, open_batch(batch, b"", columns=columns))
         now_us = self.broker.clock.now_us()
+        asked = [headers.read(block, now_us) for block in columns.distinct("headers")] if batch.asks else []
         if is_staged:
-            if batch.asks and any(headers.read(block, now_us).due_us for block in columns.distinct("headers")):
+            if any(each.due_us for each in asked):
                 raise BadHeader("a delayed message cannot be part of a transaction")
             return _Checked(batch)
-        if topic.takes_opaque(batch):
+        # A TTL is for readers: the batch is stored as it came.
+        asks_more = any(each.identity is not None or each.due_us is not None for each in asked)
+        if topic.takes_opaque(asks=asks_more):
             return _Checked(batch)
-        if batch.asks and batch.producer:
+        if asks_more and batch.producer:
             raise BadRequest("a batch whose messages ask for something has no producer: their ids tell repetitions")
         run = open_batch(batch, topic.name, columns=columns)
         for block in run.headers.values():

@@ -195,7 +195,7 @@ async def _topics(broker: Broker, request: Request) -> Json:
 
 
 async def _topic(broker: Broker, request: Request) -> Json:
-    return _describe_topic(broker.topic(request.name("name")))
+    return {**_describe_topic(broker.topic(request.name("name"))), "now_us": broker.clock.now_us()}
 
 
 async def _create_topic(broker: Broker, request: Request) -> Json:
@@ -452,6 +452,7 @@ def _describe_group(group: Group) -> Json:
         "redelivered": group.redelivered,
         "dead_lettered": group.dead_lettered,
         "lost": group.lost,
+        "expired": group.expired,
         "members": (
             {"name": member.sink.name, "address": member.sink.address, "unacknowledged": member.out}
             for member in list(group.members)

@@ -424,7 +424,8 @@ class Cursus:
             found = await partition.read(offset)
             if found is None:
                 break
-            run, offset = found
+            run, offset = found.run, found.following
+            self._broker.figures.expired += len(found.expired)
             if len(offsets) + len(run) > count_max:
                 run = run.select(range(count_max - len(offsets)))
             if run.values:
@@ -445,7 +446,8 @@ class Cursus:
             found = await partition.read(offset)
             if found is None:
                 break
-            run, offset = found
+            run, offset = found.run, found.following
+            self._broker.figures.expired += len(found.expired)
             run = run.below(until) if run.values else run
             if run.values:
                 await self._write_slowly(partition, run, by_name=False)
@@ -516,7 +518,8 @@ class Cursus:
             await peer.drained()
             found = await partition.read(offset)
             if found is not None:
-                run, offset = found
+                run, offset = found.run, found.following
+                self._broker.figures.expired += len(found.expired)
                 if run.values:
                     await self._write_slowly(partition, run, by_name=by_name)
                     self._count_sent(partition, run)

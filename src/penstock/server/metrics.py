@@ -241,6 +241,11 @@ def _connections(server: Server) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "broker_messages_dropped", "Messages that slow readers were spared, as they asked.", figures["dropped"]
     )
+    yield CounterMetricFamily(
+        "broker_messages_expired",
+        "Messages that were not delivered because their TTL had ended, once for each reader.",
+        figures["expired"],
+    )
     yield GaugeMetricFamily("broker_connections", "Connections.", figures["connections"])
     yield GaugeMetricFamily("broker_subscriptions", "Subscriptions.", figures["subscriptions"])
     yield GaugeMetricFamily(
@@ -292,6 +297,7 @@ _GROUP: Final = (
         "broker_consumer_lost",
         "Messages that retention dropped before they were acknowledged.",
     ),
+    _Figure(CounterMetricFamily, "broker_consumer_expired", "Messages whose TTL ended before they were acknowledged."),
 )
 _AGE: Final = _Figure(
     GaugeMetricFamily,
@@ -305,7 +311,7 @@ async def _groups(server: Server, ages: _Ages) -> tuple[_Table, ...]:
     count = 0
     for name, group in list(server.broker.groups.items()):
         consumer = name.decode(errors="replace")
-        groups.add((consumer,), (len(group.members), group.dead_lettered, group.lost))
+        groups.add((consumer,), (len(group.members), group.dead_lettered, group.lost, group.expired))
         for position in list(group.positions.values()):
             topic = position.partition.name.decode(errors="replace")
             labels = (consumer, topic, consumer.removeprefix(f"{topic}:") or consumer)

@@ -176,7 +176,7 @@ class _PipeDoor:
                 offset = end
             del batch, batches
             while offset < end:
-                found = await partition.read(offset)
+                found = await partition.read_stored(offset)
                 if found is None:
                     return
                 run, offset = found

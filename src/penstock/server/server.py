@@ -513,6 +513,7 @@ class Server:
             "subscriptions": sum(len(session.subscriptions) for session in self._sessions),
             "slow_consumers": self.broker.slow_readers,
             "dropped": self.broker.figures.dropped,
+            "expired": self.broker.figures.expired,
             "topics": len(self.broker.topics),
             "groups": len(self.broker.groups),
             "delayed": len(self.broker.delays) if self.broker.delays is not None else 0,

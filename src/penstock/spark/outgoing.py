@@ -271,12 +271,12 @@ def _value(value: pyarrow.Array, key: pyarrow.Array | None) -> tuple[pyarrow.Arr
 
 _NAME: Final = r"\A[!#$%&'*+.^_`|~0-9A-Za-z-]+\z"
 _BROKEN: Final = r"[\r\n\x00]|\A[ \t]|[ \t]\z"
-_IDENTITIES: Final = pyarrow.array(["msg-id", "nats-msg-id"])
+_ASKING: Final = pyarrow.array(["msg-id", "nats-msg-id", "nats-ttl"])
 _DELAYS: Final = pyarrow.array(["delay", "deliver-at"])
 
 
 class _Headers(NamedTuple):
-    """Headers as batches store them, the keys in them, and whether a message has an ID."""
+    """Headers as batches store them, the keys in them, and whether a message has an ID or a TTL."""
 
     blocks: pyarrow.Array | None = None
     keys: pyarrow.Array | None = None
@@ -295,7 +295,7 @@ def _read_headers(headers: pyarrow.Array | None) -> _Headers:
     by_row = pyarrow.ListArray.from_arrays(headers.offsets, lines, mask=compute.is_null(headers))
     blocks = compute.binary_join(by_row, "").cast(pyarrow.binary())
     known = compute.utf8_lower(names)
-    asks = compute.any(compute.is_in(known, value_set=_IDENTITIES)).as_py() or False
+    asks = compute.any(compute.is_in(known, value_set=_ASKING)).as_py() or False
     is_empty = compute.equal(compute.binary_length(blocks), 0)
     blocks = compute.if_else(is_empty, pyarrow.scalar(None, pyarrow.binary()), blocks)
     return _Headers(blocks, _header_keys(headers, names, known), asks)

@@ -518,7 +518,10 @@ def _fetch(options: ReadOptions, shape: Shape, wanted: LogSlice) -> Iterator[pya
         report_lost_offsets(options, wanted.place, wanted.start, min(kept, wanted.end))
     offset = max(wanted.start, kept)
     while offset < wanted.end:
-        parts = client.fetch(wanted.topic, wanted.partition, offset, end=wanted.end, arrow=True, columns=shape.stored)
+        # With expired messages: a batch that Spark runs again must have the same rows.
+        parts = client.fetch(
+            wanted.topic, wanted.partition, offset, end=wanted.end, arrow=True, columns=shape.stored, expired=True
+        )
         try:
             yield from parts
             break

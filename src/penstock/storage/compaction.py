@@ -1,8 +1,9 @@
 """Compaction: of each key the latest message stays, at its old offset; messages without a key all stay.
 
 The latest message of a key may be a tombstone. It stays for a while, so that readers learn of it, and then goes
-too. Each sealed segment is rewritten on its own: aside, synced, and put in place of the old one by a rename, so
-that there is always one of the two. Batches of which everything stays are copied as they are. What is small then is
+too. A message that has expired goes at once, like a tombstone that has stayed for that while; also one without a key.
+Each sealed segment is rewritten on its own: aside, synced, and put in place of the old one by a rename, so that there
+is always one of the two. Batches of which everything stays are copied as they are. What is small then is
 merged with its neighbours, or a log in which few keys change often would have ever more segments.
 """
 
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-from penstock.batch import Batch, Control, encode, encode_control
+from penstock.batch import Batch, Columns, Control, encode, encode_control
 from penstock.errors import AppendFailed, Closed
+from penstock.run import read_ttls
 from penstock.storage import retention
 from penstock.storage.files import File, Files
 from penstock.storage.index import Index
@@ -30,6 +32,14 @@ T = TypeVar("T")
 Latest = dict[bytes | None, int]
 # Whether to give up, because the log is deleted or the store ends: asked at every batch.
 Stopped = Callable[[], bool]
+
+
+class _Horizon(NamedTuple):
+    """Tombstones appended by then have been there for long enough, and what has expired by now goes; -1: all stay."""
+
+    tombstones_us: int
+    now_us: int
+
 
 # Fewer are left alone, or a segment would be written again for each small one that comes.
 MERGED_MIN: Final = 4
@@ -46,11 +56,12 @@ def compact(
 ) -> int:
     """Compact all but the last of `segments`; how many messages were dropped. Closed if it was stopped."""
     latest, sound = _latest(segments, durable, stopped)
-    # What is damaged is not compacted, and may hold what a tombstone deletes: so the tombstones stay as well.
-    horizon_us = now_us - policy.tombstone_ms * 1000 if sound else -1
+    # What is damaged is not compacted, and may hold what a tombstone deletes: so the tombstones stay as well, and what
+    # has expired, which is as good as one.
+    horizon = _Horizon(now_us - policy.tombstone_ms * 1000, now_us) if sound else _Horizon(-1, -1)
     dropped = 0
     for segment in segments[:-1]:
-        dropped += _compact_segment(segment, latest, horizon_us, files, replace, stopped)
+        dropped += _compact_segment(segment, latest, horizon, files, replace, stopped)
     return dropped
 
 
@@ -80,7 +91,7 @@ def _latest(segments: Sequence[Segment], durable: int, stopped: Stopped) -> tupl
 def _compact_segment(
     segment: Segment,
     latest: Latest,
-    horizon_us: int,
+    horizon: _Horizon,
     files: Files,
     replace: Callable[[Segment, Segment], None],
     stopped: Stopped,
@@ -94,7 +105,7 @@ def _compact_segment(
             return 0
         batch = found.batch
         if batch.count:
-            kept = _kept(batch, latest, horizon_us)
+            kept = _kept(batch, latest, horizon)
             if len(kept) < batch.count:
                 dropped += batch.count - len(kept)
                 smaller[found.position] = kept
@@ -113,9 +124,21 @@ def _remaining(segment: Segment, smaller: dict[int, list[int]], stopped: Stopped
             yield _without_others(found.batch, kept)
 
 
-def _kept(batch: Batch, latest: Latest, horizon_us: int) -> list[int]:
+def _kept(batch: Batch, latest: Latest, horizon: _Horizon) -> list[int]:
     """The places in a batch of the messages that stay."""
     columns = batch.columns()
+    expired = _expired(batch, columns, horizon.now_us) if batch.asks else ()
+    return [place for place in _kept_of_keys(batch, columns, latest, horizon) if place not in expired]
+
+
+def _expired(batch: Batch, columns: Columns, now_us: int) -> Collection[int]:
+    """The places of messages that no reader gets any more."""
+    blocks = {place: block for place, block in enumerate(columns.headers() or ()) if block is not None}
+    return {place for place, ttl_us in read_ttls(blocks).items() if batch.append_time + ttl_us <= now_us}
+
+
+def _kept_of_keys(batch: Batch, columns: Columns, latest: Latest, horizon: _Horizon) -> list[int]:
+    """The places of messages that are the latest of their key, or have none."""
     keys = columns.keys()
     if keys is None:
         return list(range(batch.count))
@@ -125,7 +148,7 @@ def _kept(batch: Batch, latest: Latest, horizon_us: int) -> list[int]:
         if key is None or latest.get(key, -1) <= offset
     ]
     tombstones = columns.tombstones()
-    if tombstones is not None and batch.append_time <= horizon_us:
+    if tombstones is not None and batch.append_time <= horizon.tombstones_us:
         kept = [place for place in kept if keys[place] is None or not tombstones[place]]
     return kept
 
@@ -147,6 +170,7 @@ def _without_others(batch: Batch, kept: list[int]) -> Batch:
         producer=batch.producer,
         sequence=batch.sequence,
         compression=batch.compression,
+        asks=batch.asks,
     )
     smaller.stamp(
         batch.base_offset,

@@ -349,6 +349,7 @@ class Log:
             run.base_offset = offset
             # Where it was chosen from another or opened from a batch, that is over.
             run.offsets = run.timestamps = run.batch = None
+            run.append_time = 0
             run.size = size
             self._pending.append(run)
         self.end = offset + count

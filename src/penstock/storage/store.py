@@ -173,6 +173,8 @@ class Store:
         self._lanes: _Lanes | None = None
         # Called when logs have given what was committed to their `on_commit`; not while a round is being finished.
         self.on_commit: Callable[[], None] | None = None
+        # Called after each upkeep that `run` has driven: logs may begin later than before.
+        self.on_upkeep: Callable[[], None] | None = None
         self._is_finishing = False
         # Bytes of all segments, as of the last upkeep.
         self.store_bytes = 0
@@ -898,6 +900,8 @@ class Store:
                 projection = self._take_projection()
                 if await loop.run_in_executor(worker, self._write_projection, projection):
                     self._state.projected(projection.changes)
+                if self.on_upkeep is not None:
+                    self.on_upkeep()
             except Exception as fault:  # noqa: BLE001 - it is tried again the next time
                 self.health.fault("upkeep", str(self.directory), fault)
 
