@@ -53,11 +53,22 @@ def test_damage_is_named_and_left_behind_until_it_is_repaired(tmp_path: Path, is
         with Client(f"127.0.0.1:{server.port}") as client:
             last = client.publish("orders", b"new").offset
             assert last >= 3
-            with pytest.raises(LogDamaged, match=rf"{segment}: damaged at byte \d+, offsets 1 to 2: .*log repair"):
+            pattern = rf"{segment}: damaged at byte \d+, offsets 1 to 2: .*log repair"
+            with pytest.raises(LogDamaged, match=pattern) as fetched:
                 list(client.fetch("orders", 0, 0))
-            assert [message.value for message in client.fetch("orders", 0, 2)] == [b"third", b"new"]
-            with client.subscribe("orders", group="audit") as messages, pytest.raises(LogDamaged, match="1 to 2"):
+            assert fetched.value.last is not None
+            assert [each.value for each in client.fetch("orders", 0, fetched.value.last)] == [b"third", b"new"]
+            # It may be told with the answer to the subscription already.
+            with (
+                pytest.raises(LogDamaged, match="1 to 2") as consumed,
+                client.subscribe("orders", group="audit") as messages,
+            ):
                 consume(messages)
+            for error in (fetched.value, consumed.value):
+                assert (error.path, error.first, error.last) == (segment, 1, 2)
+                assert 0 < error.position < segment.stat().st_size
+                assert error.reason in str(error)
+                assert error.holds(1)
             told = get(server, "/healthz").json["stopped"]
             assert told == [{"group": "audit", "topic": "orders", "partition": 0}]
             client.alter_topic("orders", on_damage="skip")

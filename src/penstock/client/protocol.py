@@ -10,10 +10,11 @@ A shell (see link.py) gives it bytes (`buffer`, `filled`), writes what it has to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from penstock.client.feed import Feed
-from penstock.errors import BadFrame, ConnectionLost, OffsetOutOfRange, PenstockError, from_wire
+from penstock.errors import BadFrame, ConnectionLost, LogDamaged, OffsetOutOfRange, PenstockError, from_wire
 from penstock.wire.binary import (
     Frame,
     FrameReader,
@@ -262,4 +263,9 @@ def read_error(payload: bytes | bytearray) -> PenstockError:
     error = from_wire(str(found.get("code")), str(found.get("text")))
     if isinstance(error, OffsetOutOfRange):
         error.offset, error.start, error.end = (int(found.get(name, -1)) for name in ("offset", "start", "end"))
+    if isinstance(error, LogDamaged):
+        # The file is where the broker is.
+        error.path, error.reason = Path(str(found.get("path", ""))), str(found.get("reason", ""))
+        error.position, error.first = (int(found.get(name, -1)) for name in ("position", "first"))
+        error.last = None if found.get("last") is None else int(found["last"])
     return error

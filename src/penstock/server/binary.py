@@ -31,6 +31,7 @@ from penstock.errors import (
     BatchTooLarge,
     Closed,
     GroupConflict,
+    LogDamaged,
     NoResponders,
     OffsetOutOfRange,
     PeerError,
@@ -803,6 +804,9 @@ def _told(error: PenstockError) -> dict[str, Any]:
     told: dict[str, Any] = {"code": error.code, "text": str(error)}
     if isinstance(error, OffsetOutOfRange):
         told |= {"offset": error.offset, "start": error.start, "end": error.end}
+    if isinstance(error, LogDamaged):
+        where = {"path": str(error.path), "position": error.position, "first": error.first, "last": error.last}
+        told |= where | {"reason": error.reason}
     return told
 
 
