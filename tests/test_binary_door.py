@@ -1354,6 +1354,7 @@ def test_a_topic_is_made_described_altered_and_deleted(client: Frames, topic: st
     assert (altered["id"], altered["partitions"], altered["policy"]["retain_ms"]) == (made["id"], 3, None)
     assert altered["policy"]["durability"] == "flush"
     told = client.call("topic", name=topic)
+    assert told.pop("now_us") > 0
     assert told == next(each for each in client.call("topics")["topics"] if each["name"] == topic)
     assert [position["partition"] for position in told["positions"]] == [0, 1, 2]
     assert sum(position["committed"] for position in told["positions"]) == 1

@@ -826,6 +826,24 @@ async def test_what_retention_drops_before_it_is_delivered_is_counted_as_lost() 
         assert group.lost == kept
 
 
+@ends
+@in_loop
+async def test_a_group_remembers_how_many_messages_it_lost(end: End) -> None:
+    policy = Policy(segment_bytes=4096, retain_bytes=1)
+    async with Life(FaultyFiles(), settings=Settings(policy=policy), tail_bytes_max=1) as life:
+        group = await life.do(life.broker.create_group(b"g", b"orders"))
+        for number in range(4):
+            await life.stored(b"orders", b"%d" % number + LARGE)
+        life.store.upkeep()
+        group.keep_up()
+        await life.settle()
+        lost = group.lost
+        assert lost == life.log(b"orders").start
+        disk = await end(life)
+    async with Life(disk) as life:
+        assert life.broker.group(b"g").lost == lost
+
+
 # Shared: restarts
 
 

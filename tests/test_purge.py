@@ -186,6 +186,19 @@ def test_groups_and_subscriptions_go_on_behind_what_was_purged(client: Client) -
         assert [idle.get(timeout=20).value for _ in range(2)] == [b"8", b"9"]
 
 
+def test_a_group_without_members_is_not_behind_when_retention_has_emptied_an_idle_topic(tmp_path: Path) -> None:
+    with Serve(tmp_path, storage_upkeep_ms=50) as server:
+        with Client(f"127.0.0.1:{server.port}") as client:
+            client.create_group("idle", "jobs", start="earliest")
+            fill(client, "jobs", retain_ms=100)
+            until(lambda: client.group("idle").lag == 0)
+            assert client.group("idle").lost == 10
+        server.kill()
+        server.restart()
+        with Client(f"127.0.0.1:{server.port}") as client:
+            assert (client.group("idle").lag, client.group("idle").lost) == (0, 10)
+
+
 def test_a_purge_survives_a_kill(tmp_path: Path) -> None:
     with Serve(tmp_path) as server:
         with Client(f"127.0.0.1:{server.port}") as client:
