@@ -110,6 +110,53 @@ def test_to_another_broker(penstock: Penstock, client: Client, tmp_path: Path) -
             assert content(there, "moved", "moved") == content(client, "moved", "moved")
 
 
+def test_a_target_with_other_messages_since_the_last_run_is_refused(
+    penstock: Penstock,  # noqa: F811
+    client: Client,  # noqa: F811
+) -> None:
+    fill(client, "foreign")
+    penstock("topic", "copy", "foreign", "foreign-copy")
+    client.publish("foreign.eu", b"new", key="k1")
+    stranger = client.publish("foreign-copy.eu", b"stranger", key="k1")
+    before = content(client, "foreign-copy", "foreign")
+
+    done = penstock("topic", "copy", "foreign", "foreign-copy")
+
+    where = f"offset {stranger.offset} of partition {stranger.partition}"
+    assert (done.code, done.out) == (1, "")
+    assert f"foreign-copy has messages that are not of this copy, such as {where}" in done.err
+    assert content(client, "foreign-copy", "foreign") == before
+
+
+def test_a_partition_that_the_copy_has_not_written_to_must_be_empty(
+    penstock: Penstock,  # noqa: F811
+    client: Client,  # noqa: F811
+) -> None:
+    client.create_topic("half", partitions=2)
+    first = client.publish("half", b"a", key="k").partition
+    penstock("topic", "copy", "half", "half-copy")
+    other = next(key for key in map(str, range(100)) if client.publish("half", b"b", key=key).partition != first)
+    assert client.publish("half-copy", b"stranger", key=other).partition != first
+    assert "has messages that are not of this copy" in penstock("topic", "copy", "half", "half-copy").err
+
+
+def test_a_copy_says_when_it_cannot_tell_whether_the_target_has_other_messages(
+    penstock: Penstock,  # noqa: F811
+    client: Client,  # noqa: F811
+) -> None:
+    for number in range(3):
+        client.publish("purged", b"%d" % number)
+    penstock("topic", "copy", "purged", "purged-copy")
+    client.publish("purged", b"new")
+    client.purge_topic("purged", 3)
+
+    done = penstock("topic", "copy", "purged", "purged-copy")
+
+    assert (done.code, done.out.startswith("copied 1 message to purged-copy")) == (0, True)
+    assert "cannot tell whether purged-copy has other messages in partition 0" in done.err
+    assert [each.value for each in client.fetch("purged-copy")] == [b"0", b"1", b"2", b"new"]
+
+
 def test_what_a_copy_would_mix_up_is_refused(penstock: Penstock, client: Client) -> None:  # noqa: F811
     fill(client, "mixed")
     client.create_topic("narrow", partitions=2)

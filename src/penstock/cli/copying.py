@@ -6,11 +6,13 @@ stands for this source log and this target. So the target itself knows how far t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import PenstockError
+from penstock.headers import ttl_us
 from penstock.run import MESSAGE_BYTES, Run, read_ttls
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ class Copied:
     copied: int = 0
     resumed: int = 0
     lost: int = 0
+    # Partitions where nobody can tell whether the target has other messages: what was copied last is gone.
+    unchecked: list[int] = field(default_factory=list)
 
 
 def prepare(source: Topic, target: Client, name: str) -> Topic:
@@ -54,6 +58,8 @@ def copy(
     reached = {partition: to.last_transaction(name) for partition, name in names.items()}
     if all(number is None for number in reached.values()) and any(map(_size, target.positions)):
         raise PenstockError(f"{target.name} has messages that are not of this copy: name a topic that is new, or empty")
+    for partition, number in reached.items():
+        _check_target(client, source, to, target, partition, number, done)
     for position in source.positions:
         number = reached.get(position.partition)
         begin = position.start if number is None else max(number, position.start)
@@ -69,6 +75,52 @@ def copy(
                 to.commit_transaction(name, end, stage.close())
                 done.copied += len(run)
                 advance(len(run))
+
+
+def _check_target(
+    client: Client, source: Topic, to: Client, target: Topic, partition: int, number: int | None, done: Copied
+) -> None:
+    """Raise if a partition of the target has messages that did not come from this copy: then its last message is not
+    the one that was copied last."""
+    last = _last(to, target, target.positions[partition])
+    if last is None:
+        return
+    copied = None
+    if number is not None and number > source.positions[partition].start:
+        copied = next(iter(client.fetch(source.name, partition, number - 1, end=number, expired=True)), None)
+    if copied is not None and _identity(copied, source) == _identity(last, target):
+        return
+    if number is not None and (copied is None or _may_be_compacted(copied, target)):
+        done.unchecked.append(partition)
+        return
+    raise PenstockError(
+        f"{target.name} has messages that are not of this copy, such as offset {last.offset} of partition {partition}: "
+        "copy to a topic that is new, or empty"
+    )
+
+
+def _may_be_compacted(copied: Message, target: Topic) -> bool:
+    """Whether compaction may have removed the copy of a message, though it was the last one of the target."""
+    has_ttl = copied.header_block is not None and ttl_us(copied.header_block) is not None
+    return target.policy["cleanup"] == "compact" and (copied.deleted or has_ttl)
+
+
+def _last(client: Client, topic: Topic, position: PartitionPosition) -> Message | None:
+    """Return the last message of a partition, whatever offsets before its end are empty."""
+    begin, step = position.committed, 1
+    while begin > position.start:
+        end, begin = begin, max(position.start, begin - step)
+        step *= 16
+        found = deque(client.fetch(topic.name, position.partition, begin, end=end, expired=True), maxlen=1)
+        if found:
+            return found[0]
+    return None
+
+
+def _identity(message: Message, topic: Topic) -> object:
+    """Return what a message and its copy have in common."""
+    below = message.subject[len(topic.name) :]
+    return below, message.key, message.value, message.header_block, message.timestamp_us, message.deleted
 
 
 def _name(client: Client, source: Topic, position: PartitionPosition, target: Topic) -> str | None:

@@ -248,6 +248,10 @@ def copy(
         lost = f", {done.lost:,} dropped at the source before they were copied" if done.lost else ""
         rate = output.rate(done.copied, seconds)
         print(safe(f"copied {counted(done.copied, 'message')} to {target}{before}{lost}: ") + rate, flush=True)
+    if done.unchecked:
+        places = ", ".join(map(str, done.unchecked))
+        what = f"warning: cannot tell whether {target} has other messages in partition {places}: "
+        print(safe(f"{what}what was copied last is gone at the source"), file=sys.stderr)
     if is_interrupted:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         raise typer.Exit(130)
