@@ -26,6 +26,7 @@ import uvloop
 
 import penstock
 from penstock import AsyncClient, Client, Outgoing, Receipt
+from penstock.client import link
 from penstock.client.aio import AsyncProducer, AsyncSubscription
 from penstock.client.message import Message
 from penstock.client.sync import Producer, Stage, Subscription, Transaction
@@ -1061,6 +1062,12 @@ class TestConnecting:
                 "is an HTTP port: connect to the broker's text port (4222",
             ),
             (b'INFO {"version":"2.10.0"}\r\n', b"", "is another NATS server, not a Penstock broker: name another"),
+            (
+                b"",
+                b"-ERR unknown command 'HELLO'\r\n",
+                "answers like Redis, not like a Penstock broker: check the port",
+            ),
+            (b"-DENIED Redis is running in protected mode\r\n", b"", "answers like Redis, not like a Penstock broker"),
             (b"SSH-2.0-x\r\n", b"", "is another service, not a Penstock broker (it says b'SSH-2.0-x\\r\\n')"),
             (b"", b"", "is another service, not a Penstock broker (closed before HELLO was answered): check the port"),
         ],
@@ -1081,6 +1088,33 @@ class TestConnecting:
                 shell.client(f"127.0.0.1:{listener.getsockname()[1]}").connect()
             served.result(PATIENCE_S)
         assert told in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("greeting", "dial_s", "told"),
+        [
+            (b'INFO {"version":"2.10.0"}\r\n', 2.0, "is another NATS server"),
+            (b"", 0.2, r"no answer from 127.0.0.1:\d+ within 0.2 s: check the address"),
+        ],
+    )
+    def test_somebody_there_who_does_not_answer(
+        self, shell: Shell, greeting: bytes, dial_s: float, told: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(link, "DIAL_S", dial_s)
+        with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+            connections = []
+
+            def serve() -> None:
+                for _ in range(2):
+                    taken, _ = listener.accept()
+                    connections.append(taken)
+                    taken.sendall(greeting)
+
+            served = pool.submit(serve)
+            with pytest.raises(NoBroker, match=told):
+                shell.client(f"127.0.0.1:{listener.getsockname()[1]}").connect()
+            served.result(PATIENCE_S)
+            for each in connections:
+                each.close()
 
     def test_the_brokers_http_port(self, shell: Shell, server: Serve) -> None:
         with pytest.raises(NoBroker, match=r"is an HTTP port: connect to the broker's text port"):

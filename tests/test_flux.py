@@ -752,7 +752,18 @@ def test_replay_from_a_sequence(past: tuple[Serve, list[str], float]) -> None:
         last_of_c = messages[10].sequence or 0
         assert replayed(flux, "SEQ", last_of_c + 1) == everything[11:]
         assert replayed(flux, "SEQ", last_of_c + 1_000_000) == []
-        assert replayed(flux, "SEQ", 1) == []
+
+
+@pytest.mark.parametrize("words", ["SEQ 0", "SEQ 1 10", "0", "42"])
+def test_replay_says_that_a_number_which_no_topic_gives_out_is_not_a_sequence(
+    past: tuple[Serve, list[str], float], words: str
+) -> None:
+    number = words.removeprefix("SEQ ").split()[0]
+    with Flux(past[0]) as flux:
+        told = flux.ask(f"REPLAY {words}")
+        assert told.startswith(f"-ERR BAD_REQUEST {number} is not a sequence: take one from a message")
+        assert told.endswith("or use REPLAY FIRST")
+        assert flux.ask("PING") == "PONG"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -366,6 +368,36 @@ def test_without_a_broker_it_says_so_and_how_to_start_one(penstock: Penstock) ->
     assert penstock("shell", "--port", 1, stdin=b"LIST\n") == Done(1, "", f"error: {where}\n")
     at_once = at_terminal(penstock, "shell", "--port", 1)
     assert (at_once.code, at_once.out) == (1, f"error: {where}\r\n")
+
+
+def answer_once(listener: socket.socket, answer: bytes) -> None:
+    taken, _ = listener.accept()
+    with taken:
+        taken.recv(100)
+        taken.sendall(answer)
+        taken.recv(100)
+
+
+def test_what_listens_on_a_wrong_port_is_named(penstock: Penstock, tmp_path: Path) -> None:
+    def told(port: int) -> str:
+        done = penstock("shell", "--port", port, "LIST")
+        assert (done.code, done.out) == (1, "")
+        needs = "the shell needs the broker's port for clients that speak first (9092 by default), name it with --port"
+        assert done.err.endswith(f": {needs}\n")
+        return done.err.removeprefix(f"error: what listens at 127.0.0.1:{port} ").removesuffix(f": {needs}\n")
+
+    with Serve(tmp_path) as server:
+        assert told(server.ports["text"]) == "is the text port of a Penstock broker"
+        assert told(server.ports["http"]) == "is an HTTP port"
+    for answer, what in (
+        (b'INFO {"server_id":"x"}\r\n', "is a NATS server"),
+        (b"-ERR unknown command 'LIST'\r\n", "answers like Redis"),
+        (b"SSH-2.0-x\r\n", r"is another service (it says b'SSH-2.0-x\r\n')"),
+    ):
+        with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+            served = pool.submit(answer_once, listener, answer)
+            assert told(listener.getsockname()[1]) == what
+            served.result(PATIENCE_S)
 
 
 def test_a_broker_that_wants_to_know_who_asks_is_told_on_every_connection(penstock: Penstock, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from penstock.address import bare, join
 from penstock.cli.client import Password, Token, User
 from penstock.cli.options import COMPLETION_S
 from penstock.cli.text import safe, shown
+from penstock.client.listener import Listener, recognise
 from penstock.errors import BadFrame, ConnectionLost, NoBroker, PenstockError, TimedOut, Unauthorized
 from penstock.wire import prefixed
 
@@ -33,6 +34,9 @@ PROMPT: Final = "penstock> "
 HISTORY_MAX: Final = 1000
 
 _DIAL_S: Final = 5.0
+# Of what somebody else says: enough to recognise it.
+_SAID_BYTES: Final = 4096
+PORT: Final = 9092
 # Python can overlook a signal that comes just when it begins to wait: it looks up so often.
 _LOOK_UP_S: Final = 0.5
 _ENDS: Final = ("EXIT", "QUIT")
@@ -45,7 +49,7 @@ def shell(
         list[str] | None, typer.Argument(metavar="[COMMAND]...", help="Run this one; HELP lists what there is.")
     ] = None,
     host: Annotated[str, typer.Option(help="Where the broker is.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Its port for clients that speak first.")] = 9092,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Its port for clients that speak first.")] = PORT,
     user: User = None,
     password: Password = None,
     token: Token = None,
@@ -340,6 +344,8 @@ class _Broker:
         self._socket: socket.socket | None = None
         self._reader = prefixed.FrameReader()
         self._frames: deque[bytes] = deque()
+        # How the first answer of this connection begins; None once it was a frame.
+        self._said: bytes | None = None
 
     def open(self) -> None:
         if self._is_alive():
@@ -357,6 +363,7 @@ class _Broker:
         # A message may begin like one of another protocol.
         self._reader.dialect = prefixed.Dialect.CURSUS
         self._frames.clear()
+        self._said = b""
         if self.introduction is not None:
             self._write(self.introduction)
             answer = self.answer()
@@ -407,10 +414,31 @@ class _Broker:
             except TimeoutError:
                 continue
             break
+        self._said = None if self._said is None else (self._said + data)[:_SAID_BYTES]
         self._frames.extend(frame for frame in self._reader.feed(data) if isinstance(frame, bytes))
+        if self._frames:
+            self._said = None
         if self._reader.refusal is not None:
-            raise self._reader.refusal
+            raise self._reader.refusal if self._said is None else self._wrong_port(self._said)
         return bool(data)
+
+    def _wrong_port(self, said: bytes) -> NoBroker:
+        """Return what is there, if it does not answer as the broker does on this port."""
+        match recognise(said):
+            case Listener.BROKER:
+                what = "is the text port of a Penstock broker"
+            case Listener.NATS:
+                what = "is a NATS server"
+            case Listener.HTTP:
+                what = "is an HTTP port"
+            case Listener.REDIS:
+                what = "answers like Redis"
+            case Listener.OTHER:
+                what = f"is another service (it says {said[:40]!r})"
+        return NoBroker(
+            f"what listens at {join(*self._place)} {what}: the shell needs the broker's port for clients that speak "
+            f"first ({PORT} by default), name it with --port"
+        )
 
     def _is_alive(self) -> bool:
         """Whether nothing came since the last answer but signs of life."""

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 
 from penstock import address
 from penstock.client.bell import Bell, Within
+from penstock.client.listener import Listener, recognise
 from penstock.client.protocol import Answer, Connection, Hello, Request
 from penstock.errors import BadFrame, Closed, ConnectionLost, NoBroker, PenstockError, TimedOut
 from penstock.wire.binary import SCRATCH_BYTES
@@ -265,7 +266,8 @@ class Link:
             except gaierror as error:
                 refusal = NoBroker(f"unknown host {server} ({error.strerror}): check the name, or the network")
             except TimeoutError:
-                refusal = NoBroker(f"no answer from {server} within {DIAL_S:g} s: check the address, or a firewall")
+                silent = NoBroker(f"no answer from {server} within {DIAL_S:g} s: check the address, or a firewall")
+                refusal = silent if self._hello is not None else await _identify(server, silent)
             except OSError:
                 continue
             except (BadFrame, ConnectionLost) as error:
@@ -448,20 +450,27 @@ def _login(servers: Servers) -> dict[str, str]:
 
 
 async def _identify(server: Dials, error: PenstockError) -> NoBroker:
-    """Return what listens at an address that did not greet as a broker does, and what to do."""
+    """Return what listens at an address that did not greet as a broker does, and what to do. `error`: what happened
+    instead; of one that was not reached at all that is what is returned."""
     said = b""
     if isinstance(server, Address):
-        with suppress(OSError):
-            said = await _overhear(server)
-    if said.startswith(b"INFO ") and b"penstock" in said:
-        return NoBroker(f"the broker at {server} closed the connection ({error}): it may be stopping, try again")
-    if said.startswith(b"INFO "):
-        what = "is another NATS server, not a Penstock broker: name another address, or use a NATS client with it"
-    elif said.startswith(b"HTTP/"):
-        what = f"is an HTTP port: connect to the broker's text port ({PORT} by default) or its client-first port"
-    else:
-        reason = f"it says {said[:40]!r}" if said else str(error)
-        what = f"is another service, not a Penstock broker ({reason}): check the port ({PORT} by default)"
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(DIAL_S):
+                said = await _overhear(server)
+    if not said and isinstance(error, NoBroker):
+        return error
+    match recognise(said):
+        case Listener.BROKER:
+            return NoBroker(f"the broker at {server} closed the connection ({error}): it may be stopping, try again")
+        case Listener.NATS:
+            what = "is another NATS server, not a Penstock broker: name another address, or use a NATS client with it"
+        case Listener.HTTP:
+            what = f"is an HTTP port: connect to the broker's text port ({PORT} by default) or its client-first port"
+        case Listener.REDIS:
+            what = f"answers like Redis, not like a Penstock broker: check the port ({PORT} by default)"
+        case Listener.OTHER:
+            reason = f"it says {said[:40]!r}" if said else str(error)
+            what = f"is another service, not a Penstock broker ({reason}): check the port ({PORT} by default)"
     return NoBroker(f"what listens at {server} {what}")
 
 

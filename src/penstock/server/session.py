@@ -27,7 +27,7 @@ from penstock.broker.order import Publisher
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription, select_matching
 from penstock.broker.topic import RESERVED
-from penstock.errors import BadSubject, PenstockError, TooManySubscriptions
+from penstock.errors import BadRequest, BadSubject, PenstockError, TooManySubscriptions
 from penstock.run import Run, payload_bytes
 from penstock.server.connection import Connection
 from penstock.server.owing import is_long, slices
@@ -740,6 +740,14 @@ class Session(Connection, asyncio.Protocol):
 
     async def _replay(self, event: Replay) -> None:
         history = History(self.broker, b">")
+        if event.origin in (Origin.MESSAGE, Origin.SEQUENCE) and not text.split_sequence(event.value)[0]:
+            # No topic has the number 0: whoever asks so counts the messages of one stream.
+            self._answer_error(
+                BadRequest(
+                    f"{event.value} is not a sequence: take one from a message that was delivered, or use REPLAY FIRST"
+                )
+            )
+            return
         match event.origin:
             case Origin.MESSAGE:
                 await history.seek_message(*text.split_sequence(event.value))
