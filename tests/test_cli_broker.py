@@ -632,7 +632,7 @@ def test_a_group_is_made_shown_reset_and_deleted(penstock: Penstock, client: Cli
     assert penstock("group", "reset", "all-grouped", "--to", "2000-01-01").lines[0].endswith("3 messages behind")
     assert penstock("group", "reset", "all-grouped", "--to", "latest").lines[0].endswith("0 messages behind")
     listed = penstock("group", "list")
-    assert ["all-grouped", "grouped", "partitioned", "0", "0", "0", "0", "0", "0"] in listed.rows
+    assert ["all-grouped", "grouped", "partitioned", "0", "0", "0", "0", "0", "0", "0"] in listed.rows
     assert asdict(client.group("made-group")) in penstock("group", "list", "--json").json
     assert penstock("group", "delete", "all-grouped").code == 0
     gone = penstock("group", "describe", "all-grouped")
