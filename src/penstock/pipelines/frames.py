@@ -22,8 +22,8 @@ from penstock.spark.json_topics import REASON, RESERVED, check_unique
 DEAD_LETTERS: Final = "DLQ"
 
 _HEADERS: Final = "map<string,string>"
-# Headers that instruct the broker apply only to the original message: its ID would make the copy a duplicate, and its
-# delay is over.
+# Headers that instruct the broker apply only to the original message: its ID would make the copy a duplicate, its delay
+# is over, and its TTL began when it was published.
 _ASKING: Final = ("msg-id", "nats-msg-id", "delay", "deliver-at", "nats-ttl")
 # With microseconds, which Spark's default format drops.
 _JSON: Final = {
