@@ -15,10 +15,11 @@ from penstock.broker.interest import Interest
 from penstock.subject import is_pattern, matches
 from tests.batches import peak_bytes
 
-SUBJECTS: Final = [b".".join(tokens) for size in (1, 2, 3) for tokens in product([b"a", b"b"], repeat=size)]
+# Patterns of five tokens meet others in the middle of a branch that does not fork.
+SUBJECTS: Final = [b".".join(tokens) for size in (1, 2, 3, 5) for tokens in product([b"a", b"b"], repeat=size)]
 PATTERNS: Final = [
     pattern
-    for size in (1, 2, 3)
+    for size in (1, 2, 3, 5)
     for tokens in product([b"a", b"b", b"*", b">"], repeat=size)
     if is_pattern(pattern := b".".join(tokens))
 ]
@@ -26,7 +27,7 @@ TARGETS: Final = ["ann", "bob", "eve"]
 
 
 def is_empty(tree: Interest[str]) -> bool:
-    return not tree._root.below and not tree._root.targets
+    return tree._root.below is None and tree._root.targets is None
 
 
 class InterestAgainstAList(RuleBasedStateMachine):
@@ -137,14 +138,33 @@ def test_a_subject_is_walked_to_once() -> None:
     assert tree.match(b"a.b") is tree.match(b"a.b")
 
 
-@pytest.mark.parametrize(("pattern", "target"), [(b"b", "ann"), (b"a.b", "ann"), (b"a", "bob")])
+@pytest.mark.parametrize(
+    ("pattern", "target"),
+    [(b"b", "ann"), (b"a.b", "ann"), (b"a", "bob"), (b"c.d", "ann"), (b"c.x", "ann"), (b"c.d.e.f", "ann")],
+)
 def test_what_was_not_added_cannot_be_removed(pattern: bytes, target: str) -> None:
     tree = Interest[str]()
     tree.add(b"a", "ann")
+    tree.add(b"c.d.e", "ann")
 
     with pytest.raises(KeyError):
         tree.remove(pattern, target)
-    assert tree.match(b"a") == ("ann",)
+    assert tree.match(b"a") == tree.match(b"c.d.e") == ("ann",)
+
+
+def test_a_pattern_of_many_tokens_takes_little_more_than_its_bytes() -> None:
+    tree = Interest[int]()
+    patterns = [b"a.%d.%b.>" % (number, b"x." * 1900 + b"x") for number in range(100)]
+
+    def flood() -> None:
+        for number, pattern in enumerate(patterns):
+            tree.add(pattern, number)
+            # It leaves the way of the pattern before in its middle, and ends there.
+            tree.add(pattern[:2000].rstrip(b"."), -number)
+
+    # A node for each token would take 70 MB.
+    assert peak_bytes(flood) < 200 * 5000
+    assert set(tree.match(b"a.7.%b.y" % (b"x." * 1900 + b"x"))) == {7}
 
 
 def test_a_flood_of_subjects_is_not_all_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
