@@ -9,7 +9,7 @@ import pytest
 from penstock.broker.broker import Settings
 from penstock.broker.group import Group, Mode
 from penstock.broker.start import Start
-from penstock.errors import BadSubject, TooManyGroups, TooManySources, TooManySubscriptions
+from penstock.errors import BadSubject, TooManyGroups, TooManySources, TooManySubscriptions, TooManyTopics
 from penstock.health import Usage
 from penstock.storage import producers
 from penstock.testing import FaultyFiles
@@ -63,6 +63,76 @@ async def test_no_more_than_subscriptions_max_are_opened() -> None:
         life.broker.leave(alone, without_name)
         assert life.broker.usage()["subscriptions"] == Usage(1, 4)
         await life.join(b"other", b"orders", sink, mode=Mode.PARTITIONED)
+
+
+@in_loop
+async def test_names_of_subscriptions_are_limited_in_bytes() -> None:
+    async with Life(FaultyFiles(), settings=Settings(subscriptions_max=1000)) as life:
+        sink = Recorder()
+        opened = [life.subscribe(b"orders.%d.%b" % (number, b"x" * 4000), sink) for number in range(200)]
+        used, limit = life.broker.usage()["subscription_name_bytes"]
+        assert 200 * 4000 < used <= limit
+        opened += [life.subscribe(b"a.%d" % number, sink, queue=b"q" * 4000) for number in range(50)]
+        opened.append(life.subscribe(b"a", sink, sid=b"1" * 43_000))
+        with pytest.raises(TooManySubscriptions, match=r"\d+ bytes, and 1048576 are the most: use shorter subjects"):
+            life.subscribe(b"b", sink, queue=b"q" * 4000)
+        for subscription, member in opened:
+            life.broker.unsubscribe(subscription, member)
+        assert life.broker.usage()["subscription_name_bytes"] == Usage(0, 1 << 20)
+
+
+@in_loop
+async def test_positions_of_groups_are_limited_in_bytes() -> None:
+    async with Life(FaultyFiles(), settings=Settings(position_bytes_max=100_000)) as life:
+        await life.do(life.broker.create_topic(b"orders", partitions=10))
+        await life.do(life.broker.create_group(b"a", b"orders"))
+        await life.do(life.broker.create_group(b"b", b">"))
+        used = life.broker.usage()["position_bytes"].used
+        assert 20 * 3000 < used < 25 * 3000
+        # Groups: with a name and without.
+        await life.do(life.broker.create_group(b"c", b"orders"))
+        with pytest.raises(TooManyGroups, match=r"10 positions .* reads orders: .* server\.position_bytes_max"):
+            await life.do(life.broker.create_group(b"d", b"orders"))
+        with pytest.raises(TooManyGroups):
+            await life.join(None, b"orders", Recorder())
+        assert [*life.broker.groups] == [b"a", b"b", b"c"]
+        # Topics that these groups would read.
+        with pytest.raises(TooManyTopics, match=r"payments cannot get 4 .*: 1 groups read it, .*position_bytes_max"):
+            await life.do(life.broker.create_topic(b"payments", partitions=4))
+        with pytest.raises(TooManyTopics):
+            await life.do(life.broker.alter_topic(b"orders", partitions=12))
+        await life.do(life.broker.create_topic(b"payments", partitions=3))
+        # What goes gives its room back.
+        await life.do(life.broker.delete_group(b"c"))
+        await life.do(life.broker.delete_topic(b"payments"))
+        assert life.broker.usage()["position_bytes"] == Usage(used, 100_000)
+        _, member = await life.join(None, b"orders", Recorder())
+        life.broker.leave(_, member)
+        for name in (b"a", b"b"):
+            await life.do(life.broker.delete_group(name))
+        assert life.broker.usage()["position_bytes"] == Usage(0, 100_000)
+
+
+@in_loop
+async def test_a_group_that_acknowledges_nothing_leaves_room_for_others() -> None:
+    async with Life(FaultyFiles(), settings=Settings(position_bytes_max=100_000)) as life:
+        await life.do(life.broker.create_topic(b"orders"))
+        slow, good = Recorder(), Recorder()
+        greedy, _ = await life.join(b"greedy", b"orders", slow)
+        group, _ = await life.join(b"good", b"orders", good)
+        place = next(iter(group.positions))
+        for offset in range(300):
+            await life.publish(b"orders", b"%d" % offset)
+            await life.settle()
+            assert len(good.got) == offset + 1, "it keeps up"
+            assert group.ack(place, offset, lambda _: None)
+        assert 16 < len(slow.got) < 100
+        assert life.broker.usage()["position_bytes"].used < 60_000
+        # Its messages are not lost: when it acknowledges, it gets the next ones.
+        for offset in range(300):
+            assert greedy.ack(place, offset, lambda _: None)
+            await life.settle()
+        assert len(slow.got) == 300
 
 
 def test_a_client_is_told_that_there_are_too_many_subscriptions(tmp_path: Path) -> None:

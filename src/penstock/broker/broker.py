@@ -12,7 +12,7 @@ import secrets
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count, groupby
@@ -32,6 +32,7 @@ from penstock.broker.member import Member, Sink
 from penstock.broker.order import Order, Publisher
 from penstock.broker.partition import LivePartition, Opened, Partition, Waiting, is_large
 from penstock.broker.refresh import Refresh, Refreshes
+from penstock.broker.room import Room
 from penstock.broker.start import AtOffset, AtPositions, Begin, Start, offset_of
 from penstock.broker.subscription import Queue, Subscription, choose_readers
 from penstock.broker.topic import LIVE, RESERVED, ServedTopic, Target, Topics
@@ -69,6 +70,9 @@ T = TypeVar("T")
 
 # Groups are limited in number, so their names are in size.
 _GROUP_NAME_BYTES_MAX: Final = 4096
+# Of patterns, ids and queue names: so many for each subscription that is allowed, together.
+_NAME_BYTES_EACH: Final = 512
+_NAME_BYTES_MIN: Final = 1 << 20
 # Look at this many partitions of a topic for a hint: it may miss rare subjects.
 _HINT_PARTITIONS: Final = 8
 
@@ -87,6 +91,8 @@ class Settings:
     # Groups with a name, and subscriptions: those of a group's members, and all others.
     groups_max: int = 10_000
     subscriptions_max: int = 100_000
+    # Memory for the positions of all groups.
+    position_bytes_max: int = 512 << 20
     partitions: int = 1
     policy: Policy = field(default_factory=Policy)
     dead_letter_prefix: str = "DLQ"
@@ -108,7 +114,11 @@ class Broker:
         # Those that get what was published up to now, and nothing more.
         self._leaving: dict[Subscription, None] = {}
         self._left: Interest[Subscription] = Interest()
-        self._members: set[Member] = set()
+        # All members, with the bytes of their names.
+        self._members: dict[Member, int] = {}
+        self._name_bytes = 0
+        self._name_bytes_max = max(_NAME_BYTES_MIN, _NAME_BYTES_EACH * self.settings.subscriptions_max)
+        self.room = Room(self.settings.position_bytes_max)
         # Those with a queue: by its name, then by their patterns.
         self._queues: dict[bytes, dict[bytes, Subscription]] = {}
         self._queue_numbers = count()
@@ -206,7 +216,9 @@ class Broker:
             **self._intake.usage(),
             **self.epochs.usage(),
             "groups": Usage(len(self.groups) + len(self._making), self.settings.groups_max),
+            "position_bytes": self.room.usage,
             "subscriptions": Usage(len(self._members), self.settings.subscriptions_max),
+            "subscription_name_bytes": Usage(self._name_bytes, self._name_bytes_max),
         }
         for part in (self.delays, self.transactions):
             if part is not None:
@@ -237,7 +249,8 @@ class Broker:
         )
 
     async def _alter(self, name: bytes, partitions: int | None, policy: Policy | None) -> Topic:
-        topic = self.topic(name).topic
+        served = self.topic(name)
+        topic = served.topic
         warning = self.warning(name, partitions)
         if topic.origin is not None and partitions not in (None, topic.partitions):
             raise ReadOnlyTopic(f"the topic {topic.name} is piped: it has as many partitions as at its origin")
@@ -246,8 +259,9 @@ class Broker:
             partitions=topic.partitions if partitions is None else partitions,
             policy=topic.policy if policy is None else policy,
         )
-        await self.store.alter_topic_async(topic)
-        self._serve(topic)
+        with self._reserve_positions(name, topic.partitions - served.topic.partitions):
+            await self.store.alter_topic_async(topic)
+            self._serve(topic)
         if warning is not None:
             logger.warning("%s", warning)
         return topic
@@ -348,11 +362,12 @@ class Broker:
         # From here on nothing is published to it, while it is still empty.
         served.topic = piped = replace(topic, origin=origin, partitions=max(partitions, topic.partitions))
         try:
-            await self.store.alter_topic_async(piped)
+            with self._reserve_positions(name, piped.partitions - topic.partitions):
+                await self.store.alter_topic_async(piped)
+                return self._serve(piped)
         except BaseException:
             served.topic = topic
             raise
-        return self._serve(piped)
 
     def topic(self, name: bytes) -> ServedTopic:
         served = self.topics.get(name)
@@ -373,14 +388,13 @@ class Broker:
     async def _make(
         self, name: bytes, partitions: int | None, policy: Policy | None, origin: str | None
     ) -> ServedTopic:
+        partitions = self.settings.partitions if partitions is None else partitions
         try:
-            topic = await self.store.create_topic_async(
-                name.decode(),
-                partitions=self.settings.partitions if partitions is None else partitions,
-                policy=policy or self.settings.policy,
-                origin=origin,
-            )
-            return self._serve(topic)
+            with self._reserve_positions(name, partitions):
+                topic = await self.store.create_topic_async(
+                    name.decode(), partitions=partitions, policy=policy or self.settings.policy, origin=origin
+                )
+                return self._serve(topic)
         finally:
             del self._creating[name]
 
@@ -584,7 +598,7 @@ class Broker:
 
     def subscribe(self, pattern: bytes, member: Member, queue: bytes | None = None) -> Subscription:
         """From now on `member` gets what matches; with a queue, its share of it."""
-        self._add_member(member)
+        self._add_member(member, pattern, queue or b"")
         subscription = None if queue is None else self._queues.get(queue, {}).get(pattern)
         if subscription is None:
             if queue is None:
@@ -647,7 +661,7 @@ class Broker:
 
     def unsubscribe(self, subscription: Subscription, member: Member) -> None:
         """End a member at once: it gets nothing more."""
-        self._members.discard(member)
+        self._remove_member(member)
         subscription.leave(member)
         if not subscription.members:
             self._withdraw(subscription)
@@ -740,11 +754,21 @@ class Broker:
                 other.queue.take(subscription.pattern, {partition: partition.served for partition in other.behind})
         queue.leave(heirs)
 
-    def _add_member(self, member: Member) -> None:
-        self._check_subscriptions()
-        self._members.add(member)
+    def _add_member(self, member: Member, pattern: bytes, queue: bytes = b"") -> None:
+        size = len(member.sid) + len(pattern) + len(queue)
+        self._check_subscriptions(size)
+        self._members[member] = size
+        self._name_bytes += size
 
-    def _check_subscriptions(self) -> None:
+    def _remove_member(self, member: Member) -> None:
+        self._name_bytes -= self._members.pop(member, 0)
+
+    def _check_subscriptions(self, name_bytes: int = 0) -> None:
+        if self._name_bytes + name_bytes > self._name_bytes_max:
+            raise TooManySubscriptions(
+                f"the names of {len(self._members)} subscriptions have {self._name_bytes} bytes, and "
+                f"{self._name_bytes_max} are the most: use shorter subjects, or raise server.subscriptions_max"
+            )
         if len(self._members) >= self.settings.subscriptions_max:
             raise TooManySubscriptions(
                 f"there are {len(self._members)} subscriptions: end some, or raise server.subscriptions_max"
@@ -768,6 +792,7 @@ class Broker:
         self._check_subscriptions()
         if name is None:
             group = Group(None, pattern, mode, self)
+            self._check_positions(group)
             self._all_groups[group] = None
             self._attach(group, {partition: partition.served for partition in self._matching(pattern)})
             group.start()
@@ -784,13 +809,13 @@ class Broker:
             if member.hears is not None and not group.refreshes:
                 self._remember_refreshes(group)
         # Again: others may have come while the group was made.
-        self._add_member(member)
+        self._add_member(member, pattern)
         group.join(member)
         self.refreshes.changed(group)
         return group
 
     def leave(self, group: Group, member: Member) -> None:
-        self._members.discard(member)
+        self._remove_member(member)
         group.leave(member)
         self.refreshes.changed(group)
         if group.name is None and not group.members:
@@ -833,6 +858,7 @@ class Broker:
     async def _write_group(self, group: Group, start: Begin) -> None:
         assert group.name is not None
         offsets = await self._offsets(group.pattern, start)
+        self._check_positions(group)
         # Topics that are made from now on are for the group too; it is joined when it is stored.
         self._all_groups[group] = None
         self._attach(group, offsets)
@@ -908,6 +934,33 @@ class Broker:
         if found is None:
             raise UnknownGroup(f"there is no group {name.decode(errors='replace')}")
         return found
+
+    def _check_positions(self, group: Group) -> None:
+        count = len(self._matching(group.pattern))
+        if not self.room.fits(count * group.position_bytes):
+            raise TooManyGroups(
+                f"there is no room for {count} positions of a group that reads {group.pattern.decode()}: positions use "
+                f"{self.room.usage.used} of {self.room.usage.limit} bytes: delete groups that nobody uses, or raise "
+                "server.position_bytes_max"
+            )
+
+    @contextmanager
+    def _reserve_positions(self, name: bytes, partitions: int) -> Iterator[None]:
+        """Have room for new partitions of a topic: each group that reads them needs it."""
+        groups = [group for group in self._all_groups if group.matches(name) and not name.startswith(RESERVED)]
+        size = partitions * sum(group.position_bytes for group in groups)
+        if not self.room.fits(size):
+            raise TooManyTopics(
+                f"topic {name.decode()} cannot get {partitions} partitions: {len(groups)} groups read it, and their "
+                f"positions use {self.room.usage.used} of {self.room.usage.limit} bytes: delete groups that nobody "
+                "uses, or raise server.position_bytes_max"
+            )
+        self.room.take(size)
+        try:
+            yield
+        finally:
+            # Those that were made have taken it.
+            self.room.give_back(size)
 
     def _attach(self, group: Group, offsets: Mapping[Partition, int]) -> None:
         """Let it read all that matches, from these offsets, and what is not among them from its beginning."""

@@ -29,6 +29,7 @@ from penstock.broker.flow import Backlog
 from penstock.broker.inflight import Inflight, Record, weight
 from penstock.broker.member import Deliveries, Member, share_out
 from penstock.broker.partition import Partition
+from penstock.broker.room import NAME_COPIES, PENDING_BYTES, PENDING_FEW, POSITION_BYTES, Room
 from penstock.broker.sources import Completion, Source
 from penstock.broker.subscription import Loop, select_matching
 from penstock.broker.topic import ServedTopic
@@ -63,6 +64,7 @@ class Host(Loop, Protocol):
     """The broker, as far as a group needs it."""
 
     store: Store
+    room: Room
 
     async def dead_letter_topic(self) -> ServedTopic:
         """Made when it is first needed."""
@@ -81,6 +83,7 @@ class Position:
         "backlog",
         "buried",
         "burying",
+        "counted",
         "expired",
         "failed",
         "graves",
@@ -100,6 +103,8 @@ class Position:
         self.partition = partition
         self.inflight = inflight
         self.backlog = Backlog()
+        # Pending messages for which room is taken.
+        self.counted = 0
         # The number under which dead letters were stored last, and what is being stored under the next one.
         self.buried = 0
         self.burying: list[tuple[int, int]] | None = None
@@ -312,7 +317,9 @@ class Group:
             position = Position.from_json(partition, records, self._host.clock.monotonic_us())
             # Also if the clock was set back.
             self.generation = max(self.generation, position.since)
+        assert place not in self.positions, "it reads a partition once"
         self.positions[place] = position
+        self._host.room.take(self.position_bytes)
         partition.groups[self.wake] = None
         self.wake()
         return position
@@ -321,7 +328,13 @@ class Group:
         position = self.positions.pop((partition.topic_id, partition.number), None)
         if position is not None:
             self._unsaved.pop(position, None)
-            partition.groups.pop(self.wake, None)
+            self._release(position)
+
+    def _release(self, position: Position) -> None:
+        """Let go of the partition, and of the room."""
+        position.partition.groups.pop(self.wake, None)
+        self._host.room.give_back(self.position_bytes + position.counted * PENDING_BYTES)
+        position.counted = 0
 
     def _has(self, position: Position) -> bool:
         place = (position.partition.topic_id, position.partition.number)
@@ -329,6 +342,11 @@ class Group:
 
     def positions_of(self, topic_id: int) -> list[Position]:
         return [position for place, position in self.positions.items() if place[0] == topic_id]
+
+    @property
+    def position_bytes(self) -> int:
+        """How much room a position of it takes."""
+        return POSITION_BYTES + NAME_COPIES * len(self.name or b"")
 
     def matches(self, topic: bytes) -> bool:
         return meets(self.pattern, topic)
@@ -529,6 +547,8 @@ class Group:
         self._task = self._host.spawn(self._run())
 
     def stop(self) -> None:
+        if self._is_stopped:
+            return
         self._is_stopped = True
         self._host.store.health.clear(self._problem)
         if self._task is not None:
@@ -536,7 +556,7 @@ class Group:
         if self._timer is not None:
             self._timer.cancel()
         for position in self.positions.values():
-            position.partition.groups.pop(self.wake, None)
+            self._release(position)
 
     def save_all(self) -> None:
         """Write where it is, in passing; before a stop."""
@@ -665,7 +685,7 @@ class Group:
         inflight, partition = position.inflight, position.partition
         now_us = self._host.clock.monotonic_us()
         begin = self._skip(position)
-        if not inflight.room() or not self._has_room(position, now_us) or position.is_stopped_at(begin):
+        if not self._pending_room(position) or not self._has_room(position, now_us) or position.is_stopped_at(begin):
             return False
         found = await partition.read(begin)
         if self._is_held(position):
@@ -682,7 +702,9 @@ class Group:
             self._count_expired(position, expired.below(following))
             self._save_later(position)
             return True
-        room = inflight.room()
+        room = self._pending_room(position)
+        if not room:
+            return False  # others took it meanwhile
         offered = run if len(run) <= room else run.select(range(room))
         shares, shared = share_out(partition, offered, self.owner(position), self._turn, now_us)
         self._turn += shared
@@ -746,6 +768,17 @@ class Group:
         count = len(expired) if among is None else sum(offset in among for offset in expired.all_offsets())
         position.expired += count
         self._host.figures.expired += count
+
+    def _pending_room(self, position: Position) -> int:
+        """Return how many more messages may be pending."""
+        room, pending = self._host.room, len(position.inflight)
+        if self._has(position):
+            room.take((pending - position.counted) * PENDING_BYTES)
+            position.counted = pending
+        if room.is_short and self.mode is Mode.SHARED:
+            return max(0, PENDING_FEW - pending)
+        # What is pending in a partitioned group goes with its member.
+        return position.inflight.room()
 
     def _skip(self, position: Position) -> int:
         """Where to read on. One that is too far behind may not want to wait; a group with a name skips nothing."""

@@ -86,6 +86,9 @@ class ServerConfig:
     )
     subscriptions_max: int = field(default=100_000, metadata=_about("subscriptions of all connections together", 1))
     groups_max: int = field(default=10_000, metadata=_about("groups with a name", 0))
+    position_bytes_max: int = field(
+        default=512 << 20, metadata=_about("memory for positions of groups and their pending messages", 1 << 20)
+    )
     # A batch is at most 64 MiB, and a payload shares it with a header, a subject and headers.
     payload_bytes_max: int = field(default=1 << 20, metadata=_about("largest payload", 1, (64 << 20) - 4096))
     stop_s: int = field(default=10, metadata=_about("bound on a clean stop", 1, 3600))

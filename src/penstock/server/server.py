@@ -589,6 +589,7 @@ def _broker_settings(config: Config) -> brokers.Settings:
         topics_max=config.topic.topics_max,
         groups_max=config.server.groups_max,
         subscriptions_max=config.server.subscriptions_max,
+        position_bytes_max=config.server.position_bytes_max,
         partitions=config.topic.partitions,
         policy=_policy(config.topic),
         dead_letter_prefix=config.dlq.prefix,
