@@ -12,7 +12,7 @@ from penstock.server.arrivals import ARRIVING_BYTES_MAX, BYTES_PER_S, PATIENCE_S
 from penstock.server.connection import Connection
 from penstock.server.memory import SELDOM_S, SOON_S, Memory
 from penstock.server.server import Counters
-from penstock.server.turns import MUCH_BYTES, Turns
+from penstock.server.turns import MUCH_BYTES, TURN_S_MAX, Turns
 from penstock.wire import binary, prefixed
 from penstock.wire.binary import Type
 from tests.brokers import in_loop
@@ -142,7 +142,7 @@ async def test_the_smallest_frame_is_the_first_to_have_room() -> None:
 
 @in_loop
 async def test_a_turn_of_the_loop_reads_so_much_and_goes_on_in_the_next() -> None:
-    turns = Turns(bytes_max=100)
+    turns = Turns(bytes_max=100, clock=lambda: 0.0)
     greedy, modest = Stand(), Stand()
     turns.took(cast(Connection, modest), 50)
     turns.took(cast(Connection, greedy), 60)
@@ -154,6 +154,29 @@ async def test_a_turn_of_the_loop_reads_so_much_and_goes_on_in_the_next() -> Non
         turns.took(cast(Connection, greedy), 100)
         await asyncio.sleep(0)
     assert greedy.calls == ["hold", "hold", "read on"]
+
+
+@in_loop
+async def test_a_turn_of_the_loop_reads_for_so_long_and_each_connection_has_its_turn() -> None:
+    now = 0.0
+    turns = Turns(bytes_max=1000, clock=lambda: now)
+    greedy = [Stand() for _ in range(10)]
+    for connection in greedy:
+        turns.took(cast(Connection, connection), 70)
+        now += TURN_S_MAX / 2.1
+    assert [each.calls for each in greedy] == [[]] * 3 + [["hold"]] * 7, "as long as there was time"
+    served = []
+    for _ in range(10):
+        for connection in greedy:
+            connection.calls.clear()
+        await asyncio.sleep(0)
+        served.append([greedy.index(each) for each in greedy if "read on" in each.calls])
+        for number in served[-1]:
+            turns.took(cast(Connection, greedy[number]), 1)
+            now += TURN_S_MAX / 2.1
+    # Two have time in a turn, and whoever waits for longest comes first.
+    assert served[:4] == [[3, 4], [5, 6], [7, 8], [9]]
+    assert served[4:] == [[]] * 6
 
 
 class Receiver:
@@ -172,7 +195,7 @@ class Receiver:
 @in_loop
 async def test_a_turn_of_the_loop_sends_so_much_and_the_rest_waits_for_the_next() -> None:
     much = 10 * MUCH_BYTES
-    turns = Turns(sent_bytes_max=2 * much)
+    turns = Turns(sent_bytes_max=2 * much, clock=lambda: 0.0)
     sent: list[str] = []
     assert turns.may_send(much)
     assert not turns.may_send(much), "half of a turn is for connections that are sent little"

@@ -23,8 +23,10 @@ USER: Final = "bystander"
 PASSWORD: Final = "correct-horse"
 SUBJECT: Final = "bystander.numbers"
 
-# What may stay when all hostile clients are gone: the tail of the logs (64 MiB), a large batch that was opened and not
-# read to its end, and what the allocator keeps.
+# What may stay when all hostile clients are gone: caches at their limits, which are the tail of the logs (4 MiB in a
+# siege), opened batches (4), who wants a subject and which topic owns it (16 each), and the topics and groups that they
+# made (some MB); and free pools in arenas of Python's allocator that something still uses, some 30 to 50 MiB. These do
+# not grow with time: sieges of one server after another reuse them.
 RSS_GROWTH_MAX: Final = 100 << 20
 # Files of the topics that they made: open segments are limited, and so are topics.
 FILES_GROWTH_MAX: Final = 400

@@ -2,14 +2,18 @@
 
 The loop reads up to 2 MiB from each connection that has sent so much before it does anything else, and a message for
 hundreds of subscribers is written hundreds of times: either would hold up the others for seconds. When a turn has read
-enough, connections that send more are read from in the next one. When it has sent enough, messages wait until a later
-turn, in order and not encoded yet, and connections that publish much wait with them. Half of a turn is for connections
-that are sent little: they do not wait for those that are sent much.
+enough, connections that send more are read from in a later one, each in its turn. Enough is so many bytes or, since a
+megabyte of small messages takes a hundred times as long as one of large ones, so much time. When a turn has sent
+enough, messages wait until a later turn, in order and not encoded yet, and connections that publish much wait with
+them. Half of a turn is for connections that are sent little: they do not wait for those that are sent much.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from penstock.health import Usage
@@ -18,6 +22,8 @@ if TYPE_CHECKING:
     from penstock.server.connection import Connection
 
 TURN_BYTES_MAX: Final = 4 << 20
+# Three turns pass until a publish is answered: it is read, written, committed.
+TURN_S_MAX: Final = 0.02
 # To encode and copy 1 MiB takes some milliseconds.
 TURN_SENT_BYTES_MAX: Final = 8 << 20
 # Messages that wait for a turn, of all connections. With more, each connection takes one delivery at a time.
@@ -29,7 +35,17 @@ _LITTLE: Final = 16
 
 
 class Turns:
-    def __init__(self, bytes_max: int = TURN_BYTES_MAX, sent_bytes_max: int = TURN_SENT_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        bytes_max: int = TURN_BYTES_MAX,
+        sent_bytes_max: int = TURN_SENT_BYTES_MAX,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        # When the turn began that is counted, and how often something was read since.
+        self._began = 0.0
+        self._reads = 0
         self._bytes_max = bytes_max
         self._sent_bytes_max = sent_bytes_max
         # What was read, and sent, since the last turn that did much.
@@ -51,7 +67,8 @@ class Turns:
         self._bytes += count
         if self._bytes * _LITTLE > self._bytes_max:
             self._count()
-        if self._bytes > self._bytes_max:
+        self._reads += 1
+        if self._bytes > self._bytes_max or (self._is_counting and self._clock() - self._began > TURN_S_MAX):
             connection.peer.hold()
             self._held[connection] = None
         if count > MUCH_BYTES and self._is_sending:
@@ -83,21 +100,33 @@ class Turns:
     def _count(self) -> None:
         if not self._is_counting:
             self._is_counting = True
+            self._began = self._clock()
+            self._reads = 0
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
+        count = self._count_due()
         self._bytes = self._sent_bytes = 0
         self._is_counting = False
-        held, self._held = self._held, {}
+        due = list(islice(self._held, count))
         self._send(self._waiting_much, self._sent_bytes_max // 2)
         self._send(self._waiting_little, self._sent_bytes_max)
-        if self._sent_bytes:
+        if self._sent_bytes or self._held:
             self._count()
         if not self._is_sending:
-            held |= self._held_by_waiting
+            due += self._held_by_waiting
             self._held_by_waiting.clear()
-        for connection in held:
+        for connection in due:
+            self._held.pop(connection, None)
             connection.read_on()
+
+    def _count_due(self) -> int:
+        """Return how many held connections to read from in the next turn: as many as have time, as they had in the
+        last one."""
+        spent = self._clock() - self._began
+        if self._reads * TURN_S_MAX >= len(self._held) * spent:
+            return len(self._held)
+        return max(1, int(self._reads * TURN_S_MAX / spent))
 
     def _send(self, waiting: dict[Connection, None], bytes_max: int) -> None:
         while waiting and self._sent_bytes < bytes_max:
