@@ -195,7 +195,7 @@ class Receiver:
 @in_loop
 async def test_a_turn_of_the_loop_sends_so_much_and_the_rest_waits_for_the_next() -> None:
     much = 10 * MUCH_BYTES
-    turns = Turns(sent_bytes_max=2 * much, clock=lambda: 0.0)
+    turns = Turns(sent_bytes_max=2 * much, s_max=0, clock=lambda: 0.0)
     sent: list[str] = []
     assert turns.may_send(much)
     assert not turns.may_send(much), "half of a turn is for connections that are sent little"
@@ -217,6 +217,24 @@ async def test_a_turn_of_the_loop_sends_so_much_and_the_rest_waits_for_the_next(
     assert (publisher.calls, other.calls) == (["hold", "read on"], [])
     await asyncio.sleep(0)
     assert turns.may_send(much)
+
+
+@in_loop
+async def test_a_turn_of_the_loop_sends_more_while_it_has_time() -> None:
+    now = 0.0
+    much = 10 * MUCH_BYTES
+    turns = Turns(sent_bytes_max=2 * much, clock=lambda: now)
+    assert all(turns.may_send(much) for _ in range(10))
+    now += TURN_S_MAX / 2
+    assert not turns.may_send(much)
+    assert turns.may_send(MUCH_BYTES), "half of the time is for connections that are sent little"
+    now += TURN_S_MAX / 2
+    assert not turns.may_send(MUCH_BYTES)
+    sent: list[str] = []
+    for name in ("a", "b", "c", "d"):
+        turns.wait(cast(Connection, Receiver(sent, name, much)), much)
+    await asyncio.sleep(0)
+    assert sent == ["a", "b", "c", "d"]
 
 
 def test_memory_is_given_back_soon_after_it_changed_and_otherwise_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ The loop reads up to 2 MiB from each connection that has sent so much before it 
 hundreds of subscribers is written hundreds of times: either would hold up the others for seconds. When a turn has read
 enough, connections that send more are read from in a later one, each in its turn. Enough is so many bytes or, since a
 megabyte of small messages takes a hundred times as long as one of large ones, so much time. When a turn has sent
-enough, messages wait until a later turn, in order and not encoded yet, and connections that publish much wait with
-them. Half of a turn is for connections that are sent little: they do not wait for those that are sent much.
+enough, in bytes and in time, messages wait until a later turn, in order and not encoded yet, and connections that
+publish much wait with them. Half of a turn is for connections that are sent little: they do not wait for those that are
+sent much.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 TURN_BYTES_MAX: Final = 4 << 20
 # Three turns pass until a publish is answered: it is read, written, committed.
 TURN_S_MAX: Final = 0.02
-# To encode and copy 1 MiB takes some milliseconds.
+# To encode and copy 1 MiB of small messages takes some milliseconds, of large ones less than one: while there is time,
+# a turn sends more.
 TURN_SENT_BYTES_MAX: Final = 8 << 20
 # Messages that wait for a turn, of all connections. With more, each connection takes one delivery at a time.
 TURN_WAITING_BYTES_MAX: Final = 64 << 20
@@ -40,9 +42,11 @@ class Turns:
         bytes_max: int = TURN_BYTES_MAX,
         sent_bytes_max: int = TURN_SENT_BYTES_MAX,
         *,
+        s_max: float = TURN_S_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
+        self._s_max = s_max
         # When the turn began that is counted, and how often something was read since.
         self._began = 0.0
         self._reads = 0
@@ -68,7 +72,7 @@ class Turns:
         if self._bytes * _LITTLE > self._bytes_max:
             self._count()
         self._reads += 1
-        if self._bytes > self._bytes_max or (self._is_counting and self._clock() - self._began > TURN_S_MAX):
+        if self._bytes > self._bytes_max or (self._is_counting and self._clock() - self._began > self._s_max):
             connection.peer.hold()
             self._held[connection] = None
         if count > MUCH_BYTES and self._is_sending:
@@ -77,7 +81,7 @@ class Turns:
 
     def may_send(self, size: int) -> bool:
         """Whether messages of so many bytes may be sent in this turn. Otherwise they must `wait`."""
-        if self._sent_bytes >= self._share(size):
+        if self._sent_bytes >= self._share(size) and not self._has_time(size):
             return False
         self._sent_bytes += size
         if self._sent_bytes * _LITTLE > self._sent_bytes_max:
@@ -97,6 +101,10 @@ class Turns:
     def _share(self, size: int) -> int:
         return self._sent_bytes_max // 2 if size > MUCH_BYTES else self._sent_bytes_max
 
+    def _has_time(self, size: int) -> bool:
+        time_max = self._s_max / 2 if size > MUCH_BYTES else self._s_max
+        return self._is_counting and self._clock() - self._began < time_max
+
     def _count(self) -> None:
         if not self._is_counting:
             self._is_counting = True
@@ -106,13 +114,14 @@ class Turns:
 
     def _begin(self) -> None:
         count = self._count_due()
-        self._bytes = self._sent_bytes = 0
-        self._is_counting = False
+        self._bytes = self._sent_bytes = self._reads = 0
+        self._began = self._clock()
         due = list(islice(self._held, count))
-        self._send(self._waiting_much, self._sent_bytes_max // 2)
-        self._send(self._waiting_little, self._sent_bytes_max)
-        if self._sent_bytes or self._held:
-            self._count()
+        self._send(self._waiting_much, MUCH_BYTES + 1)
+        self._send(self._waiting_little, MUCH_BYTES)
+        self._is_counting = bool(self._sent_bytes or self._held)
+        if self._is_counting:
+            asyncio.get_running_loop().call_soon(self._begin)
         if not self._is_sending:
             due += self._held_by_waiting
             self._held_by_waiting.clear()
@@ -124,12 +133,13 @@ class Turns:
         """Return how many held connections to read from in the next turn: as many as have time, as they had in the
         last one."""
         spent = self._clock() - self._began
-        if self._reads * TURN_S_MAX >= len(self._held) * spent:
+        if self._reads * self._s_max >= len(self._held) * spent:
             return len(self._held)
-        return max(1, int(self._reads * TURN_S_MAX / spent))
+        return max(1, int(self._reads * self._s_max / spent))
 
-    def _send(self, waiting: dict[Connection, None], bytes_max: int) -> None:
-        while waiting and self._sent_bytes < bytes_max:
+    def _send(self, waiting: dict[Connection, None], size: int) -> None:
+        """Let connections send that are sent about so much."""
+        while waiting and (self._sent_bytes < self._share(size) or self._has_time(size)):
             connection = next(iter(waiting))
             del waiting[connection]
             self._sent_bytes += connection.send_waiting()
