@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -1731,6 +1732,28 @@ def test_a_topic_that_is_being_compacted_is_removed_when_that_has_ended(tmp_path
                 gate.open()
                 await deletion
                 assert not (tmp_path / "topics" / str(gone.id)).exists()
+
+    drive(main)
+
+
+def test_topics_are_created_changed_and_deleted_while_another_one_is_compacted(tmp_path: Path) -> None:
+    async def main() -> None:
+        files = WatchedFiles(OsFiles())
+        with Store(tmp_path, files=files, settings=Settings(upkeep_ms=1)) as store:
+            busy = store.create_topic("busy", policy=Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT))
+            for _ in range(3):
+                append(store.log(busy.id), LARGE, keys=[b"k"])
+                store.flush()
+            gate = hold_below(files, "rename", store.log(busy.id).directory)
+            async with running(store):
+                await gate.reached.wait()
+                # The gate stays shut: whoever waits for the compaction never goes on.
+                created = await store.create_topic_async("created")
+                assert await store.append(store.log(created.id), batch(b"a")) == 0
+                await store.alter_topic_async(replace(created, partitions=2))
+                assert await store.append(store.log(busy.id), batch(b"b")) == 3
+                await store.delete_topic_async(created.id)
+                gate.open()
 
     drive(main)
 
