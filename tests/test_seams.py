@@ -19,6 +19,7 @@ import uvloop
 from penstock.broker.group import Group
 from penstock.broker.intake import Intake
 from penstock.broker.partition import Partition
+from penstock.broker.subscription import Subscription
 from penstock.broker.topic import ServedTopic
 from penstock.server import server as servers
 from penstock.server.binary import BinarySession
@@ -32,12 +33,13 @@ from penstock.server.session import Session
 from penstock.storage.flush import Write
 from penstock.storage.log import Log
 from penstock.storage.segment import Segment
-from penstock.wire import binary, prefixed, text
+from penstock.wire import binary, prefixed, text, websocket
 from penstock.wire.binary import Type, json_frame
 from tests import web
 from tests.frames import Bare, Frames, messages
 from tests.lengths import CREATE_TOPIC, PUBLISH, Cursus, Qb
 from tests.server import PATIENCE_S, Flux, Nats, Raw, Serve, hpub, pub
+from tests.websocket import WebSocketRaw
 
 VICTIM: Final = b"victim"
 # What victims publish: nothing else has these bytes.
@@ -190,6 +192,12 @@ def publish_behind_something_awaited(server: Serve) -> None:
         _ends(client)
 
 
+def publish_websocket(server: Serve) -> None:
+    with WebSocketRaw(server) as client:
+        client.send(pub("victim", POISON))
+        _ends(client)
+
+
 def subscribe_flux(server: Serve) -> None:
     with Flux(server) as client:
         client.send("SUB victim 1\r\n")
@@ -241,6 +249,31 @@ def read_text(server: Serve) -> None:
         assert reader.ask("PING") == "PONG"
         publish_flux_stored(server)
         _ends(reader)
+
+
+def read_flux(server: Serve) -> None:
+    with Flux(server) as reader:
+        reader.subscribe("victim", "victim")
+        publish_flux_stored(server)
+        _ends(reader)
+
+
+def read_what_was_before(server: Serve) -> None:
+    """Its subscription ends, and the connection goes on."""
+    publish_flux_stored(server)
+    with Frames(server) as reader:
+        reader.open(1, "victim", start="earliest")
+        assert b"internal error" in reader.of_type(Type.ENDED, 1).payload
+        assert reader.topic_id("elsewhere")
+
+
+def create_compacted(server: Serve) -> None:
+    """Its keys are there several times, in sealed segments."""
+    with Frames(server) as client:
+        client.call("create_topic", name="victim", policy={"cleanup": "compact", "segment_bytes": 4096})
+    with Flux(server) as client:
+        for _ in range(3):
+            assert client.publish_with_headers("victim", bytes(5000), penstock_key="k") == "+OK"
 
 
 def read_binary(server: Serve) -> None:
@@ -316,6 +349,7 @@ SEAMS: Final = (
     ),
     Seam("prefixed parser, QB", prefixed.FrameReader, "feed", lambda _, data: VICTIM in data, publish_qb),
     Seam("prefixed parser, Cursus", prefixed.FrameReader, "feed", lambda _, data: VICTIM in data, publish_cursus),
+    Seam("WebSocket parser", websocket.Parser, "_take_payload", lambda *_: True, publish_websocket),
     Seam("text verb", Session, "_subscribe", lambda _, event: event.subject == VICTIM, subscribe_flux),
     Seam("text verb, awaited", Session, "_join", lambda _, event: event.subject == VICTIM, subscribe_flux),
     Seam("text verb, behind another", Session, "_publish", _has_subject, publish_behind_something_awaited),
@@ -360,16 +394,33 @@ SEAMS: Final = (
         fails_topic=True,
     ),
     Seam(
+        "finish of a sync",
+        Log,
+        "finish_sync",
+        lambda log, *_: log.subject == VICTIM and log.end,
+        publish_flux_refused,
+        fails_topic=True,
+    ),
+    Seam(
         "commit", Log, "_commit", lambda log: log.subject == VICTIM and log.end, publish_flux_refused, fails_topic=True
     ),
     Seam("deliver, partition", Partition, "serve", lambda place, _: place.name == VICTIM, read_later),
     Seam("deliver, text", text, "messages", lambda _, sid, **__: sid == VICTIM, read_text),
+    Seam("deliver, Flux", text, "numbered_messages", lambda _, sid, __: sid == VICTIM, read_flux),
+    Seam(
+        "deliver, behind",
+        Subscription,
+        "_read_next",
+        lambda _, partition: partition.name == VICTIM,
+        read_what_was_before,
+    ),
     Seam("deliver, binary", binary, "messages_frame", lambda *_: True, read_binary),
     Seam("deliver, QB", QbSpeaker, "send", lambda *_: True, read_qb),
     Seam("group", Group, "_serve", lambda _, position: position.partition.name == VICTIM, read_in_a_group),
     Seam("timer", Group, "_write_soon", lambda group: VICTIM in group.name, pass_over_in_a_group),
     Seam("mover", ServedTopic, "choose", lambda _, subject, *__: subject == VICTIM, publish_for_later),
     Seam("retention", Log, "retain", lambda log: log.subject == VICTIM, publish_flux_stored),
+    Seam("compaction", Log, "compact", lambda log, _: log.subject == VICTIM, create_compacted),
     Seam("HTTP", Server, "statistics", lambda _: True, ask_varz),
     Seam("sweep", Gate, "sweep", lambda *_: True, lambda _: None),
     Seam("end of a connection", Session, "_unsubscribe", lambda _, sid: sid == VICTIM, leave),
