@@ -14,6 +14,7 @@ from penstock.storage.meta import Meta
 from penstock.storage.policy import Policy
 from penstock.storage.segment import OpenSegments, Reader
 from penstock.storage.tail import TailBudget
+from penstock.storage.witness import NOBODY, Witness
 from penstock.testing import ManualClock
 
 DEFAULT_POLICY: Final = Policy()
@@ -48,6 +49,7 @@ def open_log(
     reader: Reader = "pread",
     tail_bytes: int = 0,
     piped: bool = False,
+    witness: Witness = NOBODY,
     strict: bool = False,
 ) -> Log:
     """A log on `files` (the real ones by default), which keeps nothing in memory unless `tail_bytes` says so."""
@@ -61,6 +63,7 @@ def open_log(
         tail_budget=TailBudget(tail_bytes),
         reader=reader,
         piped=piped,
+        witness=witness,
         strict=strict,
     )
 

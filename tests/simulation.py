@@ -6,7 +6,8 @@ was told about it. After each start, whatever happened before it:
 - every acknowledged message is there, at its offset, once (under `flush`: unless the power was cut before its sync);
 - nothing else is there: only messages that were appended, at the offset they were given;
 - no offset that a reader may have seen holds another message, now or ever;
-- nothing below a purge that was acknowledged is read again.
+- nothing below a purge that was acknowledged is read again;
+- nothing is taken for damaged: `meta.db` outlives every power cut, and never claims more than there is.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from penstock.batch import Compression, encode
 from penstock.errors import AppendFailed, LogFailed, OutOfSequence, PenstockError
 from penstock.storage import compaction
 from penstock.storage.log import Log, State
+from penstock.storage.meta import Meta
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.store import Settings, Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
-from tests import logs
 
 DATA = Path("/data")
 START_US = 1_700_000_000_000_000
@@ -78,6 +79,19 @@ class Topic:
     purged: int = 0
 
 
+class LastingMeta(Meta):
+    """A `meta.db` that no power cut takes anything from: the furthest ahead that there can be."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def close(self) -> None:
+        pass
+
+    def end(self) -> None:
+        super().close()
+
+
 class Simulation:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -87,6 +101,7 @@ class Simulation:
         self.topics: dict[int, Topic] = {}
         self.values = 0
         self.cuts = 0
+        self.meta = LastingMeta()
         # The last process ended without a power cut since: nothing that it acknowledged may be missing.
         self._killed = False
 
@@ -97,6 +112,7 @@ class Simulation:
             self.disk.heal()
             with self._open() as store:
                 self._judge(store)
+            self.meta.end()
         except Exception as error:
             error.add_note(
                 f"seed {self.seed}: python -m tests.soak --seed {self.seed} --cuts 1 --kills 0 --serves 0 --fuzz 0"
@@ -137,7 +153,7 @@ class Simulation:
         settings = Settings(
             reader=self.random.choice(("pread", "mmap")), tail_bytes_max=self.random.choice((0, 2000, 1 << 20))
         )
-        return Store(DATA, settings=settings, files=self.disk, clock=self.clock, meta=logs.memory_meta())
+        return Store(DATA, settings=settings, files=self.disk, clock=self.clock, meta=self.meta)
 
     def _step(self, store: Store) -> None:
         self.clock.advance(self.random.choice((0, 1, 1000, 60_000, 2_000_000)))
@@ -242,6 +258,7 @@ class Simulation:
 
     def _judge(self, store: Store) -> None:
         known = {topic.id: topic for topic in store.topics}
+        assert not store.damage, "something is taken for damaged"
         assert self.topics.keys() <= known.keys(), "a topic is gone"
         for number, topic in known.items():
             if number not in self.topics:

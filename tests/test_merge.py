@@ -62,7 +62,12 @@ def test_small_segments_become_one_and_every_message_keeps_its_offset(reader: Re
     disk.kill()
     log = open_small(disk, reader=reader)
     assert messages(log) == dict(sorted(expected.items()))
-    assert sorted(disk.sizes(DIRECTORY)) == [f"{0:020d}.index", f"{0:020d}.log", f"{36:020d}.log"]
+    assert sorted(disk.sizes(DIRECTORY)) == [
+        f"{0:020d}.index",
+        f"{0:020d}.log",
+        f"{0:020d}.start",
+        f"{36:020d}.log",
+    ]
     log.close()
 
 
@@ -115,9 +120,9 @@ def test_a_merge_survives_a_power_cut_at_any_call() -> None:
         except PowerCut:
             disk = disk.power_cut()
         # What only looks at the files finds nothing wrong, nor anything twice.
-        segments, problems = recovery.find_segments(disk, OpenSegments(), DIRECTORY, "pread")
-        assert problems == []
-        report = recovery.verify(segments)
+        found = recovery.look_around(disk, OpenSegments(), DIRECTORY, "pread")
+        assert found.problems == []
+        report = recovery.verify(found.segments, start=found.start)
         assert not report.damage, f"seed {seed}: {report.damage}"
         # The power may go again while that is finished.
         for step in count():
@@ -130,7 +135,7 @@ def test_a_merge_survives_a_power_cut_at_any_call() -> None:
         disk.cut_after = None
         judge(log, disk, before, 6)
         merged += len(log.segments) == 2
-        assert not [name for name in disk.sizes(DIRECTORY) if not name.endswith((".log", ".index"))]
+        assert not [name for name in disk.sizes(DIRECTORY) if not name.endswith((".log", ".index", ".start"))]
         log.compact()
         assert len(log.segments) == 2
         append(log, b"more")
@@ -271,5 +276,5 @@ def test_compaction_gives_up_when_its_log_is_deleted_or_the_store_ends() -> None
         with pytest.raises(Closed, match="compaction stopped"):
             log.compact(stopped)
         judge(log, disk, before, 6)
-        assert not [name for name in disk.sizes(DIRECTORY) if not name.endswith((".log", ".index"))]
+        assert not [name for name in disk.sizes(DIRECTORY) if not name.endswith((".log", ".index", ".start"))]
         assert log.compaction_due

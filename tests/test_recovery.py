@@ -237,7 +237,7 @@ def test_whatever_was_torn_off_its_producer_sends_again_and_each_message_is_ther
 
     disk = FaultyFiles()
     send(reopen(disk))
-    [(name, content)] = image_of(disk).items()
+    [(name, content)] = [(name, content) for name, content in image_of(disk).items() if name.endswith(".log")]
     expected = messages_of([place.batch for place in places({name: content})])
     for length in range(len(content) + 1):
         log = reopen(disk_with({name: content[:length]}))
@@ -267,15 +267,20 @@ def test_a_sealed_segment_that_is_cut_short_at_any_byte_is_noticed(between: bool
         assert (damage.path.name, damage.first, damage.last) == (name, first, end), f"cut short at byte {length}"
 
 
-def test_a_first_segment_without_a_head_is_refused_if_others_were_before_it() -> None:
+def test_an_only_segment_without_a_head_is_left_behind_if_others_were_before_it() -> None:
     image = make(TWO_SEGMENTS, closed=False)
     name = log_name(1)
     head = next(place for place in places(image) if place.name == name)
     for length in range(head.stop):
         disk = disk_with({name: image[name][:length]})
-        with pytest.raises(LogDamaged, match=name):
-            reopen(disk)
-        assert image_of(disk) == {name: image[name][:length]}
+        log = reopen(disk)
+        offset = append(log, b"new")
+        log.flush()
+        assert disk.content(DIRECTORY / name) == image[name][:length]
+        for opened in (log, reopen(disk)):
+            [damage] = opened.damage
+            assert (damage.path.name, damage.first) == (name, 1)
+            assert read_around(opened, bytes_max=1).found == {offset: b"new"}
 
 
 # Every byte flipped.
@@ -714,15 +719,22 @@ def test_a_file_that_is_not_of_a_log_is_refused_by_name_and_left_there(name: str
     assert image_of(disk) == image
 
 
-def test_an_empty_segment_that_is_not_the_last_is_refused_by_name() -> None:
+def test_an_empty_segment_that_is_not_the_last_is_named_and_served_around() -> None:
     image = make(FOUR_SEGMENTS, closed=True)
-    *sealed, _ = [name for name in image if name.endswith(".log")]
-    for name in sealed:
-        emptied = {**image, name: b""}
-        disk = disk_with(emptied)
-        with pytest.raises(BadDirectory, match=f"{name} is empty"):
-            reopen(disk)
-        assert image_of(disk) == emptied
+    everything = places(image)
+    names = [name for name in image if name.endswith(".log")]
+    for name, following in itertools.pairwise(names):
+        disk = disk_with({**image, name: b""})
+        log = reopen(disk)
+        offset = append(log, b"new")
+        log.flush()
+        there = messages_of([place.batch for place in everything if place.name != name])
+        hit = (int(name[:20]), int(following[:20]))
+        for opened in (log, reopen(disk)):
+            assert [(each.path.name, each.first, each.last) for each in opened.damage] == [(name, *hit)]
+            around = read_around(opened, bytes_max=1)
+            assert (around.found, around.refused) == ({**there, offset: b"new"}, [hit])
+            assert [(each.first, each.last) for each in opened.verify().damage][:1] == [hit]
 
 
 def test_an_empty_last_segment_was_being_created_and_goes() -> None:
@@ -759,16 +771,16 @@ def test_of_missing_segments_exactly_their_offsets_are_reported() -> None:
     assert (damage.first, damage.last) == (2, 4)
 
 
-def test_a_log_whose_last_but_one_segment_is_missing_is_refused() -> None:
+def test_a_log_whose_last_but_one_segment_is_missing_is_served_around_it() -> None:
     image = make(FOUR_SEGMENTS, closed=True)
-    *_, missing, _ = [name for name in image if name.endswith(".log")]
-    left = {name: content for name, content in image.items() if name != missing}
-    disk = disk_with(left)
-    with pytest.raises(LogDamaged, match=rf"{missing}\b.* is missing"):
-        reopen(disk)
-    assert {name: content for name, content in image_of(disk).items() if name.endswith(".log")} == {
-        name: content for name, content in left.items() if name.endswith(".log")
-    }
+    *_, missing, last = [name for name in image if name.endswith(".log")]
+    log = reopen(disk_with({name: content for name, content in image.items() if name != missing}))
+    [damage] = log.damage
+    assert (damage.path.name, damage.first, damage.last) == (missing, int(missing[:20]), int(last[:20]))
+    there = messages_of([place.batch for place in places(image) if place.name != missing])
+    around = read_around(log, bytes_max=1)
+    assert (around.found, around.refused) == (there, [(damage.first, damage.last)])
+    assert append(log, b"new") == max(there) + 1
 
 
 def test_a_copy_of_a_segment_under_another_offset_is_reported_as_an_overlap() -> None:

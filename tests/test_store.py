@@ -24,6 +24,7 @@ from penstock.errors import (
     BadDirectory,
     Closed,
     DirectoryInUse,
+    LogDamaged,
     LogFailed,
     Overloaded,
     PenstockError,
@@ -35,6 +36,7 @@ from penstock.storage.files import SYNC_EACH_MAX, OsFiles
 from penstock.storage.log import Log, State
 from penstock.storage.meta import Change, Meta
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
+from penstock.storage.repair import repair
 from penstock.storage.store import Settings, Store, outcome
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import append, memory_meta, values
@@ -523,7 +525,7 @@ def test_a_change_that_could_not_be_written_did_not_happen(way: Way) -> None:
         assert values(store.log(topic.id)) == [b"a"]
 
 
-def test_a_directory_of_an_unknown_topic_is_refused_and_nothing_is_deleted() -> None:
+def test_a_directory_of_an_unknown_topic_is_told_of_and_left_alone() -> None:
     disk = FaultyFiles()
     with open_store(disk) as store:
         topic = store.create_topic("orders")
@@ -531,14 +533,15 @@ def test_a_directory_of_an_unknown_topic_is_refused_and_nothing_is_deleted() -> 
     stranger = DATA / "topics" / "77" / "0" / ("0" * 20 + ".log")
     disk.make_directory(stranger.parent)
     disk.set_content(stranger, b"somebody's messages")
-    for _ in range(2):
-        with pytest.raises(BadDirectory, match="move it elsewhere") as refusal:
-            open_store(disk)
-        assert str(DATA / "topics" / "77") in str(refusal.value)
+    for number in (78, 79):
+        with open_store(disk) as store:
+            assert store.orphans == [DATA / "topics" / "77"]
+            assert values(store.log(topic.id)) == [b"a"]
+            assert store.create_topic(f"new {number}").id == number
     assert disk.content(stranger) == b"somebody's messages"
     disk.rename(DATA / "topics" / "77", DATA / "elsewhere")
     with open_store(disk) as store:
-        assert values(store.log(topic.id)) == [b"a"]
+        assert not store.orphans
 
 
 def test_a_directory_has_one_store_at_a_time(tmp_path: Path) -> None:
@@ -696,15 +699,21 @@ def test_a_meta_db_of_yesterday_catches_up(tmp_path: Path) -> None:
     check(tmp_path, topics)
 
 
-def test_a_meta_db_of_tomorrow_is_not_believed(tmp_path: Path) -> None:
-    """The state topic was restored from a copy, and knows less than meta.db says."""
+def test_a_state_topic_that_knows_less_than_meta_db_is_refused_until_it_is_repaired(tmp_path: Path) -> None:
+    """It was restored from a copy that is older."""
     topics = prepare(tmp_path / "data")
     shutil.copytree(tmp_path / "data", tmp_path / "copy")
     with Store(tmp_path / "data") as store:
-        for number in range(5):
-            store.create_topic(f"new {number}")
+        new = {f"new {number}": store.create_topic(f"new {number}") for number in range(5)}
     shutil.copy(tmp_path / "data" / "meta.db", tmp_path / "copy" / "meta.db")
-    check(tmp_path / "copy", topics)
+    for _ in range(2):
+        with pytest.raises(LogDamaged, match=r"cut short.*penstock log repair"):
+            Store(tmp_path / "copy")
+    assert not repair(tmp_path / "copy").problems
+    with Store(tmp_path / "copy") as store:
+        assert by_name(store) == topics | new
+        for topic in topics.values():
+            assert values(store.log(topic.id)) == [topic.name.encode()]
 
 
 def test_segments_tells_of_rolls_and_retention_after_an_upkeep(tmp_path: Path) -> None:

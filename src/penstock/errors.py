@@ -309,6 +309,11 @@ class LogDamaged(DiskError):
         told.args = (f"{told}: {remedy}",)
         return told
 
+    def covers(self, other: LogDamaged) -> bool:
+        """Whether all that another one names is among this."""
+        is_as_far = self.last is None or (other.last is not None and other.last <= self.last)
+        return self.first <= other.first and is_as_far
+
     def holds(self, offset: int) -> bool:
         """Whether `offset` is among what cannot be read, and it is known what comes next."""
         return self.last is not None and self.first <= offset < self.last

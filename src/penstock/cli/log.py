@@ -27,12 +27,16 @@ def run_verify(
 @app.command("repair")
 def run_repair(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A data directory that no broker has open.")],
+    adopt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=NAME", help="Name the topic of a directory that nobody knows. Repeatable."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Move damaged bytes to DIR/quarantine, so that everything else is read again. Exit code 1 if anything is left."""
     from penstock.cli import repair
 
-    if not repair.run(directory, as_json=json):
+    if not repair.run(directory, adopt or [], as_json=json):
         raise typer.Exit(1)
 
 

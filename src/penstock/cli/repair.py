@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import typer
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -12,14 +13,18 @@ from rich.text import Text
 from penstock.cli import output
 from penstock.storage.repair import Outcome, Quarantined, repair
 from penstock.storage.state import STATE_TOPIC
+from penstock.subject import is_subject
 
 
-def run(directory: Path, *, as_json: bool) -> bool:
+def run(directory: Path, adopt: list[str], *, as_json: bool) -> bool:
     """Whether all is sound now."""
+    names = dict(map(_adoption, adopt))
     bar = output.progress(TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     task = bar.add_task("", total=None)
     with bar:
-        outcome = repair(directory, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        outcome = repair(
+            directory, adopt=names, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
     if as_json:
         output.print_json(
             {
@@ -27,12 +32,21 @@ def run(directory: Path, *, as_json: bool) -> bool:
                 "sound": not outcome.problems,
                 "report": None if outcome.report is None else str(outcome.report),
                 "quarantined": [asdict(each) for each in outcome.quarantined],
+                "restored": outcome.restored,
+                "adopted": {str(topic_id): name for topic_id, name in outcome.adopted.items()},
                 "problems": outcome.problems,
             }
         )
     else:
         _show(outcome)
     return not outcome.problems
+
+
+def _adoption(text: str) -> tuple[int, str]:
+    number, _, name = text.partition("=")
+    if not number.isdecimal() or not is_subject(name.encode()):
+        raise typer.BadParameter(f"invalid --adopt {text!r}: use ID=NAME, such as 3=orders", param_hint="--adopt")
+    return int(number), name
 
 
 def _show(outcome: Outcome) -> None:
@@ -48,6 +62,10 @@ def _show(outcome: Outcome) -> None:
             "as they were before.\nCompare `penstock topic list` and `penstock group list` with what you expect before "
             "you let clients in. The quarantine has a copy of meta.db."
         )
+    if outcome.restored:
+        print(f"meta.db had {outcome.restored} of these records: they are in the state topic again.")
+    for topic_id, name in outcome.adopted.items():
+        print(f"topic {topic_id} is {name} again")
     for problem in outcome.problems:
         console.print(problem, soft_wrap=True, highlight=False, markup=False)
 

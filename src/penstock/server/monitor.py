@@ -18,6 +18,7 @@ from penstock.server.metrics import Metrics
 from penstock.server.routes import Asked, Endpoint, Field, Json
 from penstock.server.rows import Rows
 from penstock.storage.log import DAMAGE_REMEDY
+from penstock.storage.store import ORPHAN_REMEDY
 
 if TYPE_CHECKING:
     from penstock.server.connection import Connection
@@ -82,9 +83,10 @@ async def _health(asked: Asked) -> Response:
 
 def _damage(server: Server) -> dict[str, Any]:
     """What cannot be read, and who waits because of it. The broker serves all around it, so it is not unavailable."""
-    found = server.broker.damage()
+    found, orphans = server.broker.damage(), server.broker.store.orphans
+    unknown = {"unknown": [f"{path}: {ORPHAN_REMEDY}" for path in orphans]} if orphans else {}
     if not found:
-        return {}
+        return unknown
     waiting = [
         {
             "group": (group.name or b"").decode(),
@@ -110,6 +112,7 @@ def _damage(server: Server) -> dict[str, Any]:
             for topic, partition, damage in found
         ],
         "stopped": waiting,
+        **unknown,
     }
 
 

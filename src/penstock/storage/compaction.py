@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -222,12 +221,15 @@ def small_neighbours(
     bytes_max = min(policy.segment_bytes // 2, retention.segment_bytes(policy, store_limit))
     groups: list[list[Segment]] = [[]]
     size = 0
-    for segment, following in pairwise(segments):
+    begun = 0
+    for place, segment in enumerate(segments[:-1]):
         group = groups[-1]
-        is_long = span_us is not None and group and following.begun_at() - group[0].begun_at() > span_us
+        is_long = span_us is not None and group and retention.begun_at(segments, place + 1) - begun > span_us
         if is_long or size + segment.size > bytes_max:
             groups.append([])
             size = 0
+        if not groups[-1]:
+            begun = retention.begun_at(segments, place)
         groups[-1].append(segment)
         size += segment.size
     return [group for group in groups if len(group) >= MERGED_MIN]

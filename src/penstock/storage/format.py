@@ -18,8 +18,9 @@ from penstock.storage.files import Files
 
 logger = logging.getLogger(__name__)
 
-# 1: directories without the file. 2: a log may start within a segment, at an offset that the state topic has.
-FORMAT: Final = 2
+# 1: directories without the file. 2: a log may start within a segment, at an offset that the state topic has. 3: a log
+# has a mark of its start, which must move before a segment is dropped.
+FORMAT: Final = 3
 FORMAT_NAME: Final = "FORMAT"
 RESTORING_NAME: Final = "restoring"
 _ASIDE_NAME: Final = "FORMAT.aside"

@@ -13,19 +13,21 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import BadDirectory, DirectoryInUse, LogDamaged, PenstockError
-from penstock.storage import recovery
+from penstock.storage import recovery, witness
 from penstock.storage.files import OsFiles
 from penstock.storage.format import FORMAT_NAME, check_format
+from penstock.storage.meta import look_into
 from penstock.storage.policy import Topic
 from penstock.storage.recovery import Examined
-from penstock.storage.segment import Found, OpenSegments, Segment
+from penstock.storage.segment import Found, OpenSegments, Segment, log_name
 from penstock.storage.state import STATE_TOPIC, read_changes
+from penstock.storage.witness import NOBODY, Witness
 
 _DATA_NAMES: Final = frozenset({"LOCK", FORMAT_NAME, "meta.db", "topics"})
 # How often something is looked at again while a broker changes it.
@@ -53,6 +55,9 @@ class InspectedLog:
     is_piped: bool = False
     # Whether a broker has it open.
     is_live: bool = False
+    # Where it begins, if that is marked, and how far it once reached.
+    marked: int | None = None
+    witness: Witness = NOBODY
 
     @property
     def size(self) -> int:
@@ -60,6 +65,8 @@ class InspectedLog:
 
     @property
     def start(self) -> int:
+        if self.marked is not None:
+            return self.marked
         return self.segments[0].base if self.segments else 0
 
 
@@ -69,6 +76,8 @@ class Inspection:
     logs: list[InspectedLog]
     # What is in the directory and should not be.
     problems: list[str]
+    # The ids of the topics that the state topic does not know; empty if it cannot be read.
+    orphans: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +143,18 @@ def look_again(log: InspectedLog) -> InspectedLog:
         log.partition,
         is_piped=log.is_piped,
         is_live=log.is_live,
+        witness=log.witness,
     )
 
 
 def _verify(log: InspectedLog, progress: Callable[[int], object] | None) -> Verdict:
     try:
-        return Verdict(log, recovery.verify(log.segments, progress), log.problems)
+        report = recovery.verify(log.segments, progress, start=log.marked, witness=log.witness)
+        if not log.segments and not log.problems and (log.witness.end or log.marked):
+            first = log.directory / log_name(log.start)
+            end = max(log.start + 1, log.witness.end)
+            report.damage.append(LogDamaged(first, 0, log.start, end, "all segments are missing"))
+        return Verdict(log, report, log.problems)
     except (PenstockError, OSError) as error:
         return Verdict(log, None, [*log.problems, explain(error, log.directory)])
 
@@ -149,7 +164,8 @@ def walk(log: InspectedLog, offset: int = 0) -> Iterator[tuple[Segment, Examined
     segments = log.segments
     while len(segments) > 1 and segments[1].base <= offset:
         segments = segments[1:]
-    for segment, item in recovery.examine(segments):
+    start = log.marked if segments[:1] == log.segments[:1] else None
+    for segment, item in recovery.examine(segments, start=start, witness=log.witness):
         if _reaches(item, offset):
             yield segment, item
 
@@ -209,30 +225,39 @@ def inspect_data(files: OsFiles, directory: Path, *, is_live: bool = False) -> I
 def _inspect_data(files: OsFiles, directory: Path, *, is_live: bool) -> Inspection:
     check_format(files, directory)
     topics = directory / "topics"
-    state = _inspect_log(files, topics / str(STATE_TOPIC) / "0", STATE_TOPIC, None, 0, is_live=is_live)
-    known, deleted = _read_topics(state)
-    logs = [state]
-    problems: list[str] = []
-    on_disk = _numbers(topics, problems) - {STATE_TOPIC}
+    # The witnesses come first: what is written meanwhile only makes the logs longer.
+    with look_into(directory / "meta.db", is_live=is_live) as meta:
+        of_state = witness.of_state_topic(meta)
+        path = topics / str(STATE_TOPIC) / "0"
+        state = _inspect_log(files, path, STATE_TOPIC, None, 0, is_live=is_live, witness=of_state)
+        values = _read_state(state)
+        witnesses = witness.of_topics(meta, [(*key, value) for key, value in (values or {}).items()])
+    known, deleted = _topics(values)
+    found = Inspection(directory, [state], [])
+    on_disk = _numbers(topics, found.problems) - {STATE_TOPIC}
     for topic_id in sorted(on_disk | (known or {}).keys()):
         topic = (known or {}).get(topic_id)
         if topic is None and topic_id in deleted:
             continue
         if topic is None and known is not None:
-            problems.append(
-                f"{topics / str(topic_id)} is of no known topic: move it elsewhere, "
-                f"or restore {topics / str(STATE_TOPIC)}, which names the topics"
+            found.orphans.append(topic_id)
+            found.problems.append(
+                f"{topics / str(topic_id)} is of no known topic: run penstock log repair, with --adopt {topic_id}=NAME "
+                f"if it does not find the name by itself, or move the directory elsewhere"
             )
-        name = topic.name if topic else None
-        partitions = _numbers(topics / str(topic_id), problems)
+        partitions = _numbers(topics / str(topic_id), found.problems)
         expected = set(range(topic.partitions)) if topic else partitions
         for partition in sorted(partitions | expected):
             path = topics / str(topic_id) / str(partition)
-            if partition not in expected:
-                problems.append(f"{path} is of no partition that topic {name} has: move it elsewhere")
+            if topic is not None and partition not in expected:
+                found.problems.append(f"{path} is of no partition that topic {topic.name} has: move it elsewhere")
+            name = topic.name if topic else None
             piped = topic is not None and topic.origin is not None
-            logs.append(_inspect_log(files, path, topic_id, name, partition, is_piped=piped, is_live=is_live))
-    return Inspection(directory, logs, problems)
+            of_log = witness.NOBODY if piped else witnesses.get((topic_id, partition), witness.NOBODY)
+            found.logs.append(
+                _inspect_log(files, path, topic_id, name, partition, is_piped=piped, is_live=is_live, witness=of_log)
+            )
+    return found
 
 
 def _inspect_log(
@@ -244,12 +269,24 @@ def _inspect_log(
     *,
     is_piped: bool = False,
     is_live: bool = False,
+    witness: Witness = NOBODY,
 ) -> InspectedLog:
     try:
-        segments, problems = recovery.find_segments(files, OpenSegments(), directory, "pread")
+        found = recovery.look_around(files, OpenSegments(), directory, "pread")
     except OSError as error:
-        segments, problems = [], [explain(error, directory)]
-    return InspectedLog(directory, topic_id, topic_name, partition, segments, problems, is_piped, is_live)
+        found = recovery.Listing(problems=[explain(error, directory)])
+    return InspectedLog(
+        directory,
+        topic_id,
+        topic_name,
+        partition,
+        found.segments,
+        found.problems,
+        is_piped,
+        is_live,
+        found.start,
+        witness,
+    )
 
 
 def _numbers(directory: Path, problems: list[str]) -> set[int]:
@@ -263,24 +300,28 @@ def _numbers(directory: Path, problems: list[str]) -> set[int]:
     return numbers
 
 
-def _read_topics(state: InspectedLog) -> tuple[dict[int, Topic] | None, set[int]]:
-    """The topics by their ids, and the ids of those whose files are being removed.
-
-    None if the state topic cannot be read, for then any name may be out of date.
-    """
-    values: dict[int, dict[str, Any]] = {}
+def _read_state(state: InspectedLog) -> dict[tuple[str, str], Any] | None:
+    """What the state topic has, by kind and key. None if it cannot be read, for then anything may be out of date."""
+    values: dict[tuple[str, str], Any] = {}
     try:
         for _, item in walk(state):
             if state.problems or isinstance(item, PenstockError):
-                return None, set()
+                return None
             if isinstance(item, Found) and item.batch.count:
-                for change in read_changes(item.batch):
-                    if change.kind == "topic":
-                        values[int(change.key)] = change.value or {}
+                for kind, key, value in read_changes(item.batch):
+                    values[kind, key] = value
     except (PenstockError, OSError):
+        return None
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _topics(values: dict[tuple[str, str], Any] | None) -> tuple[dict[int, Topic] | None, set[int]]:
+    """The topics by their ids, None if they are not known, and the ids of those whose files are being removed."""
+    if values is None:
         return None, set()
-    topics = {number: Topic.from_json(number, value) for number, value in values.items() if "name" in value}
-    return topics, {number for number, value in values.items() if "deleted" in value}
+    topics = {int(key): value for (kind, key), value in values.items() if kind == "topic"}
+    known = {number: Topic.from_json(number, value) for number, value in topics.items() if "name" in value}
+    return known, topics.keys() - known.keys()
 
 
 def _reaches(item: Examined, offset: int) -> bool:

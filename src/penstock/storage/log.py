@@ -63,6 +63,7 @@ from penstock.storage.policy import Cleanup, Durability, OnDamage, Policy
 from penstock.storage.producers import Producers
 from penstock.storage.segment import Found, OpenSegments, Reader, Segment
 from penstock.storage.tail import Tail, TailBudget
+from penstock.storage.witness import NOBODY, Witness
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +136,14 @@ class Log:
         tail_budget: TailBudget,
         reader: Reader = "pread",
         piped: bool = False,
+        witness: Witness = NOBODY,
         strict: bool = False,
     ) -> None:
-        """Open the log in `directory`, recover it if need be, or begin it if there is none. If it is `strict` then
-        damage in the last segment is raised, and left as it is; else the log goes on behind it."""
+        """Open the log in `directory`, recover it if need be, or begin it if there is none.
+
+        `witness`: how far it once reached, whatever the files say. If it is `strict` then damage in the last
+        segment, or a segment that is gone, is raised, and left as it is; else the log goes on behind it.
+        """
         self.directory = directory
         self.policy = policy
         self.is_piped = piped
@@ -152,7 +157,7 @@ class Log:
         self._reader: Reader = reader
         self._tail = Tail(tail_budget)
         files.make_directory(directory)
-        found = recovery.recover(files, open_segments, directory, reader, strict=strict)
+        found = recovery.recover(files, open_segments, directory, reader, witness=witness, piped=piped, strict=strict)
         # Replaced as a whole, under the lock, so that any thread may read it without.
         self._segments: tuple[Segment, ...] = tuple(found.segments)
         self._segments_lock = threading.Lock()
@@ -160,6 +165,7 @@ class Log:
         self._producers = Producers() if piped else found.producers
         self._closed_cleanly = found.closed
         self._opened_at = found.end
+        self._reached = found.reached
         self.end = self.written = self.durable = self.committed = found.end
         # Offsets below are durably reserved, or will be when what is written is synced.
         self._reserved = self.reserved_written = found.reserved
@@ -206,14 +212,54 @@ class Log:
         # What is known to be damaged, by the file and the position in it; and how many offsets readers have skipped.
         self._damage: dict[tuple[str, int], LogDamaged] = {}
         self.skipped_offsets = 0
-        if not self._segments:
-            self._segments = (self.create_segment(0, Control(0, NO_SEGMENT), self.next_append_time()),)
         for segment in self._segments:
             segment.log = self.number
-        if found.damage:
+        # The mark of its start; None: it has none.
+        self._marked = found.start
+        self._begin()
+        if found.damage or self._reached < found.witnessed:
             self._leave_behind(found)
+        if self._marked is not None and self._marked < self._segments[0].base:
+            self._restore_first(self._marked)
         for damage in found.known_damage:
             self._remember(damage)
+
+    def _begin(self) -> None:
+        """Have a segment, and the mark of where the log begins."""
+        if self._segments:
+            if self._marked is None:
+                # Until it is synced, the log may be one without a mark once more.
+                self._mark_start(self._segments[0].base)
+            return
+        if self._marked is None:
+            # The segment that is created next is synced, and with it the directory.
+            self._mark_start(0)
+        assert self._marked is not None
+        self._segments = (self._create_first(self._marked, self.next_append_time()),)
+        self.end = self.written = self.durable = self.committed = self._opened_at = self._reached = self._marked
+
+    def _mark_start(self, start: int) -> None:
+        recovery.mark_start(self._files, self.directory, self._marked, start)
+        self._marked = start
+
+    def _restore_first(self, start: int) -> None:
+        """Have a segment with a head and nothing else where the first ones are missing: who reads there is told."""
+        following = self._segments[0]
+        first = self._create_first(start, retention.begun_at(self._segments, 0))
+        first.sealed = True
+        self._segments = (first, *self._segments)
+        reason = f"all that was before {following.path.name} is missing, and retention did not drop it"
+        lost = LogDamaged(first.path, first.size, start, following.base, reason)
+        recovery.note_damage(self._files, self.directory, first.base, [lost])
+        self._remember(lost)
+
+    def _create_first(self, base: int, append_time: int) -> Segment:
+        return self.create_segment(base, Control(base, NO_SEGMENT), append_time)
+
+    @property
+    def witnessed(self) -> int:
+        """Return where the last batch ends that is on the disk: what `meta.db` may bear witness to."""
+        return self.durable if self.durable > self._opened_at else self._reached
 
     @property
     def start(self) -> int:
@@ -529,6 +575,9 @@ class Log:
                 return self._look(partial(self._read_segments, offset=offset, bytes_max=bytes_max))
             except LogDamaged as damage:
                 self._note_damage(damage)
+                if offset < damage.first:
+                    # Nothing is between the two: so this is where the reader stands.
+                    damage = LogDamaged(damage.path, damage.position, offset, damage.last, damage.reason)
                 rule = on_damage or self.policy.on_damage
                 if rule is OnDamage.STOP or damage.last is None or not damage.holds(offset):
                     raise damage.with_remedy(DAMAGE_REMEDY) from None
@@ -580,7 +629,8 @@ class Log:
         return []
 
     def _offset_at(self, segments: Sequence[Segment], append_time: int) -> int:
-        place = max(0, bisect_left(segments, append_time, key=Segment.begun_at) - 1)
+        places = range(len(segments))
+        place = max(0, bisect_left(places, append_time, key=partial(retention.begun_at, segments)) - 1)
         for segment in segments[place:]:
             offset = segment.offset_at(append_time)
             if offset is not None and offset < self.committed:
@@ -602,27 +652,37 @@ class Log:
     # Damage.
 
     def _leave_behind(self, found: recovery.Recovered) -> None:
-        """Seal the last segment, which is damaged, as it is, and go on in a new one."""
+        """Seal the last segment, which is damaged or cut short, as it is, and go on in a new one."""
         damaged = self._segments[-1]
-        if found.is_reservation_lost and not self.is_piped:
-            self.end += RESERVATION_LOST_AHEAD
-        if damaged.base == self.end:
+        witnessed, damage = found.witnessed, found.damage
+        # Without a foot it stays one that is cut short, up to where the next one begins.
+        is_cut = self._reached < witnessed
+        if is_cut and not any(each.last == witnessed for each in damage):
+            damage = [*damage, recovery.cut_short(damaged, self._reached, witnessed)]
+        base = max(self.end, witnessed)
+        if base == damaged.base:
             if self.is_piped:
-                raise found.damage[0]  # the next offset is the origin's to say
-            self.end += 1  # two segments cannot have one name
-        for damage in found.damage:
-            self._remember(damage)
+                raise damage[0]  # the next offset is the origin's to say
+            base += 1  # two segments cannot have one name
+        is_unknown = found.is_reservation_lost or is_cut
+        self.end = base + RESERVATION_LOST_AHEAD if is_unknown and not self.is_piped else base
+        if not is_cut:
+            base = self.end
+        for each in damage:
+            self._remember(each)
         append_time = self._append_time  # of the last message, as retention wants it
         try:
-            recovery.note_damage(self._files, self.directory, damaged.base, found.damage)
-            damaged.write_control(Control(self.end, self.previous_base()), self.end, append_time)
+            recovery.note_damage(self._files, self.directory, damaged.base, damage)
+            if not is_cut:
+                damaged.write_control(Control(base, self.previous_base()), base, append_time)
         except OSError as error:
             raise AppendFailed(f"{damaged.path}: cannot be sealed: {error.strerror}") from error
         control = Control(self.end, damaged.base, snapshot=self._producers.snapshot(self.end))
-        active = self.create_segment(self.end, control, append_time)
+        active = self.create_segment(base, control, append_time)
         damaged.size = damaged.written
         damaged.sealed = True
         self._segments = (*self._segments, active)
+        self._reached = base
         self.written = self.durable = self.committed = self._opened_at = self.end
         self._reserved = self.reserved_written = self.end
         self._closed_cleanly = False
@@ -642,10 +702,11 @@ class Log:
             logger.warning("%s: cannot note that it is damaged: %s", damage.path, error.strerror)
 
     def _remember(self, damage: LogDamaged) -> bool:
-        """Whether it is new, and there is room for it."""
+        """Whether it is new, or more than was known of the same place, and there is room for it."""
         key = (damage.path.name, damage.position)
         with self._segments_lock:
-            if key in self._damage or len(self._damage) >= _DAMAGE_MAX:
+            known = self._damage.get(key)
+            if known.covers(damage) if known is not None else len(self._damage) >= _DAMAGE_MAX:
                 return False
             self._damage[key] = damage
         logger.error("%s", damage)
@@ -663,8 +724,7 @@ class Log:
         complete = sum(following.base <= committed for following in segments[1:])
         unneeded = sum(following.base <= max(self.unneeded, self._purged) for following in segments[1:])
         expired = min(max(retention.expired(segments, self.policy, self._clock.now_us()), unneeded), complete)
-        for _ in range(expired):
-            self._drop_first()
+        self._drop(expired)
         return expired
 
     def purge(self, offset: int) -> None:
@@ -676,13 +736,22 @@ class Log:
         """Return when the last message of the oldest segment was appended; None if no message can be dropped."""
         segments = self._segments
         if len(segments) > 1:
-            return segments[1].begun_at() if segments[1].base <= self.committed else None
+            return retention.begun_at(segments, 1) if segments[1].base <= self.committed else None
         return self._append_time if self._oldest_us is not None and self.state is State.OPEN else None
 
     def drop_oldest(self) -> int:
         """Drop the oldest sealed segment, whatever the policy says; return its bytes."""
         self._finish_merge()
-        return self._drop_first()
+        return self._drop(1)
+
+    def _drop(self, count: int) -> int:
+        """Drop so many of the oldest segments; return their bytes."""
+        if not count:
+            return 0
+        # Durably, before the first of them goes: or what retention dropped would look like a loss.
+        self._mark_start(self._segments[count].base)
+        self._files.sync_directory(self.directory)
+        return sum(self._drop_first() for _ in range(count))
 
     def _drop_first(self) -> int:
         with self._segments_lock:

@@ -3,6 +3,9 @@
 state       the state topic's latest value of each key
 applied     up to which offset of the state topic that is so
 segments    the segments of every log, as of the last upkeep
+
+What it holds can be read from the logs again, but for one thing: where each log ended. If a log is cut short, this is
+what tells (`storage/witness.py`). So no row claims more than is on the disk.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sqlite3
+import tempfile
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +26,8 @@ from penstock.storage.files import FILE_MODE
 
 logger = logging.getLogger(__name__)
 
-_VERSION: Final = 1
+# 2: the end of a log's last segment is where its last batch ends that is on the disk.
+_VERSION: Final = 2
 _IN_MEMORY: Final = ":memory:"
 _SCHEMA: Final = """
     CREATE TABLE state (kind TEXT, key TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID;
@@ -54,11 +60,11 @@ class SegmentRow(NamedTuple):
 
 
 class Meta:
-    def __init__(self, path: Path | None) -> None:
-        """Open the file, made anew where it cannot be used; without a path, in memory."""
+    def __init__(self, path: Path | None, database: sqlite3.Connection | None = None) -> None:
+        """Open the file, made anew where it cannot be used; without a path, in memory, or one that is open."""
         self._lock = threading.Lock()
         if path is None:
-            self._database = _create(_IN_MEMORY)
+            self._database = database or _create(_IN_MEMORY)
             return
         try:
             self._database = _open(path)
@@ -97,14 +103,38 @@ class Meta:
             rows = self._database.execute("SELECT * FROM segments ORDER BY topic, partition, base_offset").fetchall()
         return [SegmentRow._make(row) for row in rows]
 
-    def replace_segments(self, rows: Iterable[SegmentRow]) -> None:
+    def replace_segments(self, rows: Iterable[SegmentRow], kept: Callable[[int, int], bool]) -> None:
+        """Replace all rows, except those of a topic and partition that are to be `kept`."""
+        old = [row for row in self.segments() if kept(row.topic, row.partition)]
         with self._lock, self._database:
             self._database.execute("DELETE FROM segments")
-            self._database.executemany("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+            self._database.executemany("INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?)", [*old, *rows])
 
     def close(self) -> None:
         with self._lock:
             self._database.close()
+
+
+@contextmanager
+def look_into(path: Path, *, is_live: bool) -> Iterator[Meta | None]:
+    """Look into a `meta.db` without changing anything beside it; None if there is none that can be read.
+
+    SQLite makes files beside a database that a killed process left. So a copy is opened, unless a broker has it open.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory, ExitStack() as stack:
+        meta = None
+        with suppress(sqlite3.Error, OSError):
+            if is_live:
+                database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+            else:
+                for suffix in ("", "-wal"):
+                    if (source := path.with_name(path.name + suffix)).exists():
+                        shutil.copyfile(source, Path(directory) / f"meta.db{suffix}")
+                database = sqlite3.connect(Path(directory) / "meta.db", check_same_thread=False)
+            stack.enter_context(closing(database))
+            _check(database)
+            meta = Meta(None, database)
+        yield meta
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -112,10 +142,14 @@ def _open(path: Path) -> sqlite3.Connection:
         return _create(str(path))
     database = _connect(str(path))
     with _closed_on_error(database):
-        version = database.execute("PRAGMA user_version").fetchone()[0]
-        if version != _VERSION or database.execute("PRAGMA quick_check").fetchone()[0] != "ok":
-            raise sqlite3.DatabaseError(f"version {version}, or damaged")
+        _check(database)
     return database
+
+
+def _check(database: sqlite3.Connection) -> None:
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    if version != _VERSION or database.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+        raise sqlite3.DatabaseError(f"version {version}, or damaged")
 
 
 def _recreate(path: Path) -> sqlite3.Connection:

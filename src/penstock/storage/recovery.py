@@ -9,6 +9,17 @@ batch there are two cases, and `durable_bytes`, which every batch carries, tells
 
 What is kept is synced before it is served: until then it may be only in the memory of the operating system.
 
+A file can also be cut short, empty or gone, and look as if it had never been longer. So each log knows where it must
+begin, and is told where it must end:
+
+- the mark, an empty file `<offset>.start`, is renamed before segments are dropped: whatever is missing from there to
+  the first segment is damage. A log of an earlier version has none; it gets one at its first segment.
+- witnesses are outside the log (`storage/witness.py`). If the walk ends below what they say, what is between is damage.
+
+Both become the same: a segment that ends before the next one begins. A missing first segment gets a file with a head
+and nothing else, and behind a last segment that was cut short the log goes on in a new one, which begins where the
+witness says. Readers, `verify` and repair then find a segment that is cut short, as they do in the middle of a log.
+
 Sealed segments are not walked, so a file beside each one that is known to be damaged says so: `<base>.damaged`, with
 what was found there in JSON. Like an index it is never trusted, and may be missing; readers find damage by themselves.
 """
@@ -30,13 +41,15 @@ from penstock.storage.files import Files
 from penstock.storage.index import Index
 from penstock.storage.producers import Producers
 from penstock.storage.segment import Damage, Found, OpenSegments, Reader, Segment, log_name
+from penstock.storage.witness import NOBODY, Witness
 
 logger = logging.getLogger(__name__)
 
 ASIDE_SUFFIX: Final = ".aside"  # a segment that is being rewritten; not yet part of the log
 _REWRITE_BYTES: Final = 1 << 20
 DAMAGED_SUFFIX: Final = ".damaged"
-_NAME: Final = re.compile(r"([0-9]{20})\.(log|index|log\.aside|damaged)")
+START_SUFFIX: Final = ".start"
+_NAME: Final = re.compile(r"([0-9]{20})\.(log|index|log\.aside|damaged|start)")
 # Stands for the segments from the first to the second, and replaces them.
 _MERGED_NAME: Final = re.compile(r"([0-9]{20})-([0-9]{20})\.merged")
 
@@ -45,6 +58,12 @@ _MERGED_NAME: Final = re.compile(r"([0-9]{20})-([0-9]{20})\.merged")
 class Recovered:
     segments: list[Segment]
     end: int = 0
+    # Where the last sound batch ends: `end` may be further, where offsets are reserved.
+    reached: int = 0
+    # Up to where it once reached, as far as anyone knows: what is between the two is lost.
+    witnessed: int = 0
+    # Where the log begins, as its mark says; None: it has no mark yet.
+    start: int | None = None
     append_time: int = 0
     # When the first message of the last segment was appended, if it has one.
     oldest_us: int | None = None
@@ -60,40 +79,71 @@ class Recovered:
     is_reservation_lost: bool = False
 
 
-def find_segments(
-    files: Files, open_segments: OpenSegments, directory: Path, reader: Reader
-) -> tuple[list[Segment], list[str]]:
-    """The segments of a log by their offsets, and what in its directory is not right."""
-    segments, _, _, problems = _look_around(files, open_segments, directory, reader)
-    return segments, problems
+@dataclass(slots=True)
+class Listing:
+    """The directory of a log: its segments by their offsets, from where to where some of them were merged, the mark of
+    its start, the names of other files, and what is not right."""
+
+    segments: list[Segment] = field(default_factory=list)
+    merged: list[tuple[int, int]] = field(default_factory=list)
+    start: int | None = None
+    others: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def recover(
-    files: Files, open_segments: OpenSegments, directory: Path, reader: Reader, *, strict: bool = False
+    files: Files,
+    open_segments: OpenSegments,
+    directory: Path,
+    reader: Reader,
+    *,
+    witness: Witness = NOBODY,
+    piped: bool = False,
+    strict: bool = False,
 ) -> Recovered:
-    """Find the end of a log, after whatever happened to it. No segments: it is a new one.
+    """Find the end of a log, after whatever happened to it. No segments: it is a new one, or all of it is gone.
 
-    If it is `strict` then damage in the last segment is raised, and nothing is changed.
+    What a piped log has lost at its end is fetched once more, at the offsets that it had: it has no witness. If it
+    is `strict` then what is lost at its begin or its end is raised, and nothing is changed.
     """
-    segments, merged, others, problems = _look_around(files, open_segments, directory, reader)
-    if merged:
+    listing = look_around(files, open_segments, directory, reader)
+    if listing.merged:
         # It may have its name only in the memory of the operating system.
         files.sync_directory(directory)
-        for first, last in merged:
+        for first, last in listing.merged:
             finish_merge(files, directory, first, last)
-        segments, merged, others, problems = _look_around(files, open_segments, directory, reader)
-    if problems:
-        raise BadDirectory(problems[0])
-    _clear_away(files, directory, segments, others)
+        listing = look_around(files, open_segments, directory, reader)
+    if listing.problems:
+        raise BadDirectory(listing.problems[0])
+    if strict and (wrong := _missing_start(listing.segments, listing.start, directory)):
+        raise wrong
+    _clear_away(files, directory, listing)
+    if listing.start and not listing.segments:
+        # Retention leaves the last segment.
+        witness = Witness(max(witness.durable, listing.start + 1), witness.given)
+    witness = NOBODY if piped else witness
+    recovered = _recover_end(files, listing.segments, witness, directory, piped=piped, strict=strict)
+    recovered.start = listing.start
+    noted = {int(name[:20]) for name in listing.others if name.endswith(DAMAGED_SUFFIX)}
+    sealed = recovered.segments[:-1]
+    for segment, following in zip(sealed, recovered.segments[1:], strict=True):
+        if not segment.size:
+            recovered.known_damage.append(_is_empty(segment, following))
+        elif segment.base in noted:
+            recovered.known_damage += _noted_damage(files, segment)
+    return recovered
+
+
+def _recover_end(
+    files: Files, segments: list[Segment], witness: Witness, directory: Path, *, piped: bool, strict: bool
+) -> Recovered:
     unborn: Segment | None = None
     while segments:
-        recovered = _walk(segments, unborn, strict=strict)
+        recovered = _walk(segments, unborn, witness, strict=strict)
+        if recovered is None and not piped:
+            recovered = _without_batches(segments, unborn, witness.end, strict=strict)
         if recovered is not None:
-            _finish_truncation(files, segments, recovered)
-            noted = {int(name[:20]) for name in others if name.endswith(DAMAGED_SUFFIX)}
-            for segment in segments[:-1]:
-                if segment.base in noted:
-                    recovered.known_damage += _noted_damage(files, segment)
+            _finish_truncation(files, segments, recovered, strict=strict)
             return recovered
         # The last segment was being created: the one before it is complete, and goes on.
         unborn = segments.pop()
@@ -101,7 +151,49 @@ def recover(
         logger.warning("%s: was being created when the process ended, removed", unborn.path)
         files.remove(unborn.path)
         files.sync_directory(directory)
-    return Recovered([])
+    if strict and witness.end:
+        raise LogDamaged(directory / log_name(0), 0, 0, witness.end, "all segments are missing")
+    return Recovered([], witnessed=witness.end)
+
+
+def cut_short(segment: Segment, end: int, witnessed: int) -> LogDamaged:
+    reason = f"the file is cut short, or a later one is missing: offsets below {witnessed} were given out"
+    return LogDamaged(segment.path, segment.size, end, witnessed, reason)
+
+
+def mark_start(files: Files, directory: Path, before: int | None, start: int) -> None:
+    """Mark where a log begins; the directory is not synced. A rename needs no room on the disk."""
+    if before is not None and start_name(before) in files.sizes(directory):
+        files.rename(directory / start_name(before), directory / start_name(start))
+    else:
+        files.create(directory / start_name(start)).close()
+
+
+def start_name(start: int) -> str:
+    return f"{start:020d}{START_SUFFIX}"
+
+
+def log_number(segments: Sequence[Segment]) -> int | None:
+    """Return the number that the batches of these segments bear; None if no head can be read."""
+    for segment in reversed(segments):
+        with contextlib.suppress(LogDamaged, UnsupportedBatch):
+            segment.head()
+        if segment.log is not None:
+            return segment.log
+    return None
+
+
+def _missing_start(segments: Sequence[Segment], start: int | None, directory: Path) -> LogDamaged | None:
+    """What is missing between the mark and the first segment."""
+    if start is None or not segments or segments[0].base <= start:
+        return None
+    first = segments[0]
+    reason = f"all segments before {first.path.name} are missing, and retention did not drop them"
+    return LogDamaged(directory / log_name(start), 0, start, first.base, reason)
+
+
+def _is_empty(segment: Segment, following: Segment | None) -> LogDamaged:
+    return LogDamaged(segment.path, 0, segment.base, following.base if following else None, "the file is empty")
 
 
 def note_damage(files: Files, directory: Path, base: int, damage: Sequence[LogDamaged]) -> None:
@@ -166,28 +258,46 @@ def finish_merge(files: Files, directory: Path, first: int, last: int) -> None:
         files.sync_directory(directory)
 
 
-def examine(segments: Sequence[Segment]) -> Iterator[tuple[Segment, Examined]]:
-    """All that a log holds, and whatever is wrong with it where it is wrong; the rest comes all the same."""
+def examine(
+    segments: Sequence[Segment], *, start: int | None = None, witness: Witness = NOBODY
+) -> Iterator[tuple[Segment, Examined]]:
+    """All that a log holds, and whatever is wrong with it where it is wrong; the rest comes all the same.
+
+    `start` and `witness`: where it must begin and how far it once reached, if that is known.
+    """
     dropped = _dropped(segments)
     segments = [segment for segment in segments if segment not in dropped]
-    end = 0
+    end = reserved = 0
+    if segments and (wrong := _missing_start(segments, start, segments[0].path.parent)):
+        yield segments[0], wrong
     for place, segment in enumerate(segments):
         previous = segments[place - 1] if place else None
         following = segments[place + 1] if place + 1 < len(segments) else None
         if previous is not None and (wrong := misplaced(previous, segment, end)):
             yield segment, wrong
-        for found in _examine_segment(segment, previous, following, complete=following is not None):
+        for found in _examine_segment(segment, following, witness.durable, complete=following is not None):
             if isinstance(found, Found):
                 end = found.batch.end
+                if not found.batch.count:
+                    reserved = found.batch.control().reserved
             elif isinstance(found, LogDamaged):
                 end = max(end, found.last or 0)  # what is lost there is not lost once more
             yield segment, found
+    witnessed = witness.end if witness.given > max(end, reserved) else witness.durable
+    if segments and end < witnessed:
+        yield segments[-1], cut_short(segments[-1], max(end, segments[-1].base), witnessed)
 
 
-def verify(segments: Sequence[Segment], progress: Callable[[int], object] | None = None) -> Report:
+def verify(
+    segments: Sequence[Segment],
+    progress: Callable[[int], object] | None = None,
+    *,
+    start: int | None = None,
+    witness: Witness = NOBODY,
+) -> Report:
     """Read every byte of a log, and tell what is there; `progress` is told of bytes that were read."""
     report = Report(segments=len(segments), bytes=sum(segment.size for segment in segments))
-    for _, found in examine(segments):
+    for _, found in examine(segments, start=start, witness=witness):
         match found:
             case Found(batch=batch):
                 report.batches += 1
@@ -229,65 +339,65 @@ class Report:
     torn_bytes: int = 0
 
 
-def _look_around(
-    files: Files, open_segments: OpenSegments, directory: Path, reader: Reader
-) -> tuple[list[Segment], list[tuple[int, int]], list[str], list[str]]:
-    """The segments by their offsets, from where to where some of them were merged, the names that are not of segments,
-    and what is not right."""
-    segments: list[Segment] = []
-    merged: list[tuple[int, int]] = []
-    others = []
-    problems = []
+def look_around(files: Files, open_segments: OpenSegments, directory: Path, reader: Reader) -> Listing:
+    found = Listing()
     for name, size in sorted(files.sizes(directory).items()):
         if match := _MERGED_NAME.fullmatch(name):
             first, last = int(match[1]), int(match[2])
-            merged.append((first, last))
-            segments = [segment for segment in segments if segment.base != first]
-            segments.append(Segment(files, open_segments, directory, first, size, reader, name))
+            found.merged.append((first, last))
+            found.segments = [segment for segment in found.segments if segment.base != first]
+            found.segments.append(Segment(files, open_segments, directory, first, size, reader, name))
             continue
         match = _NAME.fullmatch(name)
         base = int(match[1]) if match else 0
         if match is None or base > OFFSET_MAX:
-            problems.append(f"{directory / name} is not a file of a log: move it elsewhere")
-        elif match[2] == "log" and not any(first <= base <= last for first, last in merged):
-            segments.append(Segment(files, open_segments, directory, base, size, reader))
+            found.problems.append(f"{directory / name} is not a file of a log: move it elsewhere")
+        elif match[2] == "start":
+            # The later one, if somebody put an old one back.
+            found.start = max(base, found.start or 0)
+            found.others.append(name)
+        elif match[2] == "log" and not any(first <= base <= last for first, last in found.merged):
+            found.segments.append(Segment(files, open_segments, directory, base, size, reader))
         else:
-            others.append(name)
-    problems += [
-        f"{segment.path} is empty, but is not the last segment: restore it from a copy"
-        for segment in segments[:-1]
-        if not segment.size
-    ]
-    return segments, merged, others, problems
+            found.others.append(name)
+    return found
 
 
-def _clear_away(files: Files, directory: Path, segments: list[Segment], others: list[str]) -> None:
+def _clear_away(files: Files, directory: Path, listing: Listing) -> None:
     """Remove what an interrupted compaction or retention left."""
+    start = listing.start or 0
+    segments = listing.segments
+    while len(segments) > 1 and segments[1].base <= start:
+        files.remove(segments.pop(0).path)
+        files.sync_directory(directory)
     bases = {segment.base for segment in segments}
-    for name in others:
-        if name.endswith(ASIDE_SUFFIX) or int(name[:20]) not in bases:
+    for name in listing.others:
+        if name.endswith(START_SUFFIX):
+            is_left = name != start_name(start)
+        else:
+            is_left = name.endswith(ASIDE_SUFFIX) or int(name[:20]) not in bases
+        if is_left:
             files.remove(directory / name)
 
 
-def _walk(segments: list[Segment], unborn: Segment | None, *, strict: bool) -> Recovered | None:
+def _walk(segments: list[Segment], unborn: Segment | None, witness: Witness, *, strict: bool) -> Recovered | None:
     """Recover from the last segment, of which all was durable if the next one, `unborn`, was being created.
 
-    None if not even its head was written.
+    None if there is no batch that can be read.
     """
     active = segments[-1]
     active.sealed = False
-    recovered = Recovered(segments, end=active.base)
+    recovered = Recovered(segments, end=active.base, reached=active.base, witnessed=witness.durable)
     index = Index()
     # Every batch begins on a multiple of 8, also one behind damage at the end.
     size = (active.size + 7) // 8 * 8
     durable_bytes = 0
+    torn: TornTail | None = None
     is_empty = True
     previous = segments[-2] if len(segments) > 1 else None
-    for found in _examine_segment(active, previous, unborn, complete=unborn is not None):
+    for found in _examine_segment(active, unborn, witness.durable, complete=unborn is not None):
         if isinstance(found, TornTail):
-            logger.warning(
-                "%s: a torn tail of %d bytes, never acknowledged, is cut off at byte %d, offset %d (%s)", *found
-            )
+            torn = found
             size = found.position
             break
         if isinstance(found, LogDamaged):
@@ -296,14 +406,15 @@ def _walk(segments: list[Segment], unborn: Segment | None, *, strict: bool) -> R
             if found.position == 0:
                 if active.is_sound_at(0):
                     raise found  # it is of another log, or under another's name
-                if previous is not None and active.log is None and (number := _log_number(previous)) is not None:
+                if previous is not None and active.log is None and (number := log_number([previous])) is not None:
                     # Without its head it does not tell which log it is of.
                     active.log = number
-                    return _walk(segments, unborn, strict=strict)
+                    return _walk(segments, unborn, witness, strict=strict)
                 recovered.producers = _producers_before(segments)
             recovered.damage.append(found)
             recovered.is_reservation_lost = True
             recovered.end = max(recovered.end, found.last or 0)
+            recovered.witnessed = max(recovered.witnessed, found.last or 0)
             index.interrupt()
             continue
         if not isinstance(found, Found):
@@ -313,21 +424,53 @@ def _walk(segments: list[Segment], unborn: Segment | None, *, strict: bool) -> R
         durable_bytes = max(durable_bytes, found.batch.durable_bytes)
         is_empty = False
     if is_empty:
-        if recovered.damage:
-            raise recovered.damage[0]
-        if active.holds_batches() or (previous is None and active.base):
-            raise LogDamaged(active.path, 0, active.base, None, "it does not begin with its head")
+        if active.holds_batches():
+            raise LogDamaged(active.path, 0, active.base, None, "it does not begin with its head")  # it is another's
         return None
+    recovered.end = max(recovered.end, recovered.reserved)
+    if witness.given > max(recovered.end, witness.durable):
+        # What was given out is neither there nor reserved: so it was on the disk.
+        return _walk(segments, unborn, Witness(witness.given), strict=strict)
+    if strict and recovered.reached < recovered.witnessed:
+        raise cut_short(active, recovered.reached, recovered.witnessed)
+    if torn is not None:
+        logger.warning("%s: a torn tail of %d bytes, never acknowledged, is cut off at byte %d, offset %d (%s)", *torn)
     _make_durable(active, durable_bytes, size)
     active.resume(index, size)
-    recovered.end = max(recovered.end, recovered.reserved)
     return recovered
 
 
-def _log_number(segment: Segment) -> int | None:
-    with contextlib.suppress(LogDamaged, UnsupportedBatch):
-        segment.head()
-    return segment.log
+def _without_batches(
+    segments: list[Segment], unborn: Segment | None, witnessed: int, *, strict: bool
+) -> Recovered | None:
+    """The last segment has no batch that can be read: everything in it is lost, or it was being created (None)."""
+    active = segments[-1]
+    if unborn is None and witnessed <= active.base and not (len(segments) == 1 and active.base):
+        return None
+    last = max(active.base + 1, witnessed, unborn.base if unborn else 0)
+    damage = LogDamaged(active.path, 0, active.base, last, "nothing in it can be read")
+    if strict:
+        raise damage
+    # Whatever is in there is left for those who know better.
+    active.resume(Index(), active.size)
+    return Recovered(
+        segments,
+        end=active.base,
+        reached=active.base,
+        witnessed=last,
+        append_time=_last_append_time(segments[:-1]),
+        log=log_number(segments[:-1]),
+        producers=_producers_before(segments),
+        damage=[damage],
+    )
+
+
+def _last_append_time(segments: Sequence[Segment]) -> int:
+    for segment in reversed(segments):
+        times = [found.batch.append_time for found in segment.scan() if isinstance(found, Found)]
+        if times:
+            return times[-1]
+    return 0
 
 
 def _producers_before(segments: Sequence[Segment]) -> Producers:
@@ -359,7 +502,7 @@ def _make_durable(segment: Segment, start: int, size: int) -> None:
     file.sync()
 
 
-def _finish_truncation(files: Files, segments: list[Segment], recovered: Recovered) -> None:
+def _finish_truncation(files: Files, segments: list[Segment], recovered: Recovered, *, strict: bool) -> None:
     for dropped in _dropped(segments):
         logger.warning("%s: was dropped by a truncation, removed", dropped.path)
         files.remove(dropped.path)
@@ -367,7 +510,14 @@ def _finish_truncation(files: Files, segments: list[Segment], recovered: Recover
         segments.remove(dropped)
     # A head that is damaged does not tell what it follows, and the walk has looked only for batches of this log.
     if len(segments) > 1 and not (recovered.damage and recovered.damage[0].position == 0):
-        check_follows(segments[-2], segments[-1], segments[-1].base)
+        try:
+            check_follows(segments[-2], segments[-1], segments[-1].base)
+        except LogDamaged as damage:
+            if strict or damage.path == segments[-1].path:
+                raise
+            # What is missing before it is lost; who reads there is told.
+            end = segments[-2].end()
+            recovered.known_damage.append(LogDamaged(damage.path, damage.position, end, damage.last, damage.reason))
 
 
 def _dropped(segments: Sequence[Segment]) -> list[Segment]:
@@ -382,12 +532,11 @@ def _dropped(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def _examine_segment(
-    segment: Segment, previous: Segment | None, following: Segment | None, *, complete: bool
+    segment: Segment, following: Segment | None, witnessed: int, *, complete: bool
 ) -> Iterator[Examined]:
-    """`complete`: all of it was durable, as when the next segment was begun."""
+    """`complete`: all of it was durable, as when the next segment was begun. Else all below `witnessed` was."""
     if complete and not segment.size:
-        last = following.base if following else None
-        yield LogDamaged(segment.path, 0, segment.base, last, "the file is empty")
+        yield _is_empty(segment, following)
     scan = segment.scan(check=True)
     for found in scan:
         if isinstance(found, Found):
@@ -397,8 +546,9 @@ def _examine_segment(
         for item, was_durable in zip(rest, _were_durable(rest), strict=True):
             if isinstance(item, Found):
                 yield _supported(segment, item)
-            elif was_durable or complete:
-                yield item.error(segment.path, following.base if following else None)
+            elif was_durable or complete or item.first < witnessed:
+                last = witnessed if item.first < witnessed else None
+                yield item.error(segment.path, following.base if following else last)
             else:
                 yield TornTail(segment.path, segment.size - item.position, item.position, item.first, item.reason)
                 return
@@ -428,7 +578,7 @@ def _supported(segment: Segment, found: Found) -> Found | UnsupportedBatch:
 
 def _apply(found: Found, recovered: Recovered) -> None:
     batch = found.batch
-    recovered.end = batch.end
+    recovered.end = recovered.reached = batch.end
     recovered.log = batch.log
     recovered.append_time = batch.append_time
     recovered.closed = False
@@ -467,6 +617,10 @@ def misplaced(previous: Segment, segment: Segment, end: int) -> LogDamaged | Non
 def check_follows(previous: Segment, segment: Segment, end: int) -> None:
     """LogDamaged if there once was anything between the two, of which the first ends at `end`."""
     head = segment.head()
+    with contextlib.suppress(LogDamaged):
+        previous.head()
+    if previous.log not in (None, segment.log):
+        raise LogDamaged(segment.path, 0, segment.base, None, f"it is of another log than {previous.path.name}")
     if head.previous > segment.base:
         reason = f"{segment.path.name} comes next, and is the first segment of a log"
         raise LogDamaged(previous.path, previous.size, end, segment.base, reason)
@@ -475,10 +629,6 @@ def check_follows(previous: Segment, segment: Segment, end: int) -> None:
         missing = segment.path.with_name(log_name(head.previous))
         reason = f"the segment before {segment.path.name}, {missing.name}, is missing"
         raise LogDamaged(missing, 0, end, segment.base, reason)
-    with contextlib.suppress(LogDamaged):
-        previous.head()
-    if previous.log not in (None, segment.log):
-        raise LogDamaged(segment.path, 0, segment.base, None, f"it is of another log than {previous.path.name}")
     # What a truncation cut off is not missing.
     if end < segment.base and head.dropped == NO_SEGMENT and previous.end() < segment.base:
         raise LogDamaged(previous.path, previous.size, end, segment.base, "the file is cut short")

@@ -3,13 +3,18 @@
 Each damaged range is first copied to `<data>/quarantine`, with a description beside it, and synced. Then the segment is
 written again without it, aside, and renamed into place. Interrupted anywhere, the next repair finds the same damage
 and does the same again. The lost offsets stay empty: they are not given out again, and readers pass over them.
+
+What the state topic has lost may be in `meta.db`, which follows it: then it is written to the state topic again. A
+topic that neither knows is adopted under a name that somebody gives.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,16 +23,20 @@ from crc32c import crc32c
 from penstock.batch import NO_SEGMENT, Batch, Control, encode_control
 from penstock.clock import Clock, SystemClock
 from penstock.errors import BadDirectory, PenstockError
-from penstock.storage import compaction, inspect, recovery
+from penstock.storage import compaction, inspect, recovery, retention
 from penstock.storage.files import Files, OsFiles
+from penstock.storage.format import claim_format
 from penstock.storage.log import Log
-from penstock.storage.policy import Policy
+from penstock.storage.meta import Change, Meta, look_into
+from penstock.storage.policy import Policy, Topic
 from penstock.storage.segment import Damage, Found, OpenSegments, Segment
-from penstock.storage.state import STATE_TOPIC
+from penstock.storage.state import STATE_TOPIC, State, read_changes
 from penstock.storage.tail import TailBudget
+from penstock.subject import owns
 
 QUARANTINE: Final = "quarantine"
 REPORT: Final = "report.json"
+_READ_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +64,32 @@ class Outcome:
     report: Path | None
     # Whether records of the state topic are among what was lost.
     is_state_hit: bool
+    # How many of them `meta.db` had, and the topics that are known again: their names, by their ids.
+    restored: int = 0
+    adopted: dict[int, str] = field(default_factory=dict)
 
 
 def repair(
     directory: Path,
     *,
+    adopt: Mapping[int, str] | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
     files: Files | None = None,
     clock: Clock | None = None,
 ) -> Outcome:
     """Repair every log of a data directory; `progress` is told how many bytes of how many were read.
 
-    Raises DirectoryInUse while a process has it open.
+    `adopt`: names for topics whose directories are there, by their ids, and that nobody knows. Raises DirectoryInUse
+    while a process has it open.
     """
     if not (directory / "LOCK").exists():
         raise BadDirectory(f"{directory} is not a data directory: name the one that holds LOCK and topics")
     files = files or OsFiles()
     lock = files.lock(directory / "LOCK")
     try:
+        claim_format(files, directory)
         work = _Repair(directory, files, clock or SystemClock(), progress)
-        return work.run()
+        return work.run(adopt or {})
     finally:
         lock.close()
 
@@ -89,20 +104,86 @@ class _Repair:
         self._found: list[Quarantined] = []
         self._problems: list[str] = []
 
-    def run(self) -> Outcome:
+    def run(self, adopt: Mapping[int, str]) -> Outcome:
         # The state topic comes first: it names the others.
         [state, *_] = inspect.inspect_data(OsFiles(read_only=True), self._directory).logs
         self._total = state.size
-        self._repair_log(state)
-        is_state_hit = bool(self._found)
-        inspection = inspect.inspect_data(OsFiles(read_only=True), self._directory)
+        restored = 0
+        adopted: dict[int, str] = {}
+        with look_into(self._directory / "meta.db", is_live=False) as meta:
+            base = state.segments[-1].base if state.segments else 0
+            # From an older one, deletions may be missing that were compacted away since.
+            is_recent = meta is not None and meta.applied() >= base
+            self._repair_log(state)
+            is_state_hit = bool(self._found)
+            if meta is not None and is_recent and is_state_hit and not self._problems:
+                restored = self._restore_state(state, meta)
+            inspection = inspect.inspect_data(OsFiles(read_only=True), self._directory)
+            if inspection.orphans or adopt:
+                adopted = self._adopt(inspection, adopt, meta)
+                inspection = inspect.inspect_data(OsFiles(read_only=True), self._directory)
         self._problems += inspection.problems
         logs = inspection.logs[1:]
         self._total += sum(log.size for log in logs)
         for log in logs:
             self._repair_log(log)
         report = self._write_report() if self._found else None
-        return Outcome(self._found, self._problems, report, is_state_hit)
+        return Outcome(self._found, self._problems, report, is_state_hit, restored, adopted)
+
+    def _restore_state(self, inspected: inspect.InspectedLog, meta: Meta) -> int:
+        """Write to the state topic what it has lost and `meta.db` knows; how many records that are."""
+        known = {(kind, key): value for kind, key, value in meta.state()}
+        with self._opened(inspected) as log:
+            state = State(log, Meta(None))
+            there = {(kind, key): value for kind, key, value in state.everything()}
+            # Everything below is in `meta.db`; what came later counts more.
+            for change in _changes_from(log, meta.applied()):
+                known[change.kind, change.key] = change.value
+            keys = sorted(known.keys() | there.keys())
+            changes = [Change(*key, known.get(key)) for key in keys if known.get(key) != there.get(key)]
+            self._write_state(log, state, changes)
+        return len(changes)
+
+    def _adopt(self, inspection: inspect.Inspection, names: Mapping[int, str], meta: Meta | None) -> dict[int, str]:
+        """Make topics of directories that the state topic does not know; their names by their ids."""
+        values = {} if meta is None else {key: value for kind, key, value in meta.state() if kind == "topic"}
+        taken = {log.topic_name for log in inspection.logs if log.topic_name is not None}
+        if unknown := names.keys() - set(inspection.orphans):
+            raise BadDirectory(f"topic {min(unknown)} cannot be adopted: it has no directory, or a name already")
+        adopted: list[Topic] = []
+        for topic_id in inspection.orphans:
+            value = values.get(str(topic_id), {})
+            known = Topic.from_json(topic_id, value) if "name" in value else None
+            name = names.get(topic_id) or (known.name if known else None)
+            conflict = next((other for other in taken if name and _overlap(name, other)), None)
+            if conflict is not None:
+                self._problems.append(f"topic {topic_id} cannot be {name}, there is {conflict}: adopt it as another")
+            elif name is not None:
+                taken.add(name)
+                partitions = [log.partition or 0 for log in inspection.logs if log.topic_id == topic_id]
+                count = max(max(partitions, default=0) + 1, known.partitions if known else 1)
+                policy, origin = (known.policy, known.origin) if known else (Policy(), None)
+                adopted.append(Topic(topic_id, name, count, policy, origin))
+        with self._opened(inspection.logs[0]) as log:
+            changes = [Change("topic", str(topic.id), topic.to_json()) for topic in adopted]
+            self._write_state(log, State(log, Meta(None)), changes)
+        return {topic.id: topic.name for topic in adopted}
+
+    def _write_state(self, log: Log, state: State, changes: list[Change]) -> None:
+        errors: list[PenstockError] = []
+        if changes:
+            state.write(changes, lambda _, error: errors.append(error) if error else None)
+            log.flush()
+        if errors:
+            raise errors[0]
+
+    @contextmanager
+    def _opened(self, inspected: inspect.InspectedLog) -> Iterator[Log]:
+        log = self._open(inspected)
+        try:
+            yield log
+        finally:
+            log.close()
 
     def _repair_log(self, log: inspect.InspectedLog) -> None:
         verdict = inspect.verify(log, self._advance)
@@ -122,11 +203,8 @@ class _Repair:
         self._done += size
         self._progress(self._done, self._total)
 
-    def _set_aside(self, inspected: inspect.InspectedLog) -> None:
-        assert inspected.topic_id is not None
-        assert inspected.partition is not None
-        # Opening it cuts a torn tail off, and leaves damage in the last segment behind: then all is in sealed ones.
-        log = Log(
+    def _open(self, inspected: inspect.InspectedLog) -> Log:
+        return Log(
             inspected.directory,
             policy=Policy(),
             files=self._files,
@@ -135,12 +213,19 @@ class _Repair:
             open_segments=OpenSegments(),
             tail_budget=TailBudget(0),
             piped=inspected.is_piped,
+            witness=inspected.witness,
         )
+
+    def _set_aside(self, inspected: inspect.InspectedLog) -> None:
+        assert inspected.topic_id is not None
+        assert inspected.partition is not None
+        # Opening it cuts a torn tail off, and leaves damage in the last segment behind: then all is in sealed ones.
+        log = self._open(inspected)
         log.close()
         if inspected.topic_id == STATE_TOPIC:
             self._keep_meta()
         previous: Segment | None = None
-        for segment, following in zip(log.segments, log.segments[1:], strict=False):
+        for place, (segment, following) in enumerate(pairwise(log.segments)):
             items = list(segment.scan(check=True))
             damage = [item for item in items if isinstance(item, Damage)]
             batches = [item.batch for item in items if isinstance(item, Found)]
@@ -152,7 +237,8 @@ class _Repair:
             if damage:
                 for each in damage:
                     self._keep(inspected, segment, each, following.base)
-                whole = _complete(batches, segment, previous, following, log.number)
+                begun = retention.begun_at(log.segments, place + 1)
+                whole = _complete(batches, segment, previous, following, log.number, begun)
                 compaction.rewrite(segment, whole, self._files, lambda old, new: None)
             name = recovery.damaged_name(segment.base)
             if name in self._files.sizes(log.directory):
@@ -189,12 +275,13 @@ class _Repair:
 
     def _keep_meta(self) -> None:
         """Keep the projection of the state topic too: it may know what the topic has lost."""
-        path = self._directory / "meta.db"
-        if path.exists():
-            directory = self._directory / QUARANTINE
-            self._files.make_directory(directory)
-            self._write(directory / f"meta-{self._clock.now_us()}.db", path.read_bytes())
-            self._files.sync_directory(directory)
+        directory, now_us = self._directory / QUARANTINE, self._clock.now_us()
+        for suffix in ("", "-wal"):
+            path = self._directory / f"meta.db{suffix}"
+            if path.exists():
+                self._files.make_directory(directory)
+                self._write(directory / f"meta-{now_us}.db{suffix}", path.read_bytes())
+                self._files.sync_directory(directory)
 
     def _write_report(self) -> Path:
         """Write all that was ever set aside, also by a repair that was interrupted."""
@@ -222,11 +309,11 @@ class _Repair:
 
 
 def _complete(
-    batches: Sequence[Batch], segment: Segment, previous: Segment | None, following: Segment, number: int
+    batches: Sequence[Batch], segment: Segment, previous: Segment | None, following: Segment, number: int, begun: int
 ) -> Iterator[Batch]:
-    """The batches of a segment, with a head and a foot where it has none."""
+    """The batches of a segment, with a head and a foot where it has none. Without batches it was `begun` then."""
     before = NO_SEGMENT if previous is None else previous.base
-    append_time = batches[0].append_time if batches else following.begun_at()
+    append_time = batches[0].append_time if batches else begun
     if not batches or batches[0].count or batches[0].base_offset != segment.base or not _is_head(batches[0]):
         yield _control(Control(segment.base, before), segment.base, append_time, number)
     yield from batches
@@ -250,11 +337,23 @@ def _document(value: Any) -> bytes:
     return json.dumps(value, indent=1).encode()
 
 
+def _overlap(name: str, other: str) -> bool:
+    """Whether a subject would belong to both topics."""
+    return owns(name.encode(), other.encode()) or owns(other.encode(), name.encode())
+
+
+def _changes_from(log: Log, offset: int) -> Iterator[Change]:
+    while offset < log.committed and (batches := log.read(max(offset, log.start), _READ_BYTES)):
+        for batch in batches:
+            yield from read_changes(batch)
+            offset = batch.end
+
+
 class _NoRounds:
-    """The owner of a log to which nothing is appended."""
+    """The owner of a log that is flushed by hand."""
 
     def appended(self, log: Log, size: int) -> None:
-        raise NotImplementedError
+        pass
 
     def settled(self, size: int) -> None:
         pass

@@ -10,9 +10,11 @@ if less than that would be left. So the newest messages stay, however large they
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Final
 
+from penstock.errors import LogDamaged
 from penstock.storage.policy import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Policy
 from penstock.storage.segment import Segment
 
@@ -27,7 +29,7 @@ def expired(segments: Sequence[Segment], policy: Policy, now_us: int) -> int:
     if policy.retain_ms is not None:
         horizon_us = now_us - policy.retain_ms * 1000
         # The last message of a segment is no younger than the head of the next.
-        while count < len(sealed) and segments[count + 1].begun_at() <= horizon_us:
+        while count < len(sealed) and begun_at(segments, count + 1) <= horizon_us:
             count += 1
     if policy.retain_bytes is not None:
         size = sum(segment.size for segment in segments[count:])
@@ -36,6 +38,14 @@ def expired(segments: Sequence[Segment], policy: Policy, now_us: int) -> int:
             size -= segments[count].size
             count += 1
     return count
+
+
+def begun_at(segments: Sequence[Segment], place: int) -> int:
+    """Return when the segment at `place` was begun, or, if nothing in it can be read, a later one."""
+    for segment in segments[place:-1]:
+        with contextlib.suppress(LogDamaged):
+            return segment.begun_at()
+    return segments[-1].begun_at()
 
 
 def segment_span_us(policy: Policy) -> int | None:

@@ -47,7 +47,9 @@ class State:
         # The latest change of each key since the last projection.
         self._unprojected: dict[Key, Change] = {}
         self._applied = meta.applied()
-        if not log.segments[-1].base <= self._applied <= log.end:
+        # The log is opened with `meta.db` as its witness.
+        assert self._applied <= log.end
+        if not log.segments[-1].base <= self._applied:
             # What it missed may have been compacted away since, deletions too.
             meta.forget_state()
             self._applied = log.start
@@ -61,6 +63,12 @@ class State:
 
     def items(self, kind: str) -> list[tuple[str, Any]]:
         return list(self._values[kind].items())
+
+    def everything(self) -> Iterator[Change]:
+        """All committed values, additions too."""
+        for kind, values in self._values.items():
+            for key, value in values.items():
+                yield Change(kind, key, value)
 
     def additions(self, kind: str, key: str) -> list[Any]:
         """Return what was added to the value of a key, in order, as far as it is committed."""

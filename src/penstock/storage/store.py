@@ -62,7 +62,7 @@ from penstock.errors import (
     UnsupportedBatch,
 )
 from penstock.health import Health, Usage
-from penstock.storage import recovery, retention
+from penstock.storage import recovery, retention, witness
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.flush import Sync, Write
 from penstock.storage.format import claim_format
@@ -79,6 +79,7 @@ from penstock.storage.snapshot import Mark, Snapshot, clear_all
 from penstock.storage.space import DiskSpace, is_disk_full
 from penstock.storage.state import STATE_TOPIC, State
 from penstock.storage.tail import TailBudget
+from penstock.storage.witness import STATE_PLACE, Place, Witness
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +102,14 @@ _STATE_POLICY: Final = Policy(cleanup=Cleanup.COMPACT, segment_bytes=1 << 20, to
 # The state topic is compacted when its sealed segments have grown by this much, and by as much as they were.
 _STATE_GROWTH_BYTES: Final = 4 << 20
 
+# What to do about a directory of no known topic.
+ORPHAN_REMEDY: Final = (
+    "of no known topic, nobody can read it: stop the broker and run penstock log repair, with --adopt ID=NAME if it "
+    "does not find the name by itself, or move the directory elsewhere"
+)
 _STATE_REMEDY: Final = "it holds topics, groups and positions: restore the file from a copy, or run penstock log repair"
 
 T = TypeVar("T")
-Place = tuple[int, int]  # the id of a topic, and a partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +165,8 @@ class Store:
         # Logs that take nothing more, because a sync of theirs failed.
         self.failed: dict[Log, None] = {}
         self._topics: dict[int, Topic] = {}
+        # Directories of topics that the state topic does not know. They are left alone.
+        self.orphans: list[Path] = []
         # Logs with batches that no round has taken yet.
         self._dirty: dict[Log, None] = {}
         self.unflushed_bytes = 0
@@ -201,12 +208,15 @@ class Store:
         # The state topic may use the reserve.
         self._open_state_segments = OpenSegments(_STATE_SEGMENTS_OPEN, self.space.release)
         self._meta = meta or Meta(directory / "meta.db")
+        # How far each log once reached.
+        self._witnesses: Mapping[Place, Witness] = {STATE_PLACE: witness.of_state_topic(self._meta)}
         try:
             try:
-                self._state_log = self._logs[STATE_TOPIC, 0] = self._open_log((STATE_TOPIC, 0), _STATE_POLICY)
+                self._state_log = self._logs[STATE_PLACE] = self._open_log(STATE_PLACE, _STATE_POLICY)
                 self._state = State(self._state_log, self._meta)
             except LogDamaged as damage:
                 raise damage.with_remedy(_STATE_REMEDY) from None
+            self._witnesses = witness.of_topics(self._meta, self._state.everything())
             self._open_topics()
             self._measure()
         except BaseException:
@@ -602,7 +612,9 @@ class Store:
         return Mark(place[0], topic.name, place[1], None, segments, start, None, topic.origin is not None, reason)
 
     async def _create(self, name: str, partitions: int, policy: Policy, origin: str | None, disk: _Disk) -> Topic:
-        number = self._state.get("store", "next_topic") or STATE_TOPIC + 1
+        # The record of the next number may be lost, but no topic is to get the files of another.
+        taken = [*self._topics, *(int(path.name) for path in self.orphans)]
+        number = max(self._state.get("store", "next_topic") or 0, STATE_TOPIC + 1, *(each + 1 for each in taken))
         topic = Topic(number, name, partitions, policy, origin)
         self._check_partitions(topic, partitions)
         self.space.admit()
@@ -766,12 +778,19 @@ class Store:
                 opening.run()
                 self._note_fault(opening)
                 self._install(topic, opening)
-        unknown = self._files.sizes(self.directory / "topics").keys() - known
-        if unknown:
+        topics = self.directory / "topics"
+        unknown = self._files.sizes(topics).keys() - known
+        strays = [name for name in unknown if not (name.isdecimal() and str(int(name)) == name)]
+        if strays:
+            raise BadDirectory(f"{topics / min(strays)} does not belong there: move it elsewhere")
+        self.orphans = [topics / name for name in sorted(unknown, key=int)]
+        if self.orphans and self._state.get("store", "next_topic") is None:
             raise BadDirectory(
-                f"{self.directory / 'topics' / min(unknown)} is of no known topic: move it elsewhere, "
-                f"or restore {self.directory / 'topics' / str(STATE_TOPIC)}, which names the topics"
+                f"{self.orphans[0]} is of no known topic, and no topic is known: restore {topics / str(STATE_TOPIC)}, "
+                f"which names them, or run penstock log repair"
             )
+        for path in self.orphans:
+            logger.error("%s: %s", path, ORPHAN_REMEDY)
 
     def _opening(self, topic: Topic) -> _Opening:
         places = [(topic.id, partition) for partition in range(topic.partitions)]
@@ -831,6 +850,7 @@ class Store:
             tail_budget=TailBudget(0) if topic_id == STATE_TOPIC else self._tail_budget,
             reader=self.settings.reader,
             piped=piped,
+            witness=self._witnesses.get(place, witness.NOBODY),
             # What the state topic lost would be missing, or come back as it was before: people must decide on that.
             strict=topic_id == STATE_TOPIC,
         )
@@ -975,7 +995,10 @@ class Store:
 
     def _take_projection(self) -> _Projection:
         changes, offset = self._state.unprojected()
-        return _Projection(changes, offset, {place: (log.segments, log.committed) for place, log in self._logs.items()})
+        logs = {place: (log.segments, log.witnessed) for place, log in self._logs.items()}
+        # Of these nobody else can tell how far they reached.
+        kept = frozenset(self.refused)
+        return _Projection(changes, offset, logs, kept, frozenset(int(path.name) for path in self.orphans))
 
     def _project(self, projection: _Projection) -> None:
         if self._write_projection(projection):
@@ -985,7 +1008,10 @@ class Store:
         """Bring `meta.db` up to date; whether that worked. If not it is only behind, and is tried again."""
         try:
             self._meta.apply(projection.changes, projection.offset)
-            self._meta.replace_segments(list(_segment_rows(projection)))
+            self._meta.replace_segments(
+                list(_segment_rows(projection)),
+                lambda topic, partition: topic in projection.orphans or (topic, partition) in projection.refused,
+            )
         except sqlite3.Error as error:
             logger.warning("%s: cannot be written, tried again later: %s", self.directory / "meta.db", error)
             return False
@@ -1110,13 +1136,16 @@ class _Projection(NamedTuple):
 
     changes: list[Change]
     offset: int
-    logs: dict[tuple[int, int], tuple[tuple[Segment, ...], int]]
+    # Of each log its segments, and up to where it is on the disk.
+    logs: dict[Place, tuple[tuple[Segment, ...], int]]
+    refused: frozenset[Place]
+    orphans: frozenset[int]
 
 
 def _segment_rows(projection: _Projection) -> Iterator[SegmentRow]:
-    for (topic_id, partition), (segments, committed) in projection.logs.items():
+    for (topic_id, partition), (segments, witnessed) in projection.logs.items():
         for segment, following in zip(segments, [*segments[1:], None], strict=True):
-            end = committed if following is None else following.base
+            end = witnessed if following is None else following.base
             try:
                 created_us = segment.begun_at()
             except (PenstockError, OSError):
