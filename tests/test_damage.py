@@ -7,11 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from penstock import Client, Message
-from penstock.errors import LogDamaged
+from penstock.errors import LogDamaged, TimedOut
+from penstock.storage import witness
+from penstock.storage.meta import look_into
+from tests.registries import until
 from tests.server import Serve
 from tests.web import get
 
@@ -99,3 +103,159 @@ def test_a_topic_that_cannot_be_opened_says_why_when_it_is_fetched(tmp_path: Pat
         result = penstock("fetch", "orders", "--servers", f"127.0.0.1:{server.port}")
         assert result.returncode == 1
         assert f"orders cannot be read: {stray} is not a file of a log" in result.stderr
+
+
+class Attack:
+    """A server whose files are hit between its lives, and a journal of all that it stored and delivered."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.random = Random(seed)
+        self.server = Serve(directory, storage_upkeep_ms=50)
+        self.journal: dict[int, bytes] = {}
+        self.delivered: set[int] = set()
+        self.reported: set[int] = set()
+        self.topic_id = 0
+
+    @property
+    def log(self) -> Path:
+        return self.server.data / "topics" / str(self.topic_id) / "0"
+
+    def begin(self) -> None:
+        with Client(f"127.0.0.1:{self.server.port}") as client:
+            client.create_topic("orders", segment_bytes=4096, on_damage="skip")
+            client.create_group("audit", "orders", start="earliest")
+            self.topic_id = client.topic("orders").id
+
+    def publish(self, client: Client) -> None:
+        for _ in range(self.random.randint(1, 25)):
+            value = b"%d:" % len(self.journal) + bytes(self.random.choice((10, 600)))
+            offset = client.publish("orders", value).offset
+            assert offset > max(self.journal, default=-1), "an offset is given out twice"
+            self.journal[offset] = value
+
+    def consume(self, client: Client, present: dict[int, bytes]) -> None:
+        """Take all that is there: what is there was delivered now or before."""
+        with client.subscribe("orders", group="audit") as messages:
+            while present.keys() - self.delivered:
+                try:
+                    message = messages.get(timeout=5)
+                except TimedOut:
+                    break
+                assert self.journal[message.offset] == message.value
+                self.delivered.add(message.offset)
+                message.ack()
+            messages.flush()
+        assert present.keys() <= self.delivered, "a group skips messages"
+
+    def judge(self, client: Client) -> dict[int, bytes]:
+        present = {message.offset: message.value for message in client.fetch("orders", 0, 0)}
+        assert present.items() <= self.journal.items()
+        health = get(self.server, "/healthz").json
+        for damage in health.get("damage", ()):
+            self.reported |= {each for each in self.journal if damage["first"] <= each < damage["next"]}
+        assert self.journal.keys() - present.keys() <= self.reported, "something is lost, and not told"
+        return present
+
+    def stop(self) -> None:
+        if self.random.random() < 0.5:
+            self.server.stop()
+            return
+
+        def is_witnessed() -> bool:
+            with look_into(self.server.data / "meta.db", is_live=True) as meta:
+                return witness.of_topics(meta, [])[self.topic_id, 0].durable > max(self.journal)
+
+        until(is_witnessed)
+        self.server.kill()
+
+    def hit(self) -> set[int]:
+        """Hit some files; which offsets may be lost with them."""
+        if self.random.random() < 0.15:
+            meta = self.server.data / "meta.db"
+            meta.write_bytes(b"garbage") if self.random.random() < 0.5 else meta.unlink()
+            return set()
+        names = sorted(self.log.iterdir())
+        bases = sorted(int(path.stem) for path in names if path.suffix == ".log")
+        lost: set[int] = set()
+        for path in self.random.sample(names, min(len(names), self.random.choice((1, 1, 2)))):
+            content = bytearray(path.read_bytes())
+            match self.random.randint(0, 3):
+                case 0:
+                    path.unlink()
+                case 1:
+                    path.write_bytes(b"")
+                case 2:
+                    path.write_bytes(content[: self.random.randint(0, len(content))])
+                case _ if content:
+                    content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+                    path.write_bytes(content)
+                case _:
+                    pass
+            if path.suffix == ".log":
+                after = [base for base in bases if base > int(path.stem)]
+                end = after[0] if after else max(self.journal) + 1
+                lost |= {each for each in self.journal if int(path.stem) <= each < end}
+        return lost
+
+    def run(self, lives: int) -> None:
+        with self.server as server:
+            self.begin()
+            may_be_lost: set[int] = set()
+            for _ in range(lives):
+                with Client(f"127.0.0.1:{server.port}") as client:
+                    present = self.judge(client)
+                    assert self.journal.keys() - present.keys() <= may_be_lost, "more is lost than was hit"
+                    self.publish(client)
+                    if self.random.random() < 0.6:
+                        self.consume(client, {**present, **self.judge(client)})
+                self.stop()
+                if self.random.random() < 0.25:
+                    assert penstock("log", "repair", server.data).returncode == 0
+                may_be_lost |= self.hit()
+                server.restart(storage_upkeep_ms=50)
+            with Client(f"127.0.0.1:{server.port}") as client:
+                self.consume(client, self.judge(client))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_files_that_are_cut_removed_emptied_or_flipped_between_lives(tmp_path: Path, seed: int) -> None:
+    Attack(tmp_path / "serve", seed).run(5)
+
+
+def test_a_group_goes_on_behind_what_was_cut_off_and_the_server_says_so(tmp_path: Path) -> None:
+    with Serve(tmp_path / "serve") as server:
+        with Client(f"127.0.0.1:{server.port}") as client:
+            client.create_group("audit", "orders", start="earliest")
+            for number in range(10):
+                client.publish("orders", b"order %d" % number)
+            with client.subscribe("orders", group="audit") as messages:
+                for _ in range(10):
+                    messages.get(timeout=10).ack()
+                messages.flush()
+        server.stop()
+        segment = segment_with(server, b"order 9")
+        segment.write_bytes(segment.read_bytes()[:500])
+        (server.data / "topics" / "77" / "0").mkdir(parents=True)
+        verified = json.loads(penstock("log", "verify", server.data, "--json").stdout)
+        [lost] = [each for log in verified["logs"] for each in log["damage"]]
+        assert (lost["path"], lost["last"]) == (str(segment), 10)
+        server.restart()
+
+        health = get(server, "/healthz").json
+        assert health["status"] == "degraded"
+        [damage] = health["damage"]
+        assert (damage["file"], damage["first"], damage["next"]) == (str(segment), lost["first"], 10)
+        [unknown] = health["unknown"]
+        assert unknown.startswith(str(server.data / "topics" / "77"))
+        with Client(f"127.0.0.1:{server.port}") as client:
+            assert client.publish("orders", b"new").offset >= 10
+            with client.subscribe("orders", group="audit") as messages:
+                assert messages.get(timeout=10).value == b"new"
+            with pytest.raises(LogDamaged, match=f"offsets {lost['first']} to 10"):
+                list(client.fetch("orders", 0, 0))
+        server.stop()
+        (server.data / "topics" / "77" / "0").rmdir()
+        (server.data / "topics" / "77").rmdir()
+        assert penstock("log", "repair", server.data).returncode == 0
+        server.restart()
+        assert get(server, "/healthz").json == {"status": "ok"}
