@@ -25,6 +25,7 @@ from penstock.storage.meta import Change
 from penstock.storage.policy import OnDamage, Policy
 from penstock.storage.store import Store
 from penstock.testing import ManualClock
+from tests.logs import messages
 
 SMALL = Policy(segment_bytes=4096)
 
@@ -333,19 +334,38 @@ def test_a_sector_that_cannot_be_read_costs_what_is_in_it(store: Store, target: 
     assert len(expected) - len(found) <= 4096 // 500 + 2
 
 
-def test_a_log_that_cannot_be_opened_is_backed_up_as_it_is(store: Store, tmp_path: Path) -> None:
+def test_a_log_with_an_empty_segment_is_backed_up_as_it_is(store: Store, tmp_path: Path) -> None:
     target = DirectoryTarget(tmp_path / "backups")
     topic = store.create_topic("t", policy=SMALL)
     append(store, topic.id, 20)
     store.close()
-    first = tmp_path / "data" / "topics" / str(topic.id) / "0" / f"{0:020d}.log"
+    first, second, *_ = sorted((tmp_path / "data" / "topics" / str(topic.id) / "0").glob("*.log"))
     first.write_bytes(b"")
     with Store(tmp_path / "data") as broken:
         manifest = back_up(broken, target).manifest
     assert "is empty" in manifest.problems[0]
     put_back(target, tmp_path / "new")
     with Store(tmp_path / "new") as again:
-        assert (topic.id, 0) in again.refused
+        log = again.log(topic.id)
+        with pytest.raises(LogDamaged, match="offsets 0 to"):
+            log.read(0, 1)
+        assert log.read(int(second.stem), 1)
+
+
+def test_a_log_that_cannot_be_opened_is_backed_up_as_it_is(store: Store, tmp_path: Path) -> None:
+    target = DirectoryTarget(tmp_path / "backups")
+    topic = store.create_topic("t", policy=SMALL)
+    append(store, topic.id, 20)
+    store.close()
+    foreign = tmp_path / "data" / "topics" / str(topic.id) / "0" / "notes.txt"
+    foreign.write_bytes(b"not a file of a log")
+    with Store(tmp_path / "data") as broken:
+        assert (topic.id, 0) in broken.refused
+        manifest = back_up(broken, target).manifest
+    assert "notes.txt" in manifest.problems[0]
+    put_back(target, tmp_path / "new")
+    with Store(tmp_path / "new") as again:
+        assert len(messages(again.log(topic.id))) == 20
 
 
 def test_a_piped_topic_goes_on_where_its_origin_is(store: Store, tmp_path: Path) -> None:

@@ -600,14 +600,18 @@ class Store:
         topic = self._topics.get(place[0])
         segments = [(segment, segment.size) for segment in log.segments]
         name = topic.name if topic else None
-        return Mark(place[0], name, place[1], log.number, segments, log.start, log.committed, log.is_piped, None)
+        # What is missing at the end of a segment is not in any file, so nobody who copies the files can find it.
+        sizes = {segment.path: size for segment, size in segments}
+        missing = [str(each) for each in log.damage if each.position >= sizes.get(each.path, 0)]
+        problem = "; ".join(missing) or None
+        return Mark(place[0], name, place[1], log.number, segments, log.start, log.committed, log.is_piped, problem)
 
     def _mark_refused(self, place: Place) -> Mark:
         """Of a log that cannot be opened: its files, whatever is in them."""
         topic, reason = self._topics[place[0]], str(self.refused[place])
         path = self.directory / "topics" / str(place[0]) / str(place[1])
-        found, _ = recovery.find_segments(self._files, self._open_segments, path, "pread")
-        segments = [(segment, segment.size) for segment in found]
+        found = recovery.look_around(self._files, self._open_segments, path, "pread")
+        segments = [(segment, segment.size) for segment in found.segments]
         start = segments[0][0].base if segments else 0
         return Mark(place[0], topic.name, place[1], None, segments, start, None, topic.origin is not None, reason)
 
