@@ -19,6 +19,7 @@ from penstock.wire.binary import (
     HEAD,
     JSON_BYTES_MAX,
     JSON_VALUES_MAX,
+    NAME_BYTES_MAX,
     SCRATCH_BYTES,
     SETTLE_MAX,
     Append,
@@ -32,6 +33,8 @@ from penstock.wire.binary import (
     Type,
     Verb,
     append_frame,
+    batch_frame,
+    batch_record,
     batches_head,
     credit_frame,
     end_frame,
@@ -40,6 +43,7 @@ from penstock.wire.binary import (
     head,
     json_frame,
     messages_frame,
+    names,
     read_append,
     read_batches,
     read_credit,
@@ -48,6 +52,7 @@ from penstock.wire.binary import (
     read_frame,
     read_json,
     read_messages,
+    read_names,
     read_read,
     read_request,
     read_settle,
@@ -134,6 +139,16 @@ DRAWN: Final[dict[Type, Drawn]] = {
         json_frame(Type.DISCONNECT, 0, {"reason": "é"}), "07 0000000000000000 00000013", b'{"reason":"\\u00e9"}'
     ),
     Type.HEARTBEAT: Drawn(frame(Type.HEARTBEAT, U64_MAX), "08 ffffffffffffffff 00000000", b""),
+    Type.BATCH_HEADER: Drawn(
+        batch_frame(NUMBER, [], b"orders", b"g"),
+        "09 0102030405060708 0000001b",
+        spelled("00000000 0000000000000000 00000006", b"orders") + spelled("00000001", b"g"),
+    ),
+    Type.BATCH_ACK: Drawn(
+        frame(Type.BATCH_ACK, NUMBER, names(b"orders", b"g")),
+        "0a 0102030405060708 0000000f",
+        spelled("00000006", b"orders") + spelled("00000001", b"g"),
+    ),
     Type.RESET_ACK: Drawn(frame(Type.RESET_ACK, 5), "0b 0000000000000005 00000000", b""),
     Type.READY_ACK: Drawn(frame(Type.READY_ACK, 6), "0c 0000000000000006 00000000", b""),
     Type.HELLO: Drawn(json_frame(Type.HELLO, 1, {"version": 1}), "10 0000000000000001 0000000d", b'{"version":1}'),
@@ -221,7 +236,34 @@ def test_a_head_is_that_of_the_frame_whose_payload_follows(kind: Type) -> None:
 
 @pytest.mark.parametrize("first", [b"\x16", *(bytes([letter]) for letter in b"CPSUIcpsui+-{\r\n ")])
 def test_what_a_client_sends_first_is_not_taken_for_tls_or_text(first: bytes) -> None:
-    assert first[0] not in {kind for kind in Type if kind < Type.RESULT}
+    # BATCH_ACK is a newline, and never the first frame: a batch comes before it.
+    assert first[0] not in {kind for kind in Type if kind < Type.RESULT and kind != Type.BATCH_ACK}
+
+
+def test_records_follow_a_batch_header_without_a_frame_of_their_own() -> None:
+    records = [
+        batch_record(b"AAPL", b"189", 0x0102030405060708, is_delete=False),
+        batch_record(b"", b"", 1, is_delete=True),
+    ]
+    assert batch_frame(1, records, b"t", b"") == (
+        bytes.fromhex("09 0000000000000001 00000015 00000002 000000000000 0029 00000001")
+        + b"t"
+        + bytes.fromhex("00000000 00000004")
+        + b"AAPLM"
+        + bytes.fromhex("00000003")
+        + b"189"
+        + bytes.fromhex("0102030405060708 00000000")
+        + b"D"
+        + bytes.fromhex("00000000 0000000000000001")
+    )
+
+
+@pytest.mark.parametrize(("topic", "group"), [(b"", b""), (b"orders", b"g"), (b"t" * NAME_BYTES_MAX, "é".encode())])
+def test_names_are_read_as_they_were_written(topic: bytes, group: bytes) -> None:
+    assert read_names(names(topic, group)) == (topic, group)
+    for cut in {0, 3, len(topic) + 4, len(names(topic, group)) - 1} - {len(names(topic, group))}:
+        with pytest.raises(BadFrame):
+            read_names(names(topic, group)[:cut])
 
 
 def test_the_verbs_are_numbered_as_said() -> None:

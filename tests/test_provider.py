@@ -1,4 +1,4 @@
-"""The Provider's protocol, as a client sees it that knows only frames of types 0x01 to 0x08, with JSON in them."""
+"""The Provider's protocol, as a client sees it that knows only frames of types 0x01 to 0x0C."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.frames import Frames, batch
 from tests.server import Flux, Raw, Serve
 
 DATA, ACK, SUBSCRIBE, COMMIT_OFFSET, RESET, READY, DISCONNECT, HEARTBEAT = range(1, 9)
+BATCH_HEADER, BATCH_ACK, RESET_ACK, READY_ACK = range(9, 13)
 PRICES: Final = ["AAPL", "GOOGL", "MSFT", "TSLA", "AMZN"]
 _names = iter(range(1 << 30))
 
@@ -157,7 +158,7 @@ def test_who_disconnects_is_gone_from_its_group(server: Serve, client: Client, t
             assert time.monotonic() < until, "it is still a member"
 
 
-@pytest.mark.parametrize("kind", [RESET, READY, 0x09, 0x0A, 0x0D, 0x20, 0xFF])
+@pytest.mark.parametrize("kind", [RESET, READY, BATCH_HEADER, 0x0D, 0x20, 0xFF])
 def test_what_a_client_does_not_send_ends_its_connection(server: Serve, topic: str, kind: int) -> None:
     """WI-35, WI-36: RESET and READY are for brokers to send."""
     with Client(server) as client:
@@ -468,3 +469,185 @@ def test_many_clients_at_once(server: Serve, topic: str) -> None:
     finally:
         for client in clients:
             client.close()
+
+
+# ---- batches
+
+
+def names(topic: str, group: str = "viewers") -> bytes:
+    return b"".join(len(name).to_bytes(4, "big") + name for name in (topic.encode(), group.encode()))
+
+
+class Batch(NamedTuple):
+    # Key, 'M' or 'D', data, milliseconds.
+    records: list[tuple[bytes, bytes, bytes, int]]
+    names: bytes
+
+
+def read_batch(client: Client) -> Batch:
+    """A BATCH_HEADER, and the bytes behind it."""
+    frame = client.frame()
+    assert frame.type == BATCH_HEADER, frame
+    count, size = int.from_bytes(frame.payload[:4], "big"), int.from_bytes(frame.payload[4:12], "big")
+    data = client.read(size)
+    records = []
+
+    def take(length: int) -> bytes:
+        nonlocal data
+        assert len(data) >= length
+        taken, data = data[:length], data[length:]
+        return taken
+
+    for _ in range(count):
+        key = take(int.from_bytes(take(4), "big"))
+        kind = take(1)
+        records.append((key, kind, take(int.from_bytes(take(4), "big")), int.from_bytes(take(8), "big")))
+    assert data == b""
+    return Batch(records, frame.payload[12:])
+
+
+@pytest.fixture(scope="module")
+def ready_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    with Serve(tmp_path_factory.mktemp("ready"), server_provider_ready=True) as server:
+        yield server
+
+
+def test_who_answers_ready_with_names_gets_batches_and_acknowledges_them_in_order(
+    ready_server: Serve, topic: str
+) -> None:
+    begin_ms = time.time() * 1000
+    with Client(ready_server) as consumer, Client(ready_server) as source:
+        source.publish(topic, "first", msg_key="AAPL")
+        consumer.subscribe(topic)
+        ready = consumer.frame()
+        assert (ready.type, json.loads(ready.payload)) == (READY, {"topic": topic})
+        # The id is the client's own.
+        consumer.write(READY_ACK, 1 << 40, names(topic))
+        [(key, kind, data, created_ms)], of = read_batch(consumer)
+        assert (key, kind, data, of) == (b"AAPL", b"M", b"first", names(topic))
+        assert begin_ms - 1 <= created_ms <= time.time() * 1000
+
+        source.publish(topic, "", msg_key="AAPL", event_type="DELETE")
+        [(key, kind, data, _)], _ = read_batch(consumer)
+        assert (key, kind, data) == (b"AAPL", b"D", b"")
+        with Frames(ready_server) as other:
+            other.publish(topic, b"\xff\x00")
+        assert read_batch(consumer).records[0][:3] == (b"", b"M", b"\xff\x00")
+
+        assert committed(ready_server, topic) == 0
+        for offset in (1, 2, 3):
+            consumer.write(BATCH_ACK, 7, names(topic))
+            wait_committed(ready_server, topic, offset)
+
+
+def test_who_answers_ready_with_ack_gets_data(ready_server: Serve, topic: str) -> None:
+    with Client(ready_server) as client:
+        client.publish(topic, "x")
+        client.subscribe(topic)
+        ready = client.frame()
+        assert ready.type == READY
+        client.write(ACK, ready.id)
+        assert [record["data"] for record in client.records(1)] == ["x"]
+        wait_committed(ready_server, topic, 1)
+
+
+def test_nothing_is_delivered_before_ready_is_answered(ready_server: Serve, topic: str) -> None:
+    with Client(ready_server) as client:
+        client.publish(topic, "x")
+        client.subscribe(topic)
+        assert client.frame().type == READY
+        client.write(READY_ACK, 1, names(topic, "another"))
+        client.write(HEARTBEAT, 5)
+        assert client.frame() == (HEARTBEAT, 5, b"")
+        client.write(READY_ACK, 1, names(topic))
+        assert read_batch(client).records[0][2] == b"x"
+
+
+def test_each_group_of_a_connection_acknowledges_its_own_batches(ready_server: Serve, topic: str) -> None:
+    with Client(ready_server) as client:
+        for group in ("viewers", "writers"):
+            client.subscribe(topic, group)
+            assert client.frame().type == READY
+            client.write(READY_ACK, 1, names(topic, group))
+        with Client(ready_server) as source:
+            source.publish(topic, "x")
+        assert {read_batch(client).names for _ in range(2)} == {names(topic), names(topic, "writers")}
+        client.write(BATCH_ACK, 1, names(topic, "writers"))
+        until = time.monotonic() + 20
+        while committed(ready_server, topic, "writers") != 1:
+            assert time.monotonic() < until
+        assert committed(ready_server, topic) == 0
+        client.write(BATCH_ACK, 1, names(topic))
+        wait_committed(ready_server, topic, 1)
+
+
+def test_a_batch_without_its_ack_comes_again_to_the_next_consumer(ready_server: Serve, topic: str) -> None:
+    for _ in range(2):
+        with Client(ready_server) as client:
+            client.subscribe(topic)
+            assert client.frame().type == READY
+            client.write(READY_ACK, 1, names(topic))
+            with Client(ready_server) as source:
+                source.publish(topic, "x")
+            assert read_batch(client).records[0][2] == b"x"
+
+
+def test_many_large_records_come_in_several_batches(ready_server: Serve, topic: str) -> None:
+    values = [b"%d" % number * 100_000 for number in range(8)]
+    with Frames(ready_server) as other:
+        for value in values:
+            other.publish(topic, value)
+    with Client(ready_server) as client:
+        client.subscribe(topic)
+        assert client.frame().type == READY
+        client.write(READY_ACK, 1, names(topic))
+        found: list[bytes] = []
+        while len(found) < len(values):
+            found += [record[2] for record in read_batch(client).records]
+            client.write(BATCH_ACK, 1, names(topic))
+        assert found == values
+        wait_committed(ready_server, topic, len(values))
+
+
+def test_a_refresh_is_answered_with_names(server: Serve, client: Client, topic: str) -> None:
+    """Also where READY is not sent first: whoever answers so gets batches from then on."""
+    client.publish(topic, "x")
+    with Client(server) as consumer:
+        consumer.subscribe(topic)
+        assert len(consumer.records(1)) == 1
+        with Frames(server) as asker:
+            asker.call("refresh_topic", name=topic)
+        assert consumer.frame().type == RESET
+        consumer.write(RESET_ACK, 99, names(topic, "another"))
+        consumer.write(RESET_ACK, 99, names(topic))
+        assert len(consumer.records(1)) == 1
+        assert consumer.frame().type == READY
+        consumer.write(READY_ACK, 99, names(topic))
+        client.publish(topic, "y")
+        assert read_batch(consumer).records[0][2] == b"y"
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\0\0\0", names("t")[:-1], names("t") + b"!", b"\xff" * 8, (1 << 20).to_bytes(4, "big") + bytes(1 << 20)],
+)
+def test_a_batch_ack_whose_names_do_not_fit_ends_its_connection(server: Serve, topic: str, payload: bytes) -> None:
+    with Client(server) as client:
+        client.subscribe(topic)
+        client.write(BATCH_ACK, 1, payload)
+        assert client.goodbye()["code"] == "BAD_FRAME"
+
+
+def test_an_acknowledgement_with_names_that_nobody_has_harms_nobody(client: Client, topic: str) -> None:
+    for kind in (RESET_ACK, READY_ACK, BATCH_ACK):
+        client.write(kind, 1, names(topic))
+    client.subscribe(topic)
+    client.write(BATCH_ACK, 1, names(topic))
+    client.publish(topic, "x", number=9)
+    assert [record["data"] for record in client.records(1)] == ["x"]
+
+
+def test_a_newline_begins_a_line_of_text_though_it_is_the_type_of_a_batch_ack(server: Serve) -> None:
+    with Raw(server.ports["quiet"]) as text:
+        text.send(b"\nPING\r\n")
+        assert text.line() == "PONG"

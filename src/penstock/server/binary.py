@@ -322,13 +322,10 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                     self.answer_frame(binary.frame(Type.HEARTBEAT, number))
             case Type.DISCONNECT:
                 self.peer.close()
-            case Type.DATA | Type.SUBSCRIBE | Type.COMMIT_OFFSET if not self.is_hello:
+            case _ if not self.is_hello and kind in provider.TYPES:
                 return self._provider.do(frame)
             case Type.ACK | Type.RESET_ACK | Type.READY_ACK:
-                if self.is_hello:
-                    self._heard(number)
-                else:
-                    self._provider.heard(number)
+                self._heard(number)
             case _:
                 self._disconnect(BadFrame(f"a frame of type {kind:#04x}, which a client does not send"))
         return None

@@ -63,6 +63,10 @@ class ServerConfig:
         default=10_000,
         metadata=_about("a member of a Cursus group that is silent for so long loses its partitions", 100, 86_400_000),
     )
+    provider_ready: bool = field(
+        default=False,
+        metadata=_about("send READY to the Provider's clients when they subscribe, and deliver when it is answered"),
+    )
     handshake_s: int = field(default=30, metadata=_about("closes a connection that is not admitted by then", 1, 86_400))
     handshakes_max: int = field(
         default=1000, metadata=_about("connections that are not admitted yet; more close the oldest", 1, 1_000_000)

@@ -18,8 +18,9 @@ from penstock.wire.binary import Type
 if TYPE_CHECKING:
     from penstock.server.server import Server
 
-# What a client of the binary door may begin with; text begins with a letter or a blank.
-_BINARY: Final = frozenset(kind for kind in Type if kind < Type.RESULT)
+# What a client of the binary door may begin with; text begins with a letter or a blank. BATCH_ACK is a newline, and
+# never comes first.
+_BINARY: Final = frozenset(kind for kind in Type if kind < Type.RESULT) - {Type.BATCH_ACK}
 
 
 class Door(Connection, asyncio.Protocol):

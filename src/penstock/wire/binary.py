@@ -1,8 +1,13 @@
 """The binary door: frames `[type 1][id 8][length 4][payload]`, their head in network order.
 
-Types 0x01 to 0x08 are the Provider's, with JSON in them. A client that knows only those publishes with DATA, subscribes
-with SUBSCRIBE and is sent DATA, which it acknowledges. One that begins with HELLO has the others, and is told what
-went wrong in ERROR rather than by DISCONNECT. `id` matches an answer to its request; requests are pipelined.
+Types 0x01 to 0x0C are the Provider's, most of them with JSON. A client that knows only those publishes with DATA,
+subscribes with SUBSCRIBE and is sent DATA, which it acknowledges. One that begins with HELLO has the others, and gets
+ERROR rather than DISCONNECT when something fails. `id` matches an answer to its request; requests are pipelined.
+
+    BATCH_HEADER u32 records · u64 bytes · names. So many bytes follow the frame, outside of any frame: for each record
+                 u32 length · key · u8 'M' or 'D' · u32 length · data · u64 created, in ms      → BATCH_ACK
+    BATCH_ACK    names. RESET_ACK and READY_ACK have the same, or nothing                       not answered
+    names        u32 length · topic · u32 length · group
 
     HELLO        JSON: version, name, user, password, token, claim, owner                → RESULT
     PUBLISH      a batch in which every message says its subject                         → RESULT, a receipt for each
@@ -64,6 +69,10 @@ _SETTLE: Final = struct.Struct("!QBQQQIIH")
 _BATCHES: Final = struct.Struct("!QQ")
 _MESSAGES: Final = struct.Struct("!QIQHI")
 _AGAIN: Final = struct.Struct("!II")
+_BATCH_HEADER: Final = struct.Struct("!IQ")
+_LENGTH: Final = struct.Struct("!I")
+# The longest name of a topic or a group in BATCH_ACK, RESET_ACK and READY_ACK.
+NAME_BYTES_MAX: Final = 65_535
 _READ: Final = struct.Struct("!QIQI")
 # So many messages are settled by one frame.
 SETTLE_MAX: Final = 10_000
@@ -78,6 +87,8 @@ class Type(IntEnum):
     READY = 0x06
     DISCONNECT = 0x07
     HEARTBEAT = 0x08
+    BATCH_HEADER = 0x09
+    BATCH_ACK = 0x0A
     # Answers to RESET and READY, of clients that have words of their own for them; ACK says the same.
     RESET_ACK = 0x0B
     READY_ACK = 0x0C
@@ -485,6 +496,37 @@ def read_messages(payload: Buffer) -> Messages:
     view = memoryview(payload)
     attempts = dict(_AGAIN.iter_unpack(view[at:begin]))
     return Messages(topic_id, partition, generation, bytes(view[_MESSAGES.size : at]), attempts, view[begin:])
+
+
+def batch_frame(number: int, records: Sequence[bytes], topic: bytes, group: bytes) -> bytes:
+    """A BATCH_HEADER and the records behind it, which belong to no frame."""
+    size = sum(map(len, records))
+    fields = _BATCH_HEADER.pack(len(records), size)
+    return b"".join((frame(Type.BATCH_HEADER, number, fields, names(topic, group)), *records))
+
+
+def batch_record(key: bytes, data: bytes, created_ms: int, *, is_delete: bool) -> bytes:
+    head = _LENGTH.pack(len(key)) + key + (b"D" if is_delete else b"M")
+    return b"".join((head, _LENGTH.pack(len(data)), data, created_ms.to_bytes(8, "big")))
+
+
+def names(topic: bytes, group: bytes) -> bytes:
+    return b"".join((_LENGTH.pack(len(topic)), topic, _LENGTH.pack(len(group)), group))
+
+
+def read_names(payload: Buffer) -> tuple[bytes, bytes]:
+    """The topic and the group that a BATCH_ACK, RESET_ACK or READY_ACK is of."""
+    found = []
+    view = memoryview(payload)
+    for _ in range(2):
+        _check(len(view) >= _LENGTH.size)
+        length: int = _LENGTH.unpack_from(view)[0]
+        end = _LENGTH.size + length
+        _check(length <= NAME_BYTES_MAX and len(view) >= end)
+        found.append(bytes(view[_LENGTH.size : end]))
+        view = view[end:]
+    _check(not view)
+    return found[0], found[1]
 
 
 def _check(is_sound: bool) -> None:
