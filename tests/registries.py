@@ -118,6 +118,29 @@ class Registry:
         return Ended(code, self.stderr)
 
 
+class MockCloud:
+    """`penstock registry --mock-cloud` on a free port."""
+
+    def __enter__(self) -> Self:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "registry", "--mock-cloud", "--port", "0"],
+            env=clean_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.ready = self.process.stdout.readline()
+        self.url = f"http://{self.ready.partition('http on ')[2].partition(',')[0]}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        assert self.process.wait(PATIENCE_S) == 0
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
 class Answer(NamedTuple):
     body: bytes
     status: int = 200

@@ -330,7 +330,7 @@ def test_what_is_not_acknowledged_comes_again_to_the_next_consumer(server: Serve
 
 def test_what_is_never_acknowledged_comes_again_without_end_unless_the_topic_has_a_limit(tmp_path: Path) -> None:
     with (
-        Serve(tmp_path, config="[topics.limited]\ndeliveries_max = 2\n", topic_ack_deadline_ms=20) as server,
+        Serve(tmp_path / "endless", topic_ack_deadline_ms=20) as server,
         Client(server) as client,
         Client(server) as consumer,
         Frames(server) as asker,
@@ -343,7 +343,12 @@ def test_what_is_never_acknowledged_comes_again_without_end_unless_the_topic_has
         assert asker.call("dead_letters", pattern=">")["letters"] == []
         consumer.write(ACK, number)
         wait_committed(server, "endless", 1)
-
+    with (
+        Serve(tmp_path / "limited", topic_deliveries_max=2, topic_ack_deadline_ms=20) as server,
+        Client(server) as client,
+        Client(server) as consumer,
+        Frames(server) as asker,
+    ):
         client.publish("limited", "y")
         consumer.subscribe("limited")
         until = time.monotonic() + 20

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
 
 from penstock.client.sync import Client
-from tests.registries import Answer, Answers, Registry, as_json
+from tests.registries import Answer, Answers, MockCloud, Registry, as_json, get
 from tests.replicas import ReplicaProcess
 from tests.server import Serve
 from tests.trees import eventually, healthy, reason_of, records, status_of, url
@@ -41,8 +43,86 @@ def nodes(path: Path, *above: tuple[str, str, Serve | None, str | None]) -> None
     path.write_text(text)
 
 
+def test_the_documents_run_from_a_mock_cloud_to_a_consumer(tmp_path: Path) -> None:
+    """TE-06: five messages from the cloud, stored in the active segment, delivered, and the offset goes from 0 to 5."""
+    with MockCloud() as cloud:
+        assert cloud.ready.endswith(", 5 messages of price-topic\n")
+        with Serve(tmp_path / "broker", server_node_id="local-001", registry_url=cloud.url) as broker:
+            with Client(f"127.0.0.1:{broker.port}") as client:
+                records(broker, TOPIC, 5)
+                assert client.groups() == []
+                # One segment, which is the active one.
+                assert len(list(broker.data.glob(f"topics/{client.topic(TOPIC).id}/0/*.log"))) == 1
+            with ReplicaProcess(tmp_path / "consumer", broker.ports["quiet"], TOPIC) as consumer:
+                consumer.wait_records(5)
+                found = consumer.records()
+                assert [record["msgKey"] for record in found] == ["AAPL", "GOOGL", "MSFT", "TSLA", "AMZN"]
+                assert [record["offset"] for record in found] == [0, 1, 2, 3, 4]
+                assert json.loads(found[0]["data"]) == {"symbol": "AAPL", "price": 189.95}
+                with Client(f"127.0.0.1:{broker.port}") as client:
+                    consumer.wait_for(lambda: client.group(f"{TOPIC}-group").positions[0].committed == 5)
+            status = status_of(broker)
+            assert (status["role"], status["health"]) == ("LOCAL", "HEALTHY")
+
+
+def test_a_mock_cloud_answers_as_the_document_says(tmp_path: Path) -> None:
+    with MockCloud() as cloud:
+        assert get(f"{cloud.url}/health").json() == {"status": "ok", "role": "CLOUD", "totalMessages": 5}
+        assert [each["key"] for each in get(f"{cloud.url}/status").json()["recentMessages"]] == list(PRICES)
+        told = get(f"{cloud.url}/registry/topology", nodeId="pos-7").json()
+        assert (told["nodeId"], told["role"], told["topics"]) == ("pos-7", "LOCAL", [TOPIC])
+        assert (told["requestToFollow"], told["cloudDataUrl"]) == ([cloud.url], cloud.url)
+        polled = get(f"{cloud.url}/pipe/poll", offset="1", limit="2", topic=TOPIC).json()
+        assert [(each["offset"], each["msgKey"]) for each in polled] == [(1, "GOOGL"), (2, "MSFT")]
+        assert len(get(f"{cloud.url}/pipe/poll").json()) == 5
+        for nothing in ({"offset": "5"}, {"topic": "trade-topic"}):
+            assert get(f"{cloud.url}/pipe/poll", **nothing).status_code == 204
+        for wrong in ("-1", "x", "9" * 30):
+            refused = get(f"{cloud.url}/pipe/poll", offset=wrong)
+            assert (refused.status_code, refused.json()["code"]) == (400, "BAD_REQUEST")
+        assert get(f"{cloud.url}/registry/topology").status_code == 400
+        assert get(f"{cloud.url}/pipe/push").status_code == 404
+
+
+def test_a_cloud_that_tells_no_offsets_and_has_its_version_as_text_is_followed(tmp_path: Path) -> None:
+    """As the Provider's own test server does."""
+    stored = [{"msgKey": symbol, "eventType": "MESSAGE", "data": price} for symbol, price in PRICES.items()]
+
+    def answer(path: str) -> Answer:
+        if path.startswith("/registry/"):
+            return as_json(
+                {
+                    "nodeId": "local-001",
+                    "role": "LOCAL",
+                    "requestToFollow": [cloud.url],
+                    "cloudDataUrl": cloud.url,
+                    "cloudDataUrlFallback": None,
+                    "topologyVersion": "1.0",
+                    "topics": [TOPIC],
+                }
+            )
+        if not path.startswith("/pipe/poll"):
+            return as_json({}, 404)
+        query = parse_qs(urlsplit(path).query)
+        offset, limit = int(query["offset"][0]), int(query["limit"][0])
+        return as_json(stored[offset : offset + limit]) if offset < len(stored) else Answer(b"", 204)
+
+    with (
+        Answers(answer) as cloud,
+        Serve(tmp_path, server_node_id="local-001", registry_url=cloud.url, pipe_poll_ms=50, pipe_batch_size=2) as node,
+    ):
+        found = records(node, TOPIC, 5)
+        assert [(record["offset"], record["msgKey"], record["data"]) for record in found] == [
+            (offset, symbol, price) for offset, (symbol, price) in enumerate(PRICES.items())
+        ]
+        stored.append({"msgKey": "NFLX", "eventType": "MESSAGE", "data": "1"})
+        node.kill()
+        node.restart()
+        assert [record["offset"] for record in records(node, TOPIC, 6)] == [0, 1, 2, 3, 4, 5]
+
+
 def test_prices_at_the_root_are_answered_by_a_replica_two_levels_below(tmp_path: Path) -> None:
-    """TE-06: the document's run, and then a hundred thousand messages while the broker in the middle is killed."""
+    """The document's run in a tree, and then a hundred thousand messages while the broker in the middle is killed."""
     path = tmp_path / "tree.toml"
     nodes(path, ("root", "ROOT", None, None))
     with (

@@ -63,9 +63,11 @@ def read_value(data: object) -> bytes:
 
 def read_records(records: object, topic: bytes, offset: int, now_us: int) -> Batch | None:
     """The records from `offset` on as a batch at their own offsets; None if there are none. BadParent if they are no
-    records, or not in order."""
+    records, or not in order. Of a parent that tells no offsets they are in a row, from `offset` on."""
     if not isinstance(records, list):
         raise BadParent(f"the parent answers with a {type(records).__name__} where a list of records is expected")
+    if all(isinstance(each, dict) and "offset" not in each for each in records):
+        records = [{**each, "offset": at} for at, each in enumerate(records, offset)]
     found = [each for each in map(_checked, records) if each["offset"] >= offset]
     if not found:
         return None

@@ -157,8 +157,8 @@ def _list(name: str, value: object, count_max: int) -> list[Any]:
 
 
 def _read_version(name: str, value: object) -> int:
-    """A registry that counts no versions is always at the same one."""
-    if value is None:
+    """A registry that counts no versions is always at the same one; so is one whose version is text, like "1.0"."""
+    if value is None or isinstance(value, str):
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= VERSION_MAX:
         raise BadTopology(f"{name} is {shown(value)}: it must be a whole number, from 0")

@@ -10,7 +10,7 @@ What cannot be answered is {"code", "text"}, as everywhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from penstock.errors import BadRequest, PenstockError, UnknownNode
+from penstock.errors import BadRequest, BadTopology, PenstockError, UnknownNode
 from penstock.registry.watched import Watched
 from penstock.web import WebPort
 
@@ -27,18 +27,27 @@ from penstock.web import WebPort
 LOOK_S: Final = 0.5
 # A client that sends no request, or does not read its answer, is closed.
 IDLE_S: Final = 30.0
-_STATUS: Final = {BadRequest.code: 400, UnknownNode.code: 404}
+_STATUS: Final = {BadRequest.code: 400, BadTopology.code: 400, UnknownNode.code: 404}
+_PATHS: Final = "/registry/topology, /registry/nodes and /health"
 
 
-async def serve(watched: Watched, host: str, port: int, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
-    """Answer until `stop`. `ready` is told the port."""
-    http = WebPort(_app(watched), host, port, idle_s=IDLE_S)
+async def serve(
+    app: Starlette,
+    host: str,
+    port: int,
+    stop: asyncio.Event,
+    ready: Callable[[int], None],
+    watched: Watched | None = None,
+) -> None:
+    """Answer until `stop`. `ready` is told the port; changes of a file that is `watched` are taken."""
+    http = WebPort(app, host, port, idle_s=IDLE_S)
     async with asyncio.TaskGroup() as tasks:
         web = tasks.create_task(http.run())
-        watcher = tasks.create_task(_watch(watched))
+        watcher = None if watched is None else tasks.create_task(_watch(watched))
         ready(http.port)
         await stop.wait()
-        watcher.cancel()
+        if watcher is not None:
+            watcher.cancel()
         http.stop()
         await web
 
@@ -49,7 +58,7 @@ async def _watch(watched: Watched) -> None:
         await asyncio.to_thread(watched.look)
 
 
-def _app(watched: Watched) -> Starlette:
+def app(watched: Watched) -> Starlette:
     async def topology(request: Request) -> JSONResponse:
         node_id = request.query_params.get("nodeId")
         if not node_id:
@@ -72,17 +81,21 @@ def _app(watched: Watched) -> Starlette:
             Route("/registry/nodes", nodes),
             Route("/health", health),
         ],
-        exception_handlers={PenstockError: _refuse, HTTPException: _refuse_route},
+        exception_handlers={PenstockError: refuse, HTTPException: refuse_route(_PATHS)},
     )
 
 
-async def _refuse(_: Request, error: Exception) -> JSONResponse:
+async def refuse(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, PenstockError)
     return JSONResponse({"code": error.code, "text": str(error)}, status_code=_STATUS[error.code])
 
 
-async def _refuse_route(_: Request, error: Exception) -> JSONResponse:
+def refuse_route(paths: str) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
     """What Starlette itself refuses: another path, another method."""
-    assert isinstance(error, HTTPException)
-    text = f"{error.detail}: there is GET /registry/topology, /registry/nodes and /health"
-    return JSONResponse({"code": BadRequest.code, "text": text}, status_code=error.status_code, headers=error.headers)
+
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        told = {"code": BadRequest.code, "text": f"{error.detail}: there is GET {paths}"}
+        return JSONResponse(told, status_code=error.status_code, headers=error.headers)
+
+    return refused
