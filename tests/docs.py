@@ -38,7 +38,7 @@ from penstock.client.values import (
     Topic,
 )
 from penstock.embedded import Broker
-from penstock.server.config import SETTINGS, Setting
+from penstock.server.config import NO_EFFECT, SETTINGS, Setting
 from tests.nats.differences import CLIENT_DIFFERENCES, DIFFERENCES
 
 ROOT: Final = Path(__file__).parent.parent
@@ -189,6 +189,11 @@ def _tell_settings() -> Iterator[str]:
         yield "\n".join(rows)
 
 
+def _tell_no_effect() -> Iterator[str]:
+    rows = [f"| `{name}` | {reason} |" for name, reason in sorted(NO_EFFECT.items())]
+    yield "\n".join(["| name | why it has no effect |", "|---|---|", *rows])
+
+
 def _default(setting: Setting) -> str:
     """As it would stand in a file."""
     value = setting.default
@@ -306,6 +311,7 @@ def _in_lines(name: str, parameters: Sequence[inspect.Parameter], text: str) -> 
 _PARTS: Final[dict[str, Callable[[], Iterator[str]]]] = {
     "commands": _tell_commands,
     "settings": _tell_settings,
+    "no_effect": _tell_no_effect,
     "classes": _tell_classes,
     "nats": _tell_nats,
 }

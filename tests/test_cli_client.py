@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -350,6 +351,17 @@ def test_without_a_broker_it_says_so_and_how_to_start_one() -> None:
     for arguments in (("create-topic", "t"), ("join-subscription", "s"), ("subscribe", "t")):
         done = Penstock(NOBODY)("client", "--port", 1, *arguments)
         assert done == Done(1, "", f"error: {where}, or name another with --host and --port\n")
+
+
+def test_it_waits_for_an_answer_as_long_as_its_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = ("client", "--port", silent.getsockname()[1], "--config", file, "create-topic", "t")
+        file.write_text('{"client.request_timeout": 1, "server.prot": "is for the server to refuse"}')
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert Penstock(NOBODY)(*at) == Done(1, "", f"error: HEARTBEAT: no answer from {where} within 1 s\n")
+        file.write_text('{"client.request_timeout": 0}')
+        assert Penstock(NOBODY)(*at).err.startswith(f"error: client.request_timeout (file {file}) is 0: it must be ")
 
 
 def test_a_broker_that_wants_a_token_is_given_one(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.server.config import SETTINGS, Config, Loaded, load
+from penstock.server.config import SETTINGS, ClientConfig, Config, Loaded, load, load_client
 
 MIB = 1 << 20
 
@@ -30,6 +30,7 @@ DEFAULTS = {
     "server.node_id": "local-001",
     "server.heartbeat_s": 120,
     "server.session_timeout_ms": 10_000,
+    "server.provider_ready": False,
     "server.handshake_s": 30,
     "server.handshakes_max": 1000,
     "server.connections_max": 20_000,
@@ -65,6 +66,7 @@ DEFAULTS = {
     "storage.retain_bytes": None,
     "topic.auto_create": True,
     "topic.topics_max": 10_000,
+    "topic.dedup_ids_max": 100_000,
     "topic.partitions": 1,
     "topic.durability": "fsync",
     "topic.segment_bytes": 64 * MIB,
@@ -83,6 +85,7 @@ DEFAULTS = {
     "flow.burst": 100,
     "flow.buffer": 1000,
     "flow.mode": "block",
+    "flow.slow_threshold": 0.8,
     "dlq.prefix": "DLQ",
     "registry.url": None,
     "registry.poll_ms": 30_000,
@@ -97,6 +100,8 @@ DEFAULTS = {
     "pipe.batch_size": 100,
     "pipe.type": "http",
     "pipe.on_gap": "stop",
+    "client.request_timeout_s": 30,
+    "client.heartbeat_s": 30,
 }
 
 # The example configurations of the brokers whose files and variables are understood.
@@ -109,6 +114,28 @@ FLAT_EXAMPLE = {  # dotted names, as its documentation has them
     "storage.fsync_on_write": True,
     "client.request_timeout": 30,
     "client.heartbeat_interval": 30,
+}
+
+PYTHON_BROKER = {  # as its program has it
+    "server": {
+        "host": "127.0.0.1",
+        "port": 9999,
+        "max_connections": 100,
+        "connection_timeout": 300,
+        "heartbeat_interval": 30,
+    },
+    "storage": {
+        "data_dir": "./storage/data",
+        "snapshot_dir": "./storage/snapshots",
+        "snapshot_interval": 60,
+        "max_log_size": 104857600,
+        "sync_interval": 1,
+        "memory_cache_size": 1000,
+        "fsync_on_write": True,
+    },
+    "topics": {"default_partitions": 1, "max_partitions": 16, "retention_hours": 24, "max_message_size": 1048576},
+    "client": {"max_retries": 3, "retry_delay": 1, "request_timeout": 30, "auto_ack": True},
+    "logging": {"level": "INFO", "format": "%(message)s", "file": None},
 }
 
 YAML_EXAMPLE = """
@@ -404,7 +431,7 @@ def test_what_a_topic_does_not_set_comes_from_the_general_policy_with_its_origin
     assert loaded.shown()["topics.a-b.dedup_window_ms"] == 60_000
 
 
-@pytest.mark.parametrize("name", ["auto_create", "topics_max"])
+@pytest.mark.parametrize("name", ["auto_create", "topics_max", "dedup_ids_max"])
 def test_what_is_of_all_topics_is_no_setting_of_one(place: Place, name: str) -> None:
     [problem] = place.problems({"topics": {"orders": {name: 1}}})
     assert problem.startswith(f"topics.orders.{name} (file FILE) is not a setting")
@@ -485,6 +512,11 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("flow_control.rate", 10, "flow.rate", 10),
         ("flow-control.burst", 20, "flow.burst", 20),
         ("flow_control.buffer", 30, "flow.buffer", 30),
+        ("flow_control.default_slow_threshold", 0.5, "flow.slow_threshold", 0.5),
+        ("flow_control.default_slow_threshold", "1", "flow.slow_threshold", 1.0),
+        ("deduplication.max_entries", 10, "topic.dedup_ids_max", 10),
+        ("client.request_timeout", 5, "client.request_timeout_s", 5),
+        ("client.heartbeat_interval", 5, "client.heartbeat_s", 5),
         ("flow_control.mode", "drop", "flow.mode", "drop"),
         ("flow_control.backpressure_mode", "shed", "flow.mode", "shed"),
         ("flow_control.default_rate_limit", 1000.0, "flow.rate", 1000),
@@ -560,16 +592,19 @@ def test_the_configuration_of_flux_is_understood(place: Place) -> None:
         "flow.burst": 200,
         "flow.buffer": 10000,
         "flow.mode": "drop",
+        "flow.slow_threshold": 0.8,
+        "topic.dedup_ids_max": 100_000,
     }
     told = [warning.replace(str(place.path), "FILE") for warning in loaded.warnings]
     assert told[0] == (
         "server.port (file FILE) is ':4223': only the port is taken from it, server.host says where to listen"
     )
-    assert "cluster.peers (file FILE) has no effect without a cluster" in told
+    assert "cluster.peers (file FILE) is [], which has no effect: there is no cluster" in told
     assert (
-        "durable.flush_interval (file FILE) has no effect as an acknowledgement is stored before it is confirmed"
-        in told
-    )
+        "durable.flush_interval (file FILE) is '1s', which has no effect: "
+        "an acknowledgement is stored before it is confirmed"
+    ) in told
+    assert not [warning for warning in told if warning.startswith(("flow_control.", "deduplication."))]
 
 
 def test_a_rate_of_flux_counts_only_where_its_limit_is_enabled(place: Place) -> None:
@@ -600,6 +635,24 @@ def test_what_is_so_anyway_may_be_said(place: Place, content: dict[str, Any]) ->
             {"storage": {"fsync_on_write": "maybe"}},
             "storage.fsync_on_write (file FILE) is 'maybe': it must be true or false",
         ),
+        (
+            {"flow_control": {"enable_backpressure": False}},
+            (
+                "flow_control.enable_backpressure (file FILE) is False: it must be true: buffers are always limited, "
+                "flow.mode says what a full one does"
+            ),
+        ),
+        (
+            {"flow_control": {"default_slow_threshold": float("nan")}},
+            "flow_control.default_slow_threshold (file FILE) is nan: it must be a number, 0 to 1",
+        ),
+        (
+            {"client": {"auto_ack": False}},
+            (
+                "client.auto_ack (file FILE) is False: it must be true: `penstock client` acknowledges what it "
+                "printed; in a program, BrokerClient.subscribe takes auto_ack"
+            ),
+        ),
         ({"ack": {"max_retries": -1}}, "ack.max_retries (file FILE) is -1: it must be a whole number, 0 to 999"),
         ({"ack": {"max_retries": 1000}}, "ack.max_retries (file FILE) is 1000: it must be a whole number, 0 to 999"),
         (
@@ -617,23 +670,19 @@ def test_a_wrong_value_under_another_name_is_refused_by_that_name(
 @pytest.mark.parametrize(
     ("key", "why"),
     [
-        ("cluster.node_id", "without a cluster"),
-        ("cluster.raft_addr", "without a cluster"),
-        ("cluster.raft_dir", "without a cluster"),
-        ("cluster.peers", "without a cluster"),
-        ("durable.replay_batch", "as a group that is behind reads as much as its members take"),
-        ("deduplication.max_entries", "as each topic remembers 100,000 ids"),
-        ("network.threads.boss", "as there is one event loop"),
-        ("network.threads.worker", "as there is one event loop"),
-        ("client.request_timeout", "here: it is the client's"),
-        ("client.heartbeat_interval", "here: it is the client's"),
-        ("client.max_retries", "here: it is the client's"),
-        ("client.auto_ack", "here: it is the client's"),
+        ("cluster.node_id", "there is no cluster"),
+        ("cluster.raft_addr", "there is no cluster"),
+        ("cluster.raft_dir", "there is no cluster"),
+        ("cluster.peers", "there is no cluster"),
+        ("durable.replay_batch", "a group that is behind reads as much as its members take"),
+        ("network.threads.boss", "one event loop serves all connections"),
+        ("network.threads.worker", "one event loop serves all connections"),
+        ("client.max_retries", "a request is sent once, because one that was not answered may have been done"),
     ],
 )
 def test_what_has_no_effect_is_warned_of(place: Place, key: str, why: str) -> None:
     loaded = place.load(nested(key, 1))
-    assert loaded.warnings == [f"{key} (file {place.path}) has no effect {why}"]
+    assert loaded.warnings == [f"{key} (file {place.path}) is 1, which has no effect: {why}"]
     assert changed(loaded) == {}
 
 
@@ -646,12 +695,55 @@ def test_the_flat_example(place: Place) -> None:
         "server.heartbeat_s": 30,
         "storage.data_dir": "./storage/data",
         "topic.durability": "fsync",
+        "client.request_timeout_s": 30,
+        "client.heartbeat_s": 30,
+    }
+    assert [warning.split()[0] for warning in loaded.warnings] == ["server.port"]
+
+
+def test_the_whole_file_of_the_python_broker_is_understood(place: Place) -> None:
+    """CO-41"""
+    loaded = place.load(PYTHON_BROKER)
+    assert changed(loaded) == {
+        "server.host": "127.0.0.1",
+        "server.quiet_port": 9999,
+        "server.connections_max": 100,
+        "server.heartbeat_s": 30,
+        "server.payload_bytes_max": 1 << 20,
+        "server.log_level": "info",
+        "storage.data_dir": "./storage/data",
+        "topic.durability": "fsync",
+        "topic.partitions": 1,
+        "topic.retain_ms": 24 * 3_600_000,
+        "client.request_timeout_s": 30,
     }
     assert [warning.split()[0] for warning in loaded.warnings] == [
         "server.port",
-        "client.request_timeout",
-        "client.heartbeat_interval",
+        "server.connection_timeout",
+        "storage.snapshot_dir",
+        "storage.snapshot_interval",
+        "storage.max_log_size",
+        "storage.sync_interval",
+        "storage.memory_cache_size",
+        "topics.max_partitions",
+        "client.max_retries",
+        "client.retry_delay",
+        "logging.format",
+        "logging.file",
     ]
+
+
+def test_a_client_reads_what_concerns_it_and_nothing_else(place: Place) -> None:
+    """CO-06, CO-07"""
+    for content in (FLAT_EXAMPLE, {"client": {"request_timeout": 5, "heartbeat_s": 7}, "server": {"prot": 1}}):
+        place.path.write_text(json.dumps(content))
+        found = load_client(path=place.path, environ={"PENSTOCK_CLIENT_HEARTBEAT_S": "9", "PENSTOCK_SERVER_PROT": "1"})
+        assert found == ClientConfig(request_timeout_s=5 if "client" in content else 30, heartbeat_s=9)
+    assert load_client(path=None, environ={"QB_CONFIG_FILE": str(place.path)}).heartbeat_s == 7
+    place.path.write_text('{"client": {"request_timeout": 0, "nonsense": 1}}')
+    with pytest.raises(BadConfig) as refused:
+        load_client(path=place.path, environ={})
+    assert [problem.split()[0] for problem in refused.value.problems] == ["client.request_timeout", "client.nonsense"]
 
 
 def test_the_yaml_example(place: Place) -> None:
@@ -875,6 +967,7 @@ BOUNDS = [
     ("storage.upkeep_ms", 1, None),
     ("storage.retain_bytes", 16 * MIB, None),
     ("topic.topics_max", 0, None),
+    ("topic.dedup_ids_max", 1, 400_000),
     ("topic.partitions", 1, 256),
     ("topic.segment_bytes", 4096, 2 << 30),
     ("topic.retain_ms", 1, None),
@@ -887,9 +980,12 @@ BOUNDS = [
     ("flow.rate", 0, None),
     ("flow.burst", 1, None),
     ("flow.buffer", 1, None),
+    ("flow.slow_threshold", 0, 1),
     ("registry.poll_ms", 100, 86_400_000),
     ("pipe.poll_ms", 10, 3_600_000),
     ("pipe.batch_size", 1, 10_000),
+    ("client.request_timeout_s", 1, 86_400),
+    ("client.heartbeat_s", 1, 86_400),
 ]
 
 
@@ -1168,7 +1264,7 @@ def test_a_server_takes_its_file_as_flux_does(tmp_path: Path) -> None:
 def test_the_command_shows_every_value_and_its_origin(file: Path) -> None:
     result = penstock("--config", file, QB_LOG_LEVEL="ERROR")
     assert result.returncode == 0
-    assert result.stderr == f"warning: cluster.node_id (file {file}) has no effect without a cluster\n"
+    assert result.stderr == f"warning: cluster.node_id (file {file}) is 'x', which has no effect: there is no cluster\n"
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in result.stdout.splitlines() if "." in line}
     assert rows["auth.token"] == f"*** file {file}"
     assert rows["storage.data_dir"] == f"[red]x file {file}"

@@ -343,9 +343,9 @@ async def test_a_large_batch_is_read_in_another_thread_after_a_restart(settings:
     threads: dict[int, threading.Thread] = {}
     read = intake._read_identities
 
-    def watched(batch: Batch, mode: Dedup, number: int | None) -> Any:
+    def watched(batch: Batch, mode: Dedup, number: int | None, ids_max: int) -> Any:
         threads[batch.count] = threading.current_thread()
-        return read(batch, mode, number)
+        return read(batch, mode, number, ids_max)
 
     async with Life(FaultyFiles(), settings=settings) as life:
         await life.publish_run(numbered())
@@ -363,7 +363,7 @@ async def test_a_large_batch_is_read_in_another_thread_after_a_restart(settings:
 
 
 @in_loop
-async def test_of_more_ids_than_are_known_the_newest_are_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_more_ids_than_are_known_the_newest_are_after_a_restart() -> None:
     clock = ManualClock()
     async with Life(FaultyFiles(), clock=clock) as life:
         await life.do(life.broker.create_topic(b"orders", partitions=2))
@@ -372,8 +372,7 @@ async def test_of_more_ids_than_are_known_the_newest_are_after_a_restart(monkeyp
             await send(life, b"%d" % (number * 7 % 40), subject=b"orders.%d" % (number % 2))
             clock.advance(1000)
         disk = await stop(life)
-    monkeypatch.setattr(intake, "ENTRIES_MAX", 10)
-    async with Life(disk, clock=clock) as life:
+    async with Life(disk, clock=clock, settings=Settings(dedup_ids_max=10)) as life:
         for number in range(30, 40):
             assert (await send(life, b"%d" % (number * 7 % 40))).duplicates, number
         assert not (await send(life, b"%d" % (3 * 7 % 40))).duplicates

@@ -480,6 +480,30 @@ def test_a_durable_misses_nothing_while_it_is_away(tmp_path: Path) -> None:
             assert flux.message().payload == b"5"
 
 
+def test_how_many_ids_are_remembered_and_who_is_slow_are_settings(tmp_path: Path) -> None:
+    """DD-05, FC-06: as `deduplication.max_entries` and `flow_control.default_slow_threshold` say."""
+    file = tmp_path / "flux.json"
+    flow = {"default_slow_threshold": 0.1, "enable_backpressure": True, "default_buffer_size": 10}
+    file.write_text(json.dumps({"deduplication": {"max_entries": 2}, "flow_control": flow}))
+
+    def answers(flux: Flux, ids: str) -> list[str]:
+        return [flux.publish_with_headers("orders.new", b"", msg_id=name) for name in ids]
+
+    with Serve(tmp_path / "serve", flags=("--config", str(file))) as server:
+        with Flux(server) as flux:
+            # Behind c only b and c are known, and behind the second a only c and a.
+            assert answers(flux, "abacba") == ["+OK", "+OK", "+OK DUP", "+OK", "+OK DUP", "+OK"]
+            flux.subscribe("orders.new", "1")
+            assert flux.ask("FLOWCTL 1 PULL").startswith("+OK mode=PULL")
+            assert [flux.publish("orders.new") for _ in range(2)] == ["+OK", "+OK"]
+            stats = flux.stats("1")
+            assert (stats["buffer_usage"], stats["slow_consumer"]) == (0.2, True)
+        server.kill()
+        server.restart()
+        with Flux(server) as flux:
+            assert answers(flux, "ab") == ["+OK DUP", "+OK"]
+
+
 def test_a_slow_member_gets_no_more_than_its_buffer(flux: Flux, other: Flux, subject: str) -> None:
     flux.subscribe(subject, "1")
     assert flux.ask("FLOWCTL 1 PUSH 0 1 10") == "+OK mode=PUSH rate=0 burst=1 buffer=10"

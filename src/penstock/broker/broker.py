@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 from penstock.batch import Batch
 from penstock.broker.deadletters import DeadLetters
+from penstock.broker.dedup import ENTRIES_MAX
 from penstock.broker.delay import DELAYED_TOPIC, Delays
 from penstock.broker.epochs import Epochs
 from penstock.broker.figures import Figures
@@ -88,6 +89,8 @@ class Settings:
     # Whether a subject without a topic makes one, named by its first token; how many are made so.
     auto_create: bool = True
     topics_max: int = 10_000
+    # Message ids that each topic remembers.
+    dedup_ids_max: int = ENTRIES_MAX
     # Groups with a name, and subscriptions: those of a group's members, and all others.
     groups_max: int = 10_000
     subscriptions_max: int = 100_000
@@ -126,7 +129,7 @@ class Broker:
         self._order = Order(self._find_sinks, self.health)
         store.on_commit = self._order.serve
         store.on_upkeep = self._keep_up
-        self._intake = Intake(self, self.live, self._order)
+        self._intake = Intake(self, self.live, self._order, self.settings.dedup_ids_max)
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
         self.delays: Delays | None = None

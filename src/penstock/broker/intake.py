@@ -123,8 +123,10 @@ class Host(Protocol):
 
 
 class Intake:
-    def __init__(self, host: Host, live: LivePartition, order: Order) -> None:
+    def __init__(self, host: Host, live: LivePartition, order: Order, ids_max: int = ENTRIES_MAX) -> None:
+        """`ids_max`: ids of messages that each topic remembers."""
         self._host = host
+        self._ids_max = ids_max
         self._live = live
         self._order = order
         self._dedup_budget = DedupBudget()
@@ -449,10 +451,10 @@ class Intake:
                     identities = await self.identities(topic, partition, batch)
                     found.append((batch.append_time, identities))
                     count += len(identities)
-                    if count > 2 * ENTRIES_MAX:
-                        count = _forget_oldest(found, count)
+                    if count > 2 * self._ids_max:
+                        count = _forget_oldest(found, count, self._ids_max)
                 offset = batches[-1].end
-        dedup = Dedup(policy.dedup_window_us, budget=self._dedup_budget)
+        dedup = Dedup(policy.dedup_window_us, self._ids_max, self._dedup_budget)
         for append_time, identities in sorted(found, key=_append_time):
             async for some in _sliced(identities):
                 for identity, place, _ in some:
@@ -462,7 +464,8 @@ class Intake:
     async def identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> list[Identity]:
         """Return the identities of a stored batch without holding up the loop."""
         is_late = partition not in topic.partitions
-        read = partial(_read_identities, batch, topic.topic.policy.dedup, None if is_late else partition.number)
+        number = None if is_late else partition.number
+        read = partial(_read_identities, batch, topic.topic.policy.dedup, number, self._ids_max)
         if is_large(batch):
             found = await asyncio.get_running_loop().run_in_executor(None, read)
         else:
@@ -490,7 +493,7 @@ class Identity(NamedTuple):
 _append_time = itemgetter(0)
 
 
-def _read_identities(batch: Batch, mode: DedupMode, partition: int | None) -> list[Identity]:
+def _read_identities(batch: Batch, mode: DedupMode, partition: int | None, ids_max: int) -> list[Identity]:
     """Return the identities of a batch, of its newest messages if they are many. `partition`: None if they are for
     later."""
     columns = batch.columns()
@@ -502,7 +505,7 @@ def _read_identities(batch: Batch, mode: DedupMode, partition: int | None) -> li
     else:
         return []
     subjects = columns.subjects() if partition is None else None
-    found: deque[Identity] = deque(maxlen=ENTRIES_MAX)
+    found: deque[Identity] = deque(maxlen=ids_max)
     for identity, offset, subject in zip(identities, columns.offsets(), subjects or repeat(None), strict=False):
         if identity is not None:
             place = _UNPLACED if partition is None else _packed(partition, offset)
@@ -510,11 +513,11 @@ def _read_identities(batch: Batch, mode: DedupMode, partition: int | None) -> li
     return list(found)
 
 
-def _forget_oldest(found: list[tuple[int, list[Identity]]], count: int) -> int:
+def _forget_oldest(found: list[tuple[int, list[Identity]]], count: int, ids_max: int) -> int:
     """Drop the oldest batches while enough are left without them; how many identities are left."""
     found.sort(key=_append_time)
     dropped = 0
-    while count - len(found[dropped][1]) >= ENTRIES_MAX:
+    while count - len(found[dropped][1]) >= ids_max:
         count -= len(found[dropped][1])
         dropped += 1
     del found[:dropped]

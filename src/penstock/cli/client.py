@@ -6,9 +6,11 @@ import json as json_text
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,10 +18,11 @@ import typer
 from penstock.address import bare, join
 from penstock.cli.options import JsonLines
 from penstock.cli.text import Document, iso, put, safe, shown
-from penstock.errors import BadRequest, NoBroker, Unauthorized
+from penstock.errors import BadConfig, BadRequest, NoBroker, Unauthorized
 
 if TYPE_CHECKING:
     from penstock.client.qb import BrokerClient, BrokerMessage
+    from penstock.server.config import ClientConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -42,6 +45,7 @@ class _Broker:
     user: str | None
     password: str | None
     token: str | None
+    config: Path | None
 
     @contextmanager
     def client(self) -> Iterator[BrokerClient]:
@@ -50,8 +54,16 @@ class _Broker:
         # What it would log is told as an error.
         logging.getLogger(qb.__name__).addHandler(logging.NullHandler())
         try:
+            settings = self._settings()
             with qb.BrokerClient(
-                self.host, self.port, self.client_id, user=self.user, password=self.password, token=self.token
+                self.host,
+                self.port,
+                self.client_id,
+                request_timeout=settings.request_timeout_s,
+                heartbeat_interval=settings.heartbeat_s,
+                user=self.user,
+                password=self.password,
+                token=self.token,
             ) as client:
                 yield client
         except NoBroker:
@@ -61,6 +73,17 @@ class _Broker:
             ) from None
         except Unauthorized as error:
             raise Unauthorized(f"{error}: give --user and --password, or --token") from None
+
+    def _settings(self) -> ClientConfig:
+        """What the file and the environment say of clients. What they say of servers is not looked at."""
+        from penstock.server.config import load_client
+
+        try:
+            return load_client(path=self.config, environ=os.environ)
+        except BadConfig as error:
+            for problem in error.problems:
+                print(f"error: {problem}", file=sys.stderr)
+            raise typer.Exit(1) from None
 
 
 @app.callback()
@@ -74,9 +97,12 @@ def options(
     user: User = None,
     password: Password = None,
     token: Token = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Whose client.… is used: TOML, JSON or YAML.")
+    ] = None,
 ) -> None:
     """Talk to a server as the Python broker's command line does."""
-    context.obj = _Broker(host, port, client_id, user, password, token)
+    context.obj = _Broker(host, port, client_id, user, password, token, config)
 
 
 @app.command("create-topic")

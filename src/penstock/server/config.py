@@ -17,6 +17,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, r
 from difflib import get_close_matches
 from fractions import Fraction
 from itertools import combinations, permutations
+from math import isfinite
 from pathlib import Path
 from types import NoneType
 from typing import Any, Final, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -155,9 +156,13 @@ class StorageConfig:
 class TopicConfig:
     """The policy of topics that are made by themselves; in `topics`, of one topic."""
 
-    # These two are of all topics together: one topic cannot set them.
+    # These three are of all topics together: one topic cannot set them.
     auto_create: bool = field(default=True, metadata=_about("make a topic when it is first named"))
     topics_max: int = field(default=10_000, metadata=_about("topics that are made by themselves", 0))
+    # All topics together have room for 128 MiB of them.
+    dedup_ids_max: int = field(
+        default=100_000, metadata=_about("IDs that each topic remembers; the oldest are forgotten first", 1, 400_000)
+    )
 
     partitions: int = field(default=1, metadata=_about("logs of a topic", 1, 256))
     durability: Literal["fsync", "flush"] = field(
@@ -200,6 +205,9 @@ class FlowConfig:
     burst: int = field(default=100, metadata=_about("messages at once, above the rate", 1))
     buffer: int = field(default=1000, metadata=_about("messages that may wait for a subscriber", 1))
     mode: Literal["block", "drop", "shed"] = field(default="block", metadata=_about("what a full buffer does"))
+    slow_threshold: float = field(
+        default=0.8, metadata=_about("part of the buffer above which STATS calls a subscriber slow", 0, 1)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +282,14 @@ class PipeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClientConfig:
+    """Of `penstock client`, which reads the same file; the server does not."""
+
+    request_timeout_s: int = field(default=30, metadata=_about("how long it waits for an answer", 1, 86_400))
+    heartbeat_s: int = field(default=30, metadata=_about("how often it sends a heartbeat", 1, 86_400))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -284,6 +300,7 @@ class Config:
     dlq: DlqConfig = field(default_factory=DlqConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     pipe: PipeConfig = field(default_factory=PipeConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
     # Topics that are to exist, by name. What one does not set comes from `topic`.
     topics: Mapping[str, TopicConfig] = field(default_factory=dict)
 
@@ -339,9 +356,28 @@ def load(*, path: Path | None, environ: Mapping[str, str], flags: Mapping[str, A
     return Loaded(config=_build(values, topics), origins=origins, warnings=notes.warnings)
 
 
+def load_client(*, path: Path | None, environ: Mapping[str, str]) -> ClientConfig:
+    """Only what concerns clients: a server's mistakes, and its warnings, are for whoever starts it."""
+    notes = _Notes()
+    path = path or _path_in(environ)
+    table = _read_file(path, notes) if path else {}
+    own = {key: value for key, _, value in _flatten(table) if key.startswith("client.")}
+    variables = {name: value for name, value in environ.items() if name.startswith(f"{_PREFIX}CLIENT_")}
+    values: dict[str, Any] = {}
+    sources = (_from_file(own, f"file {path}", SETTINGS, environ, notes), _from_environment(variables, notes))
+    for source in sources:
+        for given in _once(source, notes):
+            value = _read(given, notes)
+            if given.target.key is not None:
+                values[given.target.key.removeprefix("client.")] = value
+    if notes.problems:
+        raise BadConfig(notes.problems)
+    return ClientConfig(**values)
+
+
 # ---- a setting, and how its value is read
 
-Kind = Literal["text", "choice", "bool", "count", "ms", "s", "bytes"]
+Kind = Literal["text", "choice", "bool", "count", "fraction", "ms", "s", "bytes"]
 
 # Spelled exactly: 5M is no duration, and Mb are not bytes.
 _DURATIONS_MS: Final = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -360,6 +396,7 @@ _UNITS: Final[Mapping[Kind, Mapping[str, Fraction | int]]] = {
 _FORMS: Final[Mapping[Kind, str]] = {
     "text": "text that is not empty (a number needs quotes)",
     "count": "a whole number",
+    "fraction": "a number",
     "ms": 'whole milliseconds, as a number or like "500ms", "5s", "5m", "24h", "7d"',
     "s": 'whole seconds, as a number or like "5s", "5m", "24h", "7d"',
     "bytes": 'whole bytes, as a number or like "64MiB", "1GB"',
@@ -421,6 +458,8 @@ class Setting:
                 return "off" if value is False else _text(value).lower()
             case "bool":
                 return value if isinstance(value, bool) else {"true": True, "false": False}.get(_text(value).lower())
+            case "fraction":
+                return _fraction(value)
             case _:
                 value = value.removeprefix(self.drop_prefix) if isinstance(value, str) else value
                 return _whole_number(value, _UNITS[self.kind])
@@ -430,6 +469,14 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(value)
     return value
+
+
+def _fraction(value: Any) -> float:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise ValueError(value)
+    return float(value)
 
 
 def _whole_number(value: Any, units: Mapping[str, Fraction | int]) -> int:
@@ -470,6 +517,8 @@ def _kind(name: str, hint: Any) -> tuple[Kind, tuple[Any, ...]]:
         return "bool", (True, False)
     if hint is str:
         return "text", ()
+    if hint is float:
+        return "fraction", ()
     kinds: dict[str, Kind] = {"ms": "ms", "s": "s", "bytes": "bytes"}
     return kinds.get(name.removesuffix("_max").rpartition("_")[2], "count"), ()
 
@@ -482,7 +531,8 @@ SETTINGS: Final[dict[str, Setting]] = {
     for section, cls in _SECTIONS.items()
     for declared in fields(cls)
 }
-_OF_ONE_TOPIC: Final = [f.name for f in fields(TopicConfig) if f.name not in ("auto_create", "topics_max")]
+_OF_ALL_TOPICS: Final = ("auto_create", "topics_max", "dedup_ids_max")
+_OF_ONE_TOPIC: Final = [f.name for f in fields(TopicConfig) if f.name not in _OF_ALL_TOPICS]
 
 
 # ---- other names
@@ -499,6 +549,9 @@ _ALIASES: Final[dict[str, _Target]] = {
     alias: _Target(key, SETTINGS[key])
     for alias, key in {
         "ack.timeout": "topic.ack_deadline_ms",
+        "client.heartbeat_interval": "client.heartbeat_s",
+        "client.request_timeout": "client.request_timeout_s",
+        "deduplication.max_entries": "topic.dedup_ids_max",
         "deduplication.window": "topic.dedup_window_ms",
         "deduplication.window_size": "topic.dedup_window_ms",
         "flow_control.backpressure_mode": "flow.mode",
@@ -507,10 +560,12 @@ _ALIASES: Final[dict[str, _Target]] = {
         "flow_control.default_buffer_size": "flow.buffer",
         "flow_control.default_rate_burst": "flow.burst",
         "flow_control.default_rate_limit": "flow.rate",
+        "flow_control.default_slow_threshold": "flow.slow_threshold",
         "flow_control.mode": "flow.mode",
         "flow_control.rate": "flow.rate",
         "lame_duck_duration": "server.lame_duck_s",
         "lame_duck_grace_period": "server.lame_duck_grace_s",
+        "logging.level": "server.log_level",
         "network.port": "server.quiet_port",
         "network.type": "server.network",
         "node.id": "server.node_id",
@@ -532,18 +587,29 @@ _ALIASES: Final[dict[str, _Target]] = {
     }.items()
 } | {
     "ack.max_retries": _Target("topic.deliveries_max", Setting(kind="count", low=0, high=999), lambda n: n + 1),
+    "client.auto_ack": _Target(
+        None,
+        Setting(
+            kind="bool",
+            choices=(True,),
+            note="`penstock client` acknowledges what it printed; in a program, BrokerClient.subscribe takes auto_ack",
+        ),
+    ),
     "cluster.enabled": _Target(None, Setting(kind="bool", choices=(False,), note="clustering is not available yet")),
     "deduplication.enabled": _Target("topic.dedup", _BOOL, {True: "id", False: "off"}.get),
+    "flow_control.enable_backpressure": _Target(
+        None,
+        Setting(kind="bool", choices=(True,), note="buffers are always limited, flow.mode says what a full one does"),
+    ),
     "flow_control.enable_rate_limit": _Target(None, _BOOL),
     "storage.fsync_on_write": _Target("topic.durability", _BOOL, {True: "fsync", False: "flush"}.get),
 }
-_NO_EFFECT: Final[Mapping[str, str]] = {
-    "client.auto_ack": "here: it is the client's",
-    "client.heartbeat_interval": "here: it is the client's",
-    "client.max_retries": "here: it is the client's",
-    "client.request_timeout": "here: it is the client's",
+# Names of other brokers for what is different here, and why nothing can follow from them.
+NO_EFFECT: Final[Mapping[str, str]] = {
+    "client.max_retries": "a request is sent once, because one that was not answered may have been done",
+    "client.retry_delay": "a request is sent once, because one that was not answered may have been done",
     **{
-        f"cluster.{name}": "without a cluster"
+        f"cluster.{name}": "there is no cluster"
         for name in (
             "advertise_addr",
             "bind_addr",
@@ -560,17 +626,40 @@ _NO_EFFECT: Final[Mapping[str, str]] = {
             "snapshot_threshold",
         )
     },
-    "deduplication.max_entries": "as each topic remembers 100,000 ids",
-    "durable.flush_interval": "as an acknowledgement is stored before it is confirmed",
-    "durable.replay_batch": "as a group that is behind reads as much as its members take",
-    "flow_control.default_slow_threshold": "as a subscriber counts as slow above 0.8 of its buffer",
-    "flow_control.enable_backpressure": "as buffers are always bounded",
-    "network.threads.boss": "as there is one event loop",
-    "network.threads.worker": "as there is one event loop",
+    "durable.flush_interval": "an acknowledgement is stored before it is confirmed",
+    "durable.replay_batch": "a group that is behind reads as much as its members take",
+    "logging.file": "the log goes to stderr",
+    "logging.format": "the log has one format, or JSON with log.format",
+    "network.threads.boss": "one event loop serves all connections",
+    "network.threads.worker": "one event loop serves all connections",
+    "server.connection_timeout": "a connection that is silent is sent heartbeats, every server.heartbeat_s",
+    "storage.max_log_size": "a log is cut into segments of topic.segment_bytes, and topic.retain_bytes limits it",
+    "storage.memory_cache_size": "the last batches are kept in memory within storage.tail_bytes_max",
+    "storage.snapshot_dir": "the log alone holds all that is stored",
+    "storage.snapshot_interval": "the log alone holds all that is stored",
+    "storage.sync_interval": "topic.durability says when a message is synced",
+    "topics.max_partitions": "a topic has at most 256 partitions",
 }
 
-# Beside those of its clients: settings that only the Python broker has. They tell whose file it is.
-_PYTHON_BROKER: Final = ("server.heartbeat_interval", "storage.fsync_on_write")
+# Settings that only the Python broker has. They tell whose file it is.
+_PYTHON_BROKER: Final = (
+    "client.auto_ack",
+    "client.heartbeat_interval",
+    "client.max_retries",
+    "client.request_timeout",
+    "client.retry_delay",
+    "server.heartbeat_interval",
+    "storage.fsync_on_write",
+)
+
+# What its file says of all topics, where ours has a table for each.
+_PYTHON_BROKER_TOPICS: Final = {
+    "topics.default_partitions": _Target("topic.partitions", SETTINGS["topic.partitions"]),
+    "topics.max_message_size": _Target("server.payload_bytes_max", SETTINGS["server.payload_bytes_max"]),
+    "topics.retention_hours": _Target(
+        "topic.retain_ms", Setting(kind="count", low=1), lambda hours: hours * _DURATIONS_MS["h"]
+    ),
+}
 
 _PREFIX: Final = "PENSTOCK_"
 _ENVIRONMENT: Final = {_PREFIX + key.replace(".", "_").upper(): key for key in SETTINGS}
@@ -668,7 +757,14 @@ def _flatten(table: Mapping[Any, Any], key: str = "", written: str = "") -> Iter
 
 def _topic_names(table: Mapping[Any, Any]) -> list[str]:
     tables = [place.get("topics") for place in (table, table.get("broker")) if isinstance(place, dict)]
-    return [str(name) for topics in tables if isinstance(topics, dict) for name in topics]
+    return [
+        str(name)
+        for topics in tables
+        if isinstance(topics, dict)
+        for name, value in topics.items()
+        # The Python broker's file has settings of all topics there.
+        if isinstance(value, dict) or f"topics.{name}" not in (*_PYTHON_BROKER_TOPICS, *NO_EFFECT)
+    ]
 
 
 def _from_file(
@@ -680,7 +776,8 @@ def _from_file(
 ) -> Iterator[_Given]:
     targets = {key: _Target(key, setting) for key, setting in settings.items()} | _ALIASES
     entries = list(_flatten(table))
-    if any(key in _PYTHON_BROKER or key.startswith("client.") for key, _, _ in entries):
+    if any(key in _PYTHON_BROKER for key, _, _ in entries):
+        targets |= _PYTHON_BROKER_TOPICS
         # The one port of the Python broker is for clients that speak first.
         targets["server.port"] = _Target("server.quiet_port", settings["server.quiet_port"])
         notes.warnings.extend(
@@ -705,9 +802,9 @@ def _from_file(
                 notes.problems.append(f"{place}: {error}")
             else:
                 yield _Given(written, value, origin, targets[key])
-        elif key in _NO_EFFECT:
-            notes.warnings.append(f"{place} has no effect {_NO_EFFECT[key]}")
-        elif not any(name.startswith(f"{key}.") for name in (*targets, *_NO_EFFECT, "broker.", "topics.")):
+        elif key in NO_EFFECT:
+            notes.warnings.append(f"{place} is {value!r}, which has no effect: {NO_EFFECT[key]}")
+        elif not any(name.startswith(f"{key}.") for name in (*targets, *NO_EFFECT, "broker.", "topics.")):
             notes.problems.append(f"{place} is not a setting{_hint(key, targets)}")
         elif value is not None:  # nothing is an empty table in YAML
             notes.problems.append(f"{place} must be a table of settings")

@@ -587,6 +587,7 @@ def _broker_settings(config: Config) -> brokers.Settings:
     return brokers.Settings(
         auto_create=config.topic.auto_create,
         topics_max=config.topic.topics_max,
+        dedup_ids_max=config.topic.dedup_ids_max,
         groups_max=config.server.groups_max,
         subscriptions_max=config.server.subscriptions_max,
         position_bytes_max=config.server.position_bytes_max,

@@ -714,7 +714,7 @@ class Session(Connection, asyncio.Protocol):
             "dropped": member.dropped,
             "delivered": member.delivered,
             "buffer_usage": usage,
-            "slow_consumer": usage > 0.8,
+            "slow_consumer": usage > self.server.config.flow.slow_threshold,
         }
 
     async def _pull(self, event: Pull) -> None:
