@@ -178,12 +178,12 @@ def test_a_log_that_cannot_be_opened_is_in_it_as_it_is(tmp_path: Path) -> None:
         topic = store.create_topic("t", policy=SMALL)
         append(store, topic.id, 20)
         first = store.log(topic.id).segments[0].path
-    first.write_bytes(b"")
+    (first.parent / "notes.txt").write_bytes(b"not a file of a log")
     with Store(tmp_path) as store:
         assert (topic.id, 0) in store.refused
         snapshot = store.snapshot_now()
         log = listed(snapshot, topic.id)
         assert log.committed is None
         assert log.problem is not None
-        assert "empty" in log.problem
+        assert "notes.txt" in log.problem
         assert len(contents(snapshot)[topic.id, 0]) > 1
