@@ -21,7 +21,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fast lint format bench soak lock clean
+.PHONY: help demo test check lint format bench soak lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -32,8 +32,8 @@ demo: $(READY) ## set up, then see the log at work
 test: lint ## set up, lint, then run every test
 	@$(BIN)/python -m pytest
 
-fast: $(READY) ## only the tests that start no process, in a minute or two
-	@$(BIN)/python -m pytest -p tests.fast
+check: lint ## lint, then the tests that start no process, in a minute
+	@$(BIN)/python -m pytest -p tests.check
 
 lint: $(READY) ## ruff, mypy, import-linter
 	@$(BIN)/ruff check --quiet .

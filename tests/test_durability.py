@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.kill import KillJudge
 from tests.simulation import simulate
 
-# Each of the four parts takes its share of the seeds. `make soak CUTS=` takes more.
-SEEDS = 2000
+# Each of the four parts takes its share of the seeds: 2000 in `make test`, fewer in `make check`, as of all that is
+# random. `make soak CUTS=` takes more.
+SEEDS = 20 * settings().max_examples
 PARTS = 4
 
 

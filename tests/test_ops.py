@@ -33,11 +33,15 @@ RULES: Final[list[dict[str, Any]]] = [rule for group in ALERTS["groups"] for rul
 PANELS: Final[list[dict[str, Any]]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 
 
+# Where to get a tool that may be missing.
+PACKAGES: Final = {"promtool": "apt install prometheus", "systemd-analyze": "apt install systemd"}
+
+
 def tool(name: str) -> str:
     """One that is installed here, or beside Python."""
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
-        pytest.skip(f"{name} is not installed")
+        pytest.skip(f"{name} is not installed: {PACKAGES.get(name, 'make test')} installs it")
     return found
 
 
