@@ -43,7 +43,7 @@ if (
     os.environ["TMPDIR"] = str(_MEMORY)
     tempfile.tempdir = None  # it is looked up again
 
-# The files with the longest tests, of up to a minute each. They begin first: at the end no worker waits for one.
+# The files with the longest tests, of up to a minute each.
 _LONG: Final = {
     "test_bench",
     "test_cli_pipeline",
@@ -51,12 +51,30 @@ _LONG: Final = {
     "test_docs",
     "test_spark_clusters",
     "test_spark_session",
-    "test_spark_sink",
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in _LONG)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Use one more than there are cores: tests also wait, for processes to start and for deadlines to pass."""
+    return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests. Each worker begins with an equal part of the list, and takes from the end of another's later.
+
+    The first part begins with all that needs the Spark session, so that one worker starts it, and the second with the
+    longest tests, so that at the end nobody waits for one.
+    """
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    in_spark: list[pytest.Item] = []
+    long: list[pytest.Item] = []
+    short: list[pytest.Item] = []
+    for item in items:
+        needs_spark = "spark" in getattr(item, "fixturenames", ())
+        (in_spark if needs_spark else long if item.path.stem in _LONG else short).append(item)
+    first = max(0, len(items) // workers - len(in_spark)) if workers > 1 else 0
+    items[:] = [*in_spark, *short[:first], *long, *short[first:]]
 
 
 class SparkBroker(penstock.Broker):
