@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -169,7 +170,12 @@ def test_the_monitor_tells_of_both_alike(websocket_peers: tuple[Peer, Peer]) -> 
             client = WebSocket(connected)
             assert client.recv(1).startswith(b"INFO ")
             port = connected.getsockname()[1]
-            [row] = [row for row in peer.get("/connz")["connections"] if row["port"] == port]
+            # The greeting may come a moment before the connection is listed.
+            rows: list[dict[str, Any]] = []
+            until = time.monotonic() + PATIENCE_S
+            while not rows and time.monotonic() < until:
+                rows = [row for row in peer.get("/connz")["connections"] if row["port"] == port]
+        [row] = rows
         assert (row["kind"], row["type"], row["ip"]) == ("Client", "websocket", "127.0.0.1")
         shown = peer.get("/varz")["websocket"]
         assert shown == {"host": "127.0.0.1", "port": peer.websocket_port, "no_tls": True, "compression": True}
