@@ -23,7 +23,7 @@ _STARTERS: Final = {
     "subprocess",
     "multiprocessing",
     "penstock.spark.java",
-    "penstock.spark.run",
+    "penstock.pipelines.execution",
     "penstock.spark.session",
     "penstock.spark.startup",
     "pyspark.sql.SparkSession",
