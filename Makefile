@@ -32,7 +32,7 @@ demo: $(READY) ## set up, then see the log at work
 test: lint ## set up, lint, then run every test
 	@$(BIN)/python -m pytest
 
-check: lint ## lint, then the tests that start no process, in a minute
+check: lint ## lint, then the tests that start no process, in a few minutes
 	@$(BIN)/python -m pytest -p tests.check
 
 lint: $(READY) ## ruff, mypy, import-linter
