@@ -1113,7 +1113,7 @@ def test_tab_says_nothing_without_a_broker() -> None:
 def test_every_listed_command_is_there() -> None:
     listed = CliRunner().invoke(app, ["--help"]).stdout
     # They talk to no broker, or by HTTP.
-    alone = ("serve", "config", "demo", "registry", "replica", "topology")
+    alone = ("serve", "config", "demo", "registry", "replica", "restore", "topology")
     for name in (*MODULES, "serve", "config", "demo", "worker"):
         assert f" {name} " in listed
         helped = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False)

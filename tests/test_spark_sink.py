@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
+# PySpark parses schemas in the JVM of a session.
+pytestmark = pytest.mark.usefixtures("spark")
+
 # Only a test that fails waits so long.
 PATIENCE_S = 240
 
