@@ -405,8 +405,9 @@ class _WatchedStore(Store):
 
     @property
     def is_idle(self) -> bool:
+        changes, logs = self._changes, self.catalogue.logs.values()
         return not (
-            self.reads or self._dirty or self._changing or self._turns or any(log.busy for log in self._logs.values())
+            self.reads or self.rounds._dirty or changes._is_changing or changes._turns or any(log.busy for log in logs)
         )
 
 

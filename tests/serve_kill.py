@@ -700,7 +700,7 @@ class ServeJudge:
     def _judge(self) -> None:
         verify(self.directory / "data")
         with Store(self.directory / "data") as store:
-            assert not store.refused, store.refused
+            assert not store.catalogue.refused, store.catalogue.refused
             stored = list(_read(store))
             topic_ids = {topic.name: topic.id for topic in store.topics}
             positions = read_positions(store)

@@ -186,13 +186,13 @@ class Simulation:
 
     def _drive_lanes_by_hand(self, store: Store) -> None:
         """The two lanes of an event loop at once, in some order of their steps."""
-        rounds = [store._take_written_round(), store._take_synced_round()]
+        rounds = [store.rounds.take_written_round(), store.rounds.take_synced_round()]
         for round_ in self.random.sample(rounds, 2):
             if round_ is not None:
                 round_.run()
         for round_ in self.random.sample(rounds, 2):
             if round_ is not None:
-                store._finish(round_)
+                store.rounds.finish(round_)
 
     def _purge(self, store: Store, number: int) -> None:
         log, topic = store.log(number), self.topics[number]
@@ -258,7 +258,7 @@ class Simulation:
 
     def _judge(self, store: Store) -> None:
         known = {topic.id: topic for topic in store.topics}
-        assert not store.damage, "something is taken for damaged"
+        assert not store.catalogue.damage, "something is taken for damaged"
         assert self.topics.keys() <= known.keys(), "a topic is gone"
         for number, topic in known.items():
             if number not in self.topics:

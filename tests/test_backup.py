@@ -44,7 +44,7 @@ def back_up(store: Store, target: Target, source: Callable[[Source], Source] = l
     try:
         return create(source(snapshot), target, plan(snapshot, target), penstock="1", throttle=Throttle(None))
     finally:
-        store.end_snapshot(snapshot)
+        store.snapshots.end(snapshot)
 
 
 def put_back(target: Target, directory: Path, to: ToTime | ToOffsets | None = None, **options: Any) -> Restored:
@@ -360,7 +360,7 @@ def test_a_log_that_cannot_be_opened_is_backed_up_as_it_is(store: Store, tmp_pat
     foreign = tmp_path / "data" / "topics" / str(topic.id) / "0" / "notes.txt"
     foreign.write_bytes(b"not a file of a log")
     with Store(tmp_path / "data") as broken:
-        assert (topic.id, 0) in broken.refused
+        assert (topic.id, 0) in broken.catalogue.refused
         manifest = back_up(broken, target).manifest
     assert "notes.txt" in manifest.problems[0]
     put_back(target, tmp_path / "new")

@@ -58,9 +58,10 @@ def test_a_segment_with_unsynced_bytes_stays_open_so_that_its_fsync_error_is_tol
     with open_store(disk, open_segments_max=2) as store:
         unsynced, *others = [store.log(store.create_topic(name, policy=FLUSH).id) for name in "abcde"]
         append(unsynced, b"x")
-        written = store._take_written_round()
+        written = store.rounds.take_written_round()
         assert written
-        store._drive(written)
+        written.run()
+        store.rounds.finish(written)
         file = unsynced.segments[-1].file
         for log in others:
             log.segments[-1].file.size()

@@ -85,14 +85,14 @@ async def test_what_a_reader_is_spared_is_counted() -> None:
 @in_loop
 async def test_rounds_are_counted_with_their_messages() -> None:
     async with Life(FaultyFiles()) as life:
-        before = life.store.sync_seconds.cumulative()[-1], life.store.round_messages.total
+        before = life.store.rounds.sync_seconds.cumulative()[-1], life.store.rounds.round_messages.total
         await life.stored(b"orders", b"a", b"b", b"c")
         partition = life.broker.topic(b"orders").partitions[0]
 
         # The topic itself is a message of the state topic.
-        assert life.store.sync_seconds.cumulative()[-1] > before[0]
-        assert life.store.round_messages.total >= before[1] + 3
-        assert life.store.write_seconds.cumulative()[-1] == life.store.round_messages.cumulative()[-1]
+        assert life.store.rounds.sync_seconds.cumulative()[-1] > before[0]
+        assert life.store.rounds.round_messages.total >= before[1] + 3
+        assert life.store.rounds.write_seconds.cumulative()[-1] == life.store.rounds.round_messages.cumulative()[-1]
         assert (partition.received, partition.log.stored_messages) == (3, 3)
         assert partition.log.stored_bytes > 0
 

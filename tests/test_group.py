@@ -998,7 +998,7 @@ async def test_a_new_group_gets_what_is_published_after_a_power_cut_that_took_wh
         assert (log.end, log.committed) == (3, 1)
         await life.do(life.broker.create_group(b"g", b"orders"))
         log.begin_write = begin_write  # type: ignore[method-assign]
-        life.store._dirty.clear()
+        life.store.rounds._dirty.clear()
         disk = await life.power_cut()
     async with Life(disk) as life:
         ann = Recorder()

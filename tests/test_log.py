@@ -684,10 +684,10 @@ def test_bytes_that_wait_for_the_disk_are_bounded_over_all_logs() -> None:
         append(one, LARGE)
         with pytest.raises(Overloaded):
             append(other, LARGE)
-        assert store.unflushed_bytes <= 10_000
+        assert store.rounds.unflushed_bytes <= 10_000
         append(other, b"this still fits")
         store.flush()
-        assert store.unflushed_bytes == 0
+        assert store.rounds.unflushed_bytes == 0
         assert append(other, LARGE) == 2
         store.flush()
         assert (len(values(one)), len(values(other))) == (2, 3)
@@ -697,9 +697,9 @@ def test_a_batch_above_the_bound_is_taken_when_no_more_than_half_of_it_waits() -
     with open_store(FaultyFiles(), unflushed_bytes_max=1000) as store:
         log = store.log(store.create_topic("t").id)
         append(log, b"a")
-        assert not store.is_crowded
+        assert not store.rounds.is_crowded
         append(log, LARGE)
-        assert store.is_crowded
+        assert store.rounds.is_crowded
         with pytest.raises(Overloaded):
             append(log, b"b")
         store.flush()
@@ -714,7 +714,7 @@ def test_refused_batches_do_not_wait_any_more() -> None:
         append(log, LARGE)
         append(log, LARGE)
         store.flush()
-        assert store.unflushed_bytes == 0
+        assert store.rounds.unflushed_bytes == 0
 
 
 # Time

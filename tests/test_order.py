@@ -184,7 +184,7 @@ async def test_what_waits_and_is_not_stored_counts_with_what_waits_for_the_disk(
         await life.do(life.broker.make_ready(more, publisher))
         assert publish(life, publisher, (INBOX, b"2")).done()
         assert sink.values == [b"1", bytes(6000), b"2"]
-        assert life.store.unflushed_bytes == 0
+        assert life.store.rounds.unflushed_bytes == 0
 
 
 @in_loop

@@ -327,13 +327,13 @@ class Copying:
 
     def _drive(self, store: Store) -> None:
         """The two lanes of an event loop at once, in some order of their steps."""
-        rounds = [store._take_written_round(), store._take_synced_round()]
+        rounds = [store.rounds.take_written_round(), store.rounds.take_synced_round()]
         for round_ in self.random.sample(rounds, 2):
             if round_ is not None:
                 round_.run()
         for round_ in self.random.sample(rounds, 2):
             if round_ is not None:
-                store._finish(round_)
+                store.rounds.finish(round_)
 
     def _keep_written(self, log: Log) -> None:
         """The process ends, and the operating system does not: what was committed stays."""

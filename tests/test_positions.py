@@ -12,6 +12,7 @@ import pytest
 from penstock.broker.group import Group
 from penstock.broker.start import Start
 from penstock.errors import AppendFailed, PenstockError
+from penstock.storage import maintenance
 from penstock.storage import store as stores
 from penstock.storage.log import Log
 from penstock.storage.meta import Change, Meta
@@ -81,7 +82,7 @@ async def test_acks_in_random_order_cost_a_few_bytes_each() -> None:
 async def test_the_state_topic_is_compacted_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Policy(cleanup=Cleanup.COMPACT, segment_bytes=16 << 10, tombstone_ms=0)
     monkeypatch.setattr(stores, "_STATE_POLICY", small)
-    monkeypatch.setattr(stores, "_STATE_GROWTH_BYTES", 32 << 10)
+    monkeypatch.setattr(maintenance, "_STATE_GROWTH_BYTES", 32 << 10)
     async with Life(FaultyFiles(), upkeep_ms=10**9) as life:
         log = state_log(life)
         for number in range(2000):
@@ -95,7 +96,7 @@ async def test_acks_survive_a_power_cut_at_any_call_of_the_disk(monkeypatch: pyt
     """With changes, whole positions, segments that are sealed and compacted, and messages that fail in between."""
     small = Policy(cleanup=Cleanup.COMPACT, segment_bytes=4096, tombstone_ms=0)
     monkeypatch.setattr(stores, "_STATE_POLICY", small)
-    monkeypatch.setattr(stores, "_STATE_GROWTH_BYTES", 2048)
+    monkeypatch.setattr(maintenance, "_STATE_GROWTH_BYTES", 2048)
     order = list(range(60))
     Random(7).shuffle(order)
     acked: set[int] = set()

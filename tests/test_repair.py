@@ -81,7 +81,7 @@ def test_repair_sets_aside_what_is_damaged_and_the_rest_is_served(tmp_path: Path
     assert is_sound(data)
     assert served(data) == expected
     with Store(data) as store:
-        assert not store.damage
+        assert not store.catalogue.damage
         assert store.log(1).append(encode([b"new"], timestamp=TIMESTAMP)) >= len(VALUES)
     assert repair(data) == Outcome([], [], None, is_state_hit=False)
 

@@ -287,17 +287,17 @@ def test_the_oldest_messages_of_all_topics_go_when_the_store_is_too_large() -> N
             append_flushed(store, topic, bytes(1000))
             clock.advance(SECOND_US)
             store.upkeep()
-            assert store.store_bytes <= 100_000 + 5000
-        assert store.store_bytes == sum(segment_bytes(disk, log) for log in store._logs.values())
+            assert store.maintenance.store_bytes <= 100_000 + 5000
+        assert store.maintenance.store_bytes == sum(segment_bytes(disk, log) for log in store.catalogue.logs.values())
         present = [offset >= store.log(topic_id).start for topic_id, offset in appended]
         oldest = present.index(True)
         # Whole segments go, which hold a tenth of the limit at most.
         assert 50 <= sum(present) <= 80
         assert 0 <= sum(1 for found in present[oldest:] if not found) <= 15
         assert values(store.log(own.id)) == [b"own:" + bytes(20_000)]
-        assert store.usage()["store_bytes"] == (store.store_bytes, 100_000)
+        assert store.usage()["store_bytes"] == (store.maintenance.store_bytes, 100_000)
     with open_store(disk, clock, retain_bytes=100_000) as store:
-        assert 90_000 < store.store_bytes <= 105_000
+        assert 90_000 < store.maintenance.store_bytes <= 105_000
         assert [offset >= store.log(topic_id).start for topic_id, offset in appended] == present
 
 
@@ -352,7 +352,7 @@ def test_a_segment_that_cannot_be_removed_stops_neither_the_others_nor_the_log()
             for _ in range(15):
                 append_flushed(store, topic, bytes(1000))
                 clock.advance(SECOND_US)
-                store._roll(store._due_to_roll())
+                store.rounds.roll(store.maintenance._due_to_roll())
         disk.fail("remove", errno.EACCES, path_suffix=f"topics/{stuck.id}/0/" + "0" * 20 + ".log")
         store.upkeep()
         assert store.log(stuck.id).start == 0

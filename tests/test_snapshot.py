@@ -10,8 +10,8 @@ import pytest
 from penstock.batch import encode
 from penstock.errors import BadRequest, Closed, Overloaded
 from penstock.storage.policy import Cleanup, Durability, Policy
-from penstock.storage.snapshot import DIRECTORY, ListedLog, Listing, Snapshot
-from penstock.storage.store import SNAPSHOTS_MAX, Settings, Store
+from penstock.storage.snapshot import DIRECTORY, SNAPSHOTS_MAX, ListedLog, Listing, Snapshot
+from penstock.storage.store import Settings, Store
 
 SMALL = Policy(segment_bytes=4096)
 
@@ -126,7 +126,7 @@ def test_the_marks_are_of_one_moment_while_messages_come(tmp_path: Path) -> None
                 assert marks["a"] is not None
                 assert marks["b"] is not None
                 assert 0 <= marks["a"] - marks["b"] <= 3
-                store.end_snapshot(snapshot)
+                store.snapshots.end(snapshot)
                 await asyncio.sleep(0.005)
             for task in (*publishers, driver):
                 task.cancel()
@@ -152,8 +152,8 @@ def test_an_ended_snapshot_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match="none with number 7"):
             snapshot.read(7, 0, 1)
         assert snapshot.read(0, 1 << 40, 10) == b""
-        store.end_snapshot(snapshot)
-        store.end_snapshot(snapshot)
+        store.snapshots.end(snapshot)
+        store.snapshots.end(snapshot)
         with pytest.raises(Closed):
             snapshot.read(0, 0, 1)
 
@@ -165,7 +165,7 @@ def test_there_are_not_too_many(tmp_path: Path) -> None:
             snapshots = [await store.snapshot() for _ in range(SNAPSHOTS_MAX)]
             with pytest.raises(Overloaded, match="8 snapshots"):
                 await store.snapshot()
-            store.end_snapshot(snapshots[0])
+            store.snapshots.end(snapshots[0])
             await store.snapshot()
             driver.cancel()
             await asyncio.gather(driver, return_exceptions=True)
@@ -180,7 +180,7 @@ def test_a_log_that_cannot_be_opened_is_in_it_as_it_is(tmp_path: Path) -> None:
         first = store.log(topic.id).segments[0].path
     (first.parent / "notes.txt").write_bytes(b"not a file of a log")
     with Store(tmp_path) as store:
-        assert (topic.id, 0) in store.refused
+        assert (topic.id, 0) in store.catalogue.refused
         snapshot = store.snapshot_now()
         log = listed(snapshot, topic.id)
         assert log.committed is None

@@ -31,6 +31,7 @@ from penstock.errors import (
     UnknownTopic,
 )
 from penstock.run import Run
+from penstock.storage import catalogue
 from penstock.storage import store as store_module
 from penstock.storage.files import SYNC_EACH_MAX, OsFiles
 from penstock.storage.log import Log, State
@@ -322,7 +323,7 @@ def test_an_alteration_that_was_cut_is_made_or_not(way: Way) -> None:
             made += topic == after
             assert values(store.log(topic.id)) == [b"a"]
             append_flushed(store, topic, b"b", partition=topic.partitions - 1)
-            assert store.refused == {}
+            assert store.catalogue.refused == {}
         cuts += 1
     assert cuts > made > 5
 
@@ -347,7 +348,7 @@ def test_a_topic_whose_files_cannot_be_made_is_not_created(way: Way, call: str, 
         disk.fail(call, errno.ENOSPC, path_suffix=path)
         with pytest.raises(AppendFailed, match=r"orders is not created: .* create it again"):
             way.create(store, "orders", partitions=2)
-        assert (store.topics, store.refused) == ([], {})
+        assert (store.topics, store.catalogue.refused) == ([], {})
         assert disk.sizes(DATA / "topics").keys() == {"0"}
         with pytest.raises(UnknownTopic):
             store.log(1)
@@ -409,12 +410,12 @@ def test_a_topic_that_can_be_neither_made_nor_taken_back_may_be_completed(
         way.create(store, "orders", partitions=3)
     [topic] = store.topics
     assert (topic.name, topic.partitions) == ("orders", 3)
-    assert store.refused.keys() == {(1, 1)}
+    assert store.catalogue.refused.keys() == {(1, 1)}
     append_flushed(store, topic, b"a")
     with pytest.raises(AppendFailed, match="No space left"):
         store.log(topic.id, 1)
     store = complete(way, store, disk, topic)
-    assert (store.topics, store.refused) == ([topic], {})
+    assert (store.topics, store.catalogue.refused) == ([topic], {})
     append_flushed(store, topic, b"b", partition=1)
     assert [values(store.log(topic.id, partition)) for partition in range(3)] == [[b"a"], [b"b"], []]
     store.close()
@@ -429,7 +430,7 @@ def test_a_topic_that_can_be_neither_made_nor_taken_back_may_be_deleted(way: Way
         with pytest.raises(AppendFailed, match="not taken back"):
             way.create(store, "orders", partitions=3)
         way.delete(store, 1)
-        assert (store.topics, store.refused) == ([], {})
+        assert (store.topics, store.catalogue.refused) == ([], {})
         assert disk.sizes(DATA / "topics").keys() == {"0"}
 
 
@@ -449,11 +450,11 @@ def test_partitions_that_cannot_be_made_are_refused_until_the_topic_is_altered_a
         ):
             way.alter(store, altered)
         assert store.topics == [altered]
-        assert store.refused.keys() == {(topic.id, 1)}
+        assert store.catalogue.refused.keys() == {(topic.id, 1)}
         append_flushed(store, altered, b"b")
         append_flushed(store, altered, b"c", partition=2)
         way.alter(store, altered)
-        assert store.refused == {}
+        assert store.catalogue.refused == {}
         append_flushed(store, altered, b"d", partition=1)
         expected = [[b"a", b"b"], [b"d"], [b"c"]]
         assert [values(store.log(topic.id, partition)) for partition in range(3)] == expected
@@ -466,7 +467,7 @@ def test_a_log_that_has_no_room_at_a_start_does_not_stop_the_others() -> None:
     with open_store(disk) as store:
         kept = store.create_topic("kept")
         append_flushed(store, kept, b"a")
-        store._write_state([store_module._topic_change(Topic(2, "half made", 1, SMALL))])
+        store._write_state([catalogue._topic_change(Topic(2, "half made", 1, SMALL))])
     disk.fail("make_directory", errno.ENOSPC, path_suffix="topics/2/0")
     with open_store(disk) as store:
         assert values(store.log(kept.id)) == [b"a"]
@@ -535,13 +536,13 @@ def test_a_directory_of_an_unknown_topic_is_told_of_and_left_alone() -> None:
     disk.set_content(stranger, b"somebody's messages")
     for number in (78, 79):
         with open_store(disk) as store:
-            assert store.orphans == [DATA / "topics" / "77"]
+            assert store.catalogue.orphans == [DATA / "topics" / "77"]
             assert values(store.log(topic.id)) == [b"a"]
             assert store.create_topic(f"new {number}").id == number
     assert disk.content(stranger) == b"somebody's messages"
     disk.rename(DATA / "topics" / "77", DATA / "elsewhere")
     with open_store(disk) as store:
-        assert not store.orphans
+        assert not store.catalogue.orphans
 
 
 def test_a_directory_has_one_store_at_a_time(tmp_path: Path) -> None:
@@ -597,7 +598,7 @@ def check_segments(store: Store) -> None:
         == paths
     )
     for row in rows:
-        log = store._logs[row.topic, row.partition]
+        log = store.catalogue.logs[row.topic, row.partition]
         bases = [segment.base for segment in log.segments]
         following = [base for base in bases if base > row.base_offset]
         path = log.directory / f"{row.base_offset:020d}.log"
@@ -1026,7 +1027,7 @@ def test_concurrent_appends_are_all_committed_and_share_their_syncs(tmp_path: Pa
     for topic in (synced, flushed):
         assert values(store.log(topic.id)) == [appended[topic.id][offset] for offset in range(250)]
     assert 0 < syncs < 100, "500 appends"
-    assert store.unflushed_bytes == 0
+    assert store.rounds.unflushed_bytes == 0
     store.close()
     with Store(tmp_path) as store:
         for topic in (synced, flushed):
@@ -1277,8 +1278,8 @@ def test_an_unexpected_error_in_a_round_fails_its_log_and_no_other(tmp_path: Pat
                 with pytest.raises(LogFailed, match="a bug"):
                     await store.append(log, batch(b"b"))
                 assert await store.append(other, batch(b"c")) == 0
-                assert log in store.failed
-                assert other not in store.failed
+                assert log in store.rounds.failed
+                assert other not in store.rounds.failed
                 assert sum(store.health.faults.values()) == 1
                 with pytest.raises(LogFailed):
                     await store.append(log, batch(b"d"))
@@ -1322,7 +1323,7 @@ def test_one_who_waits_and_raises_does_not_keep_the_others_waiting(tmp_path: Pat
                 log.append(batch(b"a"), done=raises)
                 assert await store.append(log, batch(b"b")) == 1
                 assert store.health.faults == {"finish": 1}
-                assert log not in store.failed
+                assert log not in store.rounds.failed
 
     drive(main)
 
@@ -1454,7 +1455,7 @@ def test_a_topic_that_is_deleted_while_a_round_writes_it_does_not_stop_the_other
                 await asyncio.wait([rounds, append_kept], return_when=asyncio.FIRST_COMPLETED)
                 assert not rounds.done()
                 assert await append_kept == 0
-            assert store.unflushed_bytes == 0
+            assert store.rounds.unflushed_bytes == 0
 
     drive(main)
     with Store(tmp_path) as store:
@@ -1715,7 +1716,7 @@ def test_a_topic_that_is_being_written_is_removed_when_that_has_ended(tmp_path: 
                 await deletion
                 assert not (tmp_path / "topics" / str(gone.id)).exists()
                 assert not rounds.done()
-            assert store.unflushed_bytes == 0
+            assert store.rounds.unflushed_bytes == 0
 
     drive(main)
 
@@ -1776,7 +1777,7 @@ def test_upkeep_leaves_a_topic_alone_that_was_deleted_meanwhile(
             append_flushed(store, topic, LARGE)
         log = store.log(topic.id)
         store.delete_topic(topic.id)
-        store._upkeep([log])
+        store.maintenance._keep_up([log])
     assert caplog.text == ""
 
 
@@ -1980,7 +1981,7 @@ def test_a_topic_is_not_made_while_the_state_topic_is_being_written(tmp_path: Pa
     """It would be told as made before it is durable."""
     with Store(tmp_path) as store:
         state_log = store._state_log
-        store._state.write([Change("positions", "a", 1)])
+        store.state.write([Change("positions", "a", 1)])
         write = state_log.begin_write()
         assert write
         with pytest.raises(Overloaded, match="try again"):

@@ -320,7 +320,7 @@ def test_a_store_knows_that_a_log_was_cut_short_and_repair_ends_it(tmp_path: Pat
     assert lost == set(range(min(lost), end))
     assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
     with Store(data) as store:
-        [log] = store.damage
+        [log] = store.catalogue.damage
         assert told(log) == lost
         assert append(log, b"new") >= end
     assert lost_in(data) == lost
@@ -333,7 +333,7 @@ def test_a_store_knows_that_a_log_was_cut_short_and_repair_ends_it(tmp_path: Pat
     assert {offset for each in outcome.quarantined for offset in range(each.first, each.next)} == lost
     assert not lost_in(data)
     with Store(data) as store:
-        assert not store.damage
+        assert not store.catalogue.damage
         assert [*messages(store.log(1)).values()] == [*VALUES[: min(lost)], b"new"]
 
 
@@ -378,7 +378,7 @@ def test_a_topic_that_nobody_knows_is_kept_named_and_adopted(tmp_path: Path) -> 
     directory = store_with_groups(data)
     shutil.copytree(directory.parent, data / "topics" / "7")
     with Store(data) as store:
-        assert store.orphans == [data / "topics" / "7"]
+        assert store.catalogue.orphans == [data / "topics" / "7"]
         assert store.create_topic("other").id == 8
     assert (data / "topics/7/0").exists()
     assert [problem for problem in repair(data).problems if "--adopt 7=NAME" in problem]
@@ -390,7 +390,7 @@ def test_a_topic_that_nobody_knows_is_kept_named_and_adopted(tmp_path: Path) -> 
 
     assert (outcome.adopted, outcome.problems) == ({7: "found"}, [])
     with Store(data) as store:
-        assert not store.orphans
+        assert not store.catalogue.orphans
         assert {topic.name: topic.partitions for topic in store.topics} == {"orders": 2, "other": 1, "found": 2}
         assert messages(store.log(7)) == dict(enumerate(VALUES[:10]))
 

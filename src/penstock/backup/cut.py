@@ -104,7 +104,7 @@ def _logs(store: Store) -> Iterator[tuple[Place, Log]]:
     for topic in store.topics:
         if _is_cut(topic):
             for partition in range(topic.partitions):
-                if (topic.id, partition) not in store.refused:
+                if (topic.id, partition) not in store.catalogue.refused:
                     yield Place(topic.name, partition), store.log(topic.id, partition)
 
 

@@ -237,7 +237,7 @@ def _move_groups(store: Store, ends: Mapping[tuple[int, int], int | None]) -> It
         _, topic_id, partition = key.rsplit("/", 2)
         place = int(topic_id), int(partition)
         end = ends.get(place)
-        if end is None or place in store.refused:
+        if end is None or place in store.catalogue.refused:
             continue
         going_on = store.log(*place).committed
         last: dict[str, Any] = [whole, *store.state.additions("position", key)][-1]

@@ -127,8 +127,8 @@ class Broker:
         self._queue_numbers = count()
         self.live = LivePartition(LIVE[0], self._deliver)
         self._order = Order(self._find_sinks, self.health)
-        store.on_commit = self._order.serve
-        store.on_upkeep = self._keep_up
+        store.rounds.on_commit = self._order.serve
+        store.maintenance.on_upkeep = self._keep_up
         self._intake = Intake(self, self.live, self._order, self.settings.dedup_ids_max)
         self._creating: dict[bytes, asyncio.Future[ServedTopic]] = {}
         # There once it runs, unless its log cannot be opened.
@@ -421,7 +421,8 @@ class Broker:
     def _serve(self, topic: Topic) -> ServedTopic:
         """Open the doors of a topic, or of what was added to it."""
         name = topic.name.encode()
-        refusal = next((self.store.refused[place] for place in self.store.refused if place[0] == topic.id), None)
+        refused = self.store.catalogue.refused
+        refusal = next((refused[place] for place in refused if place[0] == topic.id), None)
         if refusal is not None:
             served = ServedTopic(topic, [], refusal)
             self.topics.add(served)
@@ -1027,7 +1028,7 @@ class Broker:
 
     def damage(self) -> list[tuple[str, int, LogDamaged]]:
         """What is known of messages that cannot be read: topic, partition, and where. All around them is served."""
-        damaged = dict.fromkeys(self.store.damage)
+        damaged = dict.fromkeys(self.store.catalogue.damage)
         if not damaged:
             return []
         return [
@@ -1041,7 +1042,7 @@ class Broker:
     @property
     def failed(self) -> list[str]:
         """Topics that are read, and take nothing more until a restart: an fsync failed, or we have a bug."""
-        failed = self.store.failed
+        failed = self.store.rounds.failed
         if not failed:
             return []
         names = [

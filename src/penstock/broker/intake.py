@@ -139,8 +139,8 @@ class Intake:
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE)):
             # What has to wait for the disk counts with what waits for it.
-            return publisher is None or not publisher.is_waiting or not self._host.store.is_crowded
-        if self._host.store.is_crowded:
+            return publisher is None or not publisher.is_waiting or not self._host.store.rounds.is_crowded
+        if self._host.store.rounds.is_crowded:
             return False
         subjects = set(run.subjects) if subject is None else (subject,)
         return all(self._knows(each, has_headers=bool(run.headers)) for each in subjects)
@@ -157,7 +157,7 @@ class Intake:
                     await self._prepare_topic(subject)
                 except PenstockError as error:
                     refusals[subject] = error
-        await self._host.store.room()
+        await self._host.store.rounds.room()
         return refusals
 
     async def _prepare_topic(self, subject: bytes) -> None:
@@ -213,7 +213,7 @@ class Intake:
 
     def _queue(self, publisher: Publisher) -> LiveQueue:
         if publisher.live is None:
-            publisher.live = LiveQueue(self._live, self._host.store)
+            publisher.live = LiveQueue(self._live, self._host.store.rounds)
         return publisher.live
 
     def note(self, topic: ServedTopic, identities: Sequence[Identity], append_time: int) -> None:

@@ -95,7 +95,7 @@ class Completion:
 
     async def _append(self, target: Partition) -> None:
         run, count = self._waiting.pop(target)
-        await self._host.store.room()
+        await self._host.store.rounds.room()
         batch = run.encode(target.name, self._host.clock.now_us())
         if self._source is None:
             target.append_batch(batch, 0, 0, None)

@@ -402,7 +402,7 @@ class Transactions:
     async def _append(self, decision: _Decision, place: Place, target: Partition) -> None:
         for index, offset in enumerate(decision.parts[place]):
             batch = await self._read(offset)
-            await self._host.store.room()
+            await self._host.store.rounds.room()
             if target.log.state is LogState.CLOSED:
                 return  # deleted meanwhile
             end = target.end

@@ -79,7 +79,7 @@ class Down:
             self._caught = max(self._caught, piece.committed)
         for batch in piece.batches:
             check_stored(batch, self.partition.name)
-            await self._host.store.room()
+            await self._host.store.rounds.room()
             await self._host.gaps.heal(self.place, self._end)
             # What the disk refused was taken back: to append what comes behind it would leave a gap.
             if self.partition.end != self._end:

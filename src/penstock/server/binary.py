@@ -391,7 +391,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         batch, run = checked
         if run is not None:
             return self._publish_run(run, lambda receipt: self._tell_appended(number, receipt))
-        if self.broker.store.is_crowded:
+        if self.broker.store.rounds.is_crowded:
             return self._append_later(number, to, batch)
         self._append_batch(number, to, batch)
         return None
@@ -450,7 +450,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         return _Checked(batch, run)
 
     async def _append_later(self, number: int, to: binary.Append, batch: Batch) -> None:
-        await self.broker.store.room()
+        await self.broker.store.rounds.room()
         self._append_batch(number, to, batch)
 
     def _append_batch(self, number: int, to: binary.Append, batch: Batch) -> None:
@@ -478,14 +478,14 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         )
 
     def _stage_checked(self, number: int, stage: binary.Stage, batch: Batch) -> Coroutine[Any, Any, None] | None:
-        if self.broker.transactions is None or self.broker.store.is_crowded:
+        if self.broker.transactions is None or self.broker.store.rounds.is_crowded:
             return self._stage_later(number, stage, batch)
         self._stage_batch(number, stage, batch)
         return None
 
     async def _stage_later(self, number: int, stage: binary.Stage, batch: Batch) -> None:
         await self.broker.open_transactions()
-        await self.broker.store.room()
+        await self.broker.store.rounds.room()
         self._stage_batch(number, stage, batch)
 
     def _stage_batch(self, number: int, stage: binary.Stage, batch: Batch) -> None:
@@ -607,7 +607,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
 
     async def _end_snapshot(self, snapshot: int) -> None:
         if (found := self._snapshots.pop(snapshot, None)) is not None:
-            await self.server.work(self.broker.store.end_snapshot, found)
+            await self.server.work(self.broker.store.snapshots.end, found)
 
     async def _read_snapshot(self, number: int, read: binary.Read) -> None:
         snapshot = self._snapshots.get(read.snapshot)

@@ -185,10 +185,10 @@ def _stored(topic: ServedTopic) -> tuple[float, ...]:
 
 
 def _rounds(server: Server) -> Iterator[Metric]:
-    store, figures = server.broker.store, server.broker.figures
-    yield _histogram("broker_flush_seconds", "Writing what waited, one observation a round.", store.write_seconds)
-    yield _histogram("broker_fsync_seconds", "Syncing what was written, one observation a round.", store.sync_seconds)
-    yield _histogram("broker_flush_messages", "Messages that were written together.", store.round_messages)
+    store, rounds, figures = server.broker.store, server.broker.store.rounds, server.broker.figures
+    yield _histogram("broker_flush_seconds", "Writing what waited, one observation a round.", rounds.write_seconds)
+    yield _histogram("broker_fsync_seconds", "Syncing what was written, one observation a round.", rounds.sync_seconds)
+    yield _histogram("broker_flush_messages", "Messages that were written together.", rounds.round_messages)
     yield _histogram(
         "broker_delivery_seconds",
         "From when a message was appended, or published by a producer that says when, to when it was handed to a "
@@ -196,8 +196,9 @@ def _rounds(server: Server) -> Iterator[Metric]:
         "older than its reader, do not count.",
         figures.delivery_seconds,
     )
-    yield GaugeMetricFamily("broker_unflushed_bytes", "Bytes that wait for a write.", store.unflushed_bytes)
-    yield GaugeMetricFamily("broker_store_bytes", "Bytes of all segments, as of the last upkeep.", store.store_bytes)
+    yield GaugeMetricFamily("broker_unflushed_bytes", "Bytes that wait for a write.", rounds.unflushed_bytes)
+    stored = store.maintenance.store_bytes
+    yield GaugeMetricFamily("broker_store_bytes", "Bytes of all segments, as of the last upkeep.", stored)
     if store.settings.retain_bytes is not None:
         about = "Bytes of all segments above which the oldest go."
         yield GaugeMetricFamily("broker_store_limit_bytes", about, store.settings.retain_bytes)

@@ -17,8 +17,8 @@ from penstock.moments import elapsed, iso
 from penstock.server.metrics import Metrics
 from penstock.server.routes import Asked, Endpoint, Field, Json
 from penstock.server.rows import Rows
+from penstock.storage.catalogue import ORPHAN_REMEDY
 from penstock.storage.log import DAMAGE_REMEDY
-from penstock.storage.store import ORPHAN_REMEDY
 
 if TYPE_CHECKING:
     from penstock.server.connection import Connection
@@ -83,7 +83,7 @@ async def _health(asked: Asked) -> Response:
 
 def _damage(server: Server) -> dict[str, Any]:
     """What cannot be read, and who waits because of it. The broker serves all around it, so it is not unavailable."""
-    found, orphans = server.broker.damage(), server.broker.store.orphans
+    found, orphans = server.broker.damage(), server.broker.store.catalogue.orphans
     unknown = {"unknown": [f"{path}: {ORPHAN_REMEDY}" for path in orphans]} if orphans else {}
     if not found:
         return unknown

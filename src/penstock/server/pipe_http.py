@@ -264,7 +264,7 @@ class _PipeDoor:
             async for data in request.stream():
                 for batch in reader.feed(data):
                     check_stored(batch, partition.name)
-                    await self._broker.store.room()
+                    await self._broker.store.rounds.room()
                     settled, done = outcome()
                     waits.append(settled)
                     end = partition.end

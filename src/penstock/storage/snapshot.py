@@ -14,17 +14,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from penstock.errors import AppendFailed, BadRequest, Closed, ReadFailed
+from penstock.clock import Clock
+from penstock.errors import AppendFailed, BadRequest, Closed, Overloaded, ReadFailed
+from penstock.storage import recovery
+from penstock.storage.catalogue import Catalogue
+from penstock.storage.changes import Steps, Work
 from penstock.storage.files import File, Files
-from penstock.storage.segment import Found, Segment
+from penstock.storage.log import Log
+from penstock.storage.policy import Topic
+from penstock.storage.segment import Found, OpenSegments, Segment
+from penstock.storage.witness import Place
+
+logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = "snapshots"
+# Snapshots at once. One that nobody reads ends after a while: it keeps room on the disk that retention would free.
+SNAPSHOTS_MAX: Final = 8
+SNAPSHOT_IDLE_US: Final = 3_600_000_000
 
 
 class Mark(NamedTuple):
@@ -181,6 +195,77 @@ class Snapshot:
         if self._open is not None:
             self._open[1].close()
             self._open = None
+
+
+class Snapshots:
+    """The snapshots of a store that somebody reads."""
+
+    def __init__(self, files: Files, directory: Path, clock: Clock) -> None:
+        """`directory` is the store's."""
+        self._files = files
+        self._directory = directory
+        self._clock = clock
+        self._snapshots: dict[Snapshot, None] = {}
+
+    def check_room(self) -> None:
+        if len(self._snapshots) >= SNAPSHOTS_MAX:
+            raise Overloaded(f"there are {SNAPSHOTS_MAX} snapshots already: wait until a backup has ended")
+
+    def take(self, catalogue: Catalogue, open_segments: OpenSegments) -> Steps[Snapshot]:
+        """Take a snapshot of all logs. Nobody may drop or rewrite segments meanwhile."""
+        # All marks are taken before the first step: they must be of one moment.
+        time_us, now_us = self._clock.now_us(), self._clock.monotonic_us()
+        names = {topic.id: topic.name for topic in catalogue.topics}
+        marks = [_mark(place, catalogue.logs[place], names.get(place[0])) for place in sorted(catalogue.logs)]
+        refused = {place: (catalogue.topic(place[0]), str(catalogue.refused[place])) for place in catalogue.refused}
+        made: list[Snapshot] = []
+
+        def link() -> None:
+            others = [self._mark_refused(place, *refused[place], open_segments) for place in sorted(refused)]
+            path = self._directory / DIRECTORY / secrets.token_hex(8)
+            made.append(Snapshot(self._files, path, time_us, [*marks, *others], now_us))
+
+        yield Work(link)
+        [snapshot] = made
+        self._snapshots[snapshot] = None
+        return snapshot
+
+    def to_drop(self, *, is_full: bool) -> list[Snapshot]:
+        """Return the snapshots that nobody reads, or all of them if the disk is full."""
+        horizon_us = self._clock.monotonic_us() - SNAPSHOT_IDLE_US
+        found = [snapshot for snapshot in self._snapshots if is_full or snapshot.used_us < horizon_us]
+        for _ in found:
+            logger.warning("a snapshot ends: %s", "the disk is full" if is_full else "nobody reads it")
+        return found
+
+    def end(self, snapshot: Snapshot) -> None:
+        """Let a snapshot go. For any thread."""
+        self._snapshots.pop(snapshot, None)
+        try:
+            snapshot.close()
+        except OSError as error:
+            logger.warning("a snapshot cannot be removed, the next start tries again: %s", error)
+
+    def end_all(self) -> None:
+        for snapshot in list(self._snapshots):
+            self.end(snapshot)
+
+    def _mark_refused(self, place: Place, topic: Topic, reason: str, open_segments: OpenSegments) -> Mark:
+        """Of a log that cannot be opened: its files, whatever is in them."""
+        path = self._directory / "topics" / str(place[0]) / str(place[1])
+        found = recovery.look_around(self._files, open_segments, path, "pread")
+        segments = [(segment, segment.size) for segment in found.segments]
+        start = segments[0][0].base if segments else 0
+        return Mark(place[0], topic.name, place[1], None, segments, start, None, topic.origin is not None, reason)
+
+
+def _mark(place: Place, log: Log, topic: str | None) -> Mark:
+    segments = [(segment, segment.size) for segment in log.segments]
+    # What is missing at the end of a segment is not in any file, so nobody who copies the files can find it.
+    sizes = {segment.path: size for segment, size in segments}
+    missing = [str(each) for each in log.damage if each.position >= sizes.get(each.path, 0)]
+    problem = "; ".join(missing) or None
+    return Mark(place[0], topic, place[1], log.number, segments, log.start, log.committed, log.is_piped, problem)
 
 
 def clear(files: Files, directory: Path) -> None:
