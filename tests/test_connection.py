@@ -14,7 +14,7 @@ from penstock import Broker
 from penstock.server import cursus
 from penstock.server.binary import BinarySession
 from penstock.server.cursus import Cursus as CursusSpeaker
-from penstock.server.owing import Owing
+from penstock.server.pending_replies import PendingReplies
 from penstock.server.provider import Provider
 from penstock.server.qb import Qb as QbSpeaker
 from penstock.server.server import Server
@@ -220,7 +220,7 @@ def test_the_end_of_a_group(server: Serve, broker: Broker, topic: str, monkeypat
 
 def test_the_answer_to_a_publish(server: Serve, broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch, Session, "_told", lambda *_: True)
-    breaks(monkeypatch, Owing, "end", lambda owing, _: not isinstance(owing._session, Session))
+    breaks(monkeypatch, PendingReplies, "end", lambda replies, _: not isinstance(replies._session, Session))
     with Flux(server) as flux:
         flux.send(f"PUB {topic} 1\r\nx\r\n")
         ends(flux)

@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from penstock.batch import Compression, encode
-from penstock.server.owing import SLICE_MESSAGES
+from penstock.server.pending_replies import SLICE_MESSAGES
 from penstock.wire import binary, prefixed
 from penstock.wire.binary import Append, Type
 from penstock.wire.prefixed import Record

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
-from penstock.moments import PLACE_FORMS
 from penstock.pipelines.pipeline import KINDS, AggregateSettings, JoinSettings, Pipeline, Sink, Source, keys
 from penstock.pipelines.pipeline_file import load
+from penstock.times import PLACE_FORMS
 from penstock.toml_lines import Key, scan
 from tests.docs import DOCS, table
 

@@ -15,7 +15,7 @@ from typing import Final
 import pytest
 
 from penstock.errors import BadConfig, UnknownNode
-from penstock.pipe import kept
+from penstock.pipe import json_file
 from penstock.pipe.topology import Role, Topology
 from penstock.registry.file import read
 from penstock.registry.tree import Tree
@@ -387,14 +387,14 @@ def test_a_document_is_there_whole_after_every_power_cut() -> None:
         for cut_after in range(6):
             disk = FaultyFiles(seed=seed)
             disk.make_directory(path.parent)
-            kept.save(path, old, files=disk)
+            json_file.save(path, old, files=disk)
             disk.cut_after = disk.calls + cut_after
             done = True
             try:
-                kept.save(path, new, files=disk)
+                json_file.save(path, new, files=disk)
             except PowerCut:
                 done = False
-            found = kept.load(path, files=disk.power_cut())
+            found = json_file.load(path, files=disk.power_cut())
             assert found in ((new,) if done else (old, new)), f"seed {seed}, cut after {cut_after}"
             seen.add((done, found == new))
     assert seen == {(False, False), (False, True), (True, True)}

@@ -16,7 +16,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
-from penstock import moments
+from penstock import times
 from penstock.errors import BadHeader
 
 # A year: what is further away is a mistake in the unit.
@@ -210,13 +210,13 @@ def _duration(value: bytes) -> int:
     """A number without a unit is seconds."""
     text = value.decode(errors="replace")
     try:
-        return moments.read_duration(f"{text}s" if text[-1:].isdecimal() else text)
+        return times.read_duration(f"{text}s" if text[-1:].isdecimal() else text)
     except ValueError:
         raise BadHeader(f"Delay: {text!r} is not a time such as 500ms, 5s, 2m, 1h or 1d") from None
 
 
 def _moment(name: str, value: bytes, now_us: int) -> int:
     try:
-        return moments.read_moment(value.decode(errors="replace"), now_us)
+        return times.read_moment(value.decode(errors="replace"), now_us)
     except ValueError as error:
         raise BadHeader(f"{name}: {error}") from None

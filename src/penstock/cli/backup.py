@@ -139,7 +139,7 @@ def _list(target: Target, *, as_json: bool) -> None:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    from penstock.moments import iso
+    from penstock.times import iso
 
     return {
         "id": manifest.id,

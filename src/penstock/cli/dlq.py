@@ -11,7 +11,7 @@ from penstock.cli.options import Address, Json, Yes, complete_group, confirm, op
 from penstock.cli.text import Document, counted, iso, put, shown
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.moments import iso_or_none, read_moment
+from penstock.times import iso_or_none, read_moment
 
 if TYPE_CHECKING:
     from penstock.client.values import DeadLetter, LetterFilter

@@ -20,7 +20,7 @@ from penstock.cli import output
 from penstock.cli.options import PLACE, Address, JsonLines, TopicName, options, read_place
 from penstock.cli.text import counted
 from penstock.errors import PenstockError
-from penstock.moments import Place
+from penstock.times import Place
 
 if TYPE_CHECKING:
     from penstock.client.message import Message

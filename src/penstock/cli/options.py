@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import typer
 
-from penstock import headers, moments
+from penstock import headers, times
 from penstock.cli import contexts
 from penstock.clock import SystemClock
 from penstock.errors import BadHeader, NoBroker, PenstockError, Unauthorized
@@ -169,9 +169,9 @@ def convert(setting: Setting, text: str, option: str) -> Any:
 PLACE: Final = "earliest|latest|OFFSET|TIME"
 
 
-def read_place(text: str) -> moments.Place:
+def read_place(text: str) -> times.Place:
     try:
-        return moments.read_place(text, SystemClock().now_us())
+        return times.read_place(text, SystemClock().now_us())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -179,7 +179,7 @@ def read_place(text: str) -> moments.Place:
 def read_delay(text: str) -> float | datetime:
     """How long a message is kept back: seconds, unless there is a unit; or until when."""
     try:
-        delay = moments.read_delay(text)
+        delay = times.read_delay(text)
         return seconds_of(delay) if isinstance(delay, float) else delay
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

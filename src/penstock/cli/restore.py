@@ -12,7 +12,7 @@ import typer
 from penstock.cli.options import Json
 from penstock.cli.text import counted
 from penstock.clock import SystemClock
-from penstock.moments import MOMENT_FORMS, iso, read_moment
+from penstock.times import MOMENT_FORMS, iso, read_moment
 
 if TYPE_CHECKING:
     from penstock.backup.cut import ToOffsets, ToTime

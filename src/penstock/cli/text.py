@@ -10,7 +10,7 @@ import base64
 from functools import lru_cache
 from typing import Any
 
-from penstock.moments import iso_or_none
+from penstock.times import iso_or_none
 
 Document = dict[str, Any]
 

@@ -28,7 +28,6 @@ from typing import Any, Final, Literal, Self, Unpack, overload
 
 from penstock.batch import BATCH_BYTES_MAX, Compression
 from penstock.client import tracing
-from penstock.client.bell import Bell, Within
 from penstock.client.feed import SHARED, Feed, Notice, Settlement, Start
 from penstock.client.inbox import Inbox
 from penstock.client.link import Link, Servers, resolve
@@ -52,6 +51,7 @@ from penstock.client.values import (
     Topic,
     arguments,
 )
+from penstock.client.wait import Bell, Within
 from penstock.clock import SystemClock
 from penstock.errors import (
     BadRequest,
@@ -62,8 +62,8 @@ from penstock.errors import (
     PenstockError,
     UnknownTopic,
 )
-from penstock.moments import read_moment, read_place
 from penstock.subject import owns, selection
+from penstock.times import read_moment, read_place
 from penstock.wire.binary import Append, Type, append_frame, json_frame, settle_frame
 
 SERVERS: Final = "127.0.0.1:4222"

@@ -12,9 +12,9 @@ from socket import gaierror
 from typing import Any, Final, NamedTuple, Protocol, cast
 
 from penstock import address
-from penstock.client.bell import Bell, Within
 from penstock.client.listener import Listener, recognise
 from penstock.client.protocol import Answer, Connection, Hello, Request
+from penstock.client.wait import Bell, Within
 from penstock.errors import BadFrame, Closed, ConnectionLost, NoBroker, PenstockError, TimedOut
 from penstock.wire.binary import SCRATCH_BYTES
 

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 from penstock.batch import Batch, encode
 from penstock.errors import BadHeader, BadSubject, BatchTooLarge
 from penstock.headers import DELAY_US_MAX, TTL_FORMS, TTL_US_MIN, read_ttl
-from penstock.moments import read_delay, read_moment
 from penstock.subject import is_subject
+from penstock.times import read_delay, read_moment
 
 # For `json=`, where None is a value.
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda _: "<absent>"})()

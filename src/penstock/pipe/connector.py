@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 
 from penstock.batch import Batch
 from penstock.clock import Clock
-from penstock.parts import find
+from penstock.plugins import find
 
 GROUP: Final = "penstock.pipes"
 

@@ -19,8 +19,8 @@ from typing import Any, Final
 from penstock.batch import OFFSET_MAX, Batch, encode
 from penstock.errors import BadParent
 from penstock.headers import ttl_us
-from penstock.moments import iso_or_none
 from penstock.run import Run
+from penstock.times import iso_or_none
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)

@@ -12,13 +12,13 @@ from penstock.broker.broker import Broker
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PipeLoop
 from penstock.health import Usage
-from penstock.moments import iso
 from penstock.pipe.connector import Caller, Connect
 from penstock.pipe.down import Down, OnGap
 from penstock.pipe.gaps import Gaps
 from penstock.pipe.parent import Parent, ParentCredentials
 from penstock.pipe.topology import Topology
 from penstock.pipe.up import Up
+from penstock.times import iso
 
 logger = logging.getLogger(__name__)
 

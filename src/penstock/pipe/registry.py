@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import httpx
 
 from penstock.errors import BadTopology, PenstockError
-from penstock.pipe import kept
+from penstock.pipe import json_file
 from penstock.pipe.ask import ask, http_client
 from penstock.pipe.topology import Topology
 
@@ -121,13 +121,13 @@ class _Watcher:
             return
         self._kept = found
         try:
-            await asyncio.to_thread(kept.save, self._path, {"registry": self._url} | topology.to_json())
+            await asyncio.to_thread(json_file.save, self._path, {"registry": self._url} | topology.to_json())
         except OSError as error:
             logger.warning("the topology is not kept in %s: %s", self._path, error.strerror)
 
     def _load(self) -> _Kept | None:
         try:
-            document = kept.load(self._path)
+            document = json_file.load(self._path)
             if document is None:
                 return None
             topology = Topology.from_json(document)

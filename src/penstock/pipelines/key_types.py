@@ -11,10 +11,10 @@ from datetime import UTC, date, datetime
 from difflib import get_close_matches
 from typing import Any, Final
 
-from penstock import address, moments, subject
+from penstock import address, subject, times
 from penstock.clock import SystemClock
-from penstock.moments import Place
 from penstock.pipelines.pipeline import SERVERS
+from penstock.times import Place
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DURATION: Final = re.compile(r"\d+ (?:millisecond|second|minute|hour|day|week)s?(?: \d+ (?:second|minute|hour)s?)*")
@@ -80,13 +80,13 @@ def place(value: Any) -> Place:
     if isinstance(value, datetime) and value.tzinfo is None:
         value = value.replace(tzinfo=UTC)
     try:
-        return moments.read_place(value, SystemClock().now_us())
+        return times.read_place(value, SystemClock().now_us())
     except ValueError as error:
         raise ValueError(f"is {error}") from None
 
 
 def fixed_place(value: Any) -> Place:
-    if isinstance(value, str) and moments.is_relative(value):
+    if isinstance(value, str) and times.is_relative(value):
         raise ValueError(f"is {value!r}, which would change with every run: give an offset or an absolute time")
     return place(value)
 

@@ -24,7 +24,6 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from penstock.client.sync import Client
-from penstock.moments import Place
 from penstock.pipelines import frames, transformations
 from penstock.pipelines.pipeline import (
     AggregateSettings,
@@ -41,6 +40,7 @@ from penstock.pipelines.pipeline import (
 from penstock.spark import connection
 from penstock.spark import options as source_options
 from penstock.spark.json_topics import RESERVED, parse_json
+from penstock.times import Place
 
 # Dead letters in one redrive request, and how long that may take.
 _REDRIVEN_MAX: Final = 1000

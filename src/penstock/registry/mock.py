@@ -20,9 +20,9 @@ from starlette.routing import Route
 
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError
-from penstock.moments import iso_or_none
 from penstock.pipe.topology import Role, Topology, read_node_id
 from penstock.registry.server import refuse, refuse_route
+from penstock.times import iso_or_none
 
 TOPIC: Final = "price-topic"
 PRICES: Final = {"AAPL": 189.95, "GOOGL": 140.93, "MSFT": 378.91, "TSLA": 248.48, "AMZN": 153.42}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.clock import Clock
 from penstock.errors import BadConfig
-from penstock.pipe import kept
+from penstock.pipe import json_file
 from penstock.registry.file import read
 from penstock.registry.tree import Tree
 
@@ -85,7 +85,7 @@ class _Versions:
         self._clock = clock
         self._digest, self._last = "", 0
         try:
-            document = kept.load(path) or {}
+            document = json_file.load(path) or {}
             digest, version = document.get("digest"), document.get("version")
             if isinstance(digest, str) and isinstance(version, int):
                 self._digest, self._last = digest, version
@@ -97,7 +97,7 @@ class _Versions:
         if digest != self._digest:
             self._digest, self._last = digest, max(self._last + 1, self._clock.now_us() // 1_000_000)
             try:
-                kept.save(self._path, {"version": self._last, "digest": digest})
+                json_file.save(self._path, {"version": self._last, "digest": digest})
             except OSError as error:
                 logger.warning("version %d is not kept in %s: %s", self._last, self._path, error.strerror)
         return self._last

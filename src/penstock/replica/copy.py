@@ -16,13 +16,13 @@ from typing import Final
 from penstock.batch import Batch
 from penstock.client.values import read_headers
 from penstock.errors import LogDamaged, OffsetOutOfRange, PenstockError
-from penstock.moments import iso
 from penstock.replica.index import CopiedSegment, Index, Totals
 from penstock.run import Run, open_batch, split
 from penstock.storage.log import Log
 from penstock.storage.policy import Topic
 from penstock.storage.segment import Segment
 from penstock.storage.store import Store
+from penstock.times import iso
 
 # So much is read at once: to feed the index, and to answer a range.
 _READ_BYTES: Final = 1 << 20

@@ -18,7 +18,6 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from penstock.errors import DiskError
-from penstock.moments import iso_or_none
 from penstock.replica import openapi
 from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies
@@ -26,6 +25,7 @@ from penstock.replica.copy import Copy, Record
 from penstock.replica.follower import Follower
 from penstock.replica.index import CopiedSegment, Totals
 from penstock.replica.openapi import LIMIT, LIMIT_MAX, OFFSET_MAX, PARTITION_MAX
+from penstock.times import iso_or_none
 from penstock.web import Credentials, Guard, WebPort, local_names, unexpected
 
 logger = logging.getLogger(__name__)

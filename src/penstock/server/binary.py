@@ -43,7 +43,7 @@ from penstock.run import Run, open_batch, split
 from penstock.server import calls, provider
 from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.gate import HANDSHAKE_BYTES_MAX, credentials
-from penstock.server.owing import SLICE_MESSAGES, Owing
+from penstock.server.pending_replies import SLICE_MESSAGES, PendingReplies
 from penstock.storage.snapshot import Snapshot
 from penstock.subject import is_readable, is_subject
 from penstock.wire import binary
@@ -109,7 +109,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
         # Those that it has begun, by number. Nobody else reads them, and they end with the connection.
         self._snapshots: dict[int, Snapshot] = {}
         self._last_snapshot = 0
-        self._owing = Owing(self, lambda: self._disconnect(Closed("the server stops")))
+        self._pending_replies = PendingReplies(self, lambda: self._disconnect(Closed("the server stops")))
         # What members were told of a refresh and have not answered, by the number of the frame; and the last number.
         self._notices: dict[int, tuple[Member, Notice]] = {}
         self._last_notice = 0
@@ -173,7 +173,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             self._handle(deque(frames))
 
     def read_on(self) -> None:
-        is_busy = self._waiting is not None or self._owing.is_stopping or len(self._requests) >= REQUESTS_MAX
+        is_busy = self._waiting is not None or self._pending_replies.is_stopping or len(self._requests) >= REQUESTS_MAX
         if not is_busy:
             self.peer.read_on()
 
@@ -229,9 +229,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
 
     def stop(self) -> None:
         """The server stops: no more requests, but the answers to what was published."""
-        if self.peer.is_connected and not self._owing.is_stopping:
+        if self.peer.is_connected and not self._pending_replies.is_stopping:
             self.peer.hold()
-            self._owing.stop()
+            self._pending_replies.stop()
 
     def summary(self) -> dict[str, Any]:
         return {**super().summary(), "unanswered": len(self._requests)}
@@ -241,7 +241,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
     def _handle(self, frames: deque[Frame]) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + TURN_S
-        while frames and not (self.peer.is_closing or self._owing.is_stopping):
+        while frames and not (self.peer.is_closing or self._pending_replies.is_stopping):
             frame = frames.popleft()
             waits: Coroutine[Any, Any, None] | None = None
             try:
@@ -462,9 +462,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.answer(number, {"offset": offset, "duplicate": was_there})
             else:
                 self.answer_error(number, error)
-            self._owing.end(0 if error is None else batch.count, error)
+            self._pending_replies.end(0 if error is None else batch.count, error)
 
-        self._owing.begin(batch.count, len(batch.data))
+        self._pending_replies.begin(batch.count, len(batch.data))
         try:
             was_there = self.broker.append(*to, batch, self.guard(done))
         except PenstockError as error:
@@ -494,9 +494,9 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
                 self.answer(number, {"offset": offset})
             else:
                 self.answer_error(number, error)
-            self._owing.end(0 if error is None else batch.count, error)
+            self._pending_replies.end(0 if error is None else batch.count, error)
 
-        self._owing.begin(batch.count, len(batch.data))
+        self._pending_replies.begin(batch.count, len(batch.data))
         try:
             self.broker.stage(*stage, batch, self.guard(done))
         except PenstockError as error:
@@ -524,13 +524,13 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
     def _publish_run(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
         """Now, or when there is a topic and room for it; `told` is called when it is decided."""
         refusals: Refusals = {subject: error for subject in set(run.subjects) if (error := _refusal(subject))}
-        return self._owing.publish(run, told, refusals)
+        return self._pending_replies.publish(run, told, refusals)
 
     def _tell_published(self, number: int, receipt: Receipt) -> None:
         if receipt.count <= SLICE_MESSAGES:
             self.answer(number, {"receipts": list(map(_receipt, receipt.stored()))})
             return
-        self._owing.begin(0)
+        self._pending_replies.begin(0)
         self.spawn(self._tell_slowly(number, receipt.stored()))
 
     async def _tell_slowly(self, number: int, outcomes: list[Stored | PenstockError]) -> None:
@@ -541,7 +541,7 @@ class BinarySession(Connection, asyncio.BufferedProtocol):
             parts.append(json.dumps(receipts, separators=(",", ":"))[1:-1])
             await asyncio.sleep(0)
         self.answer_frame(binary.frame(Type.RESULT, number, f'{{"receipts":[{",".join(parts)}]}}'.encode()))
-        self._owing.end()
+        self._pending_replies.end()
 
     def _tell_appended(self, number: int, receipt: Receipt) -> None:
         if receipt.error is not None:

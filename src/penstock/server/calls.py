@@ -19,11 +19,11 @@ from penstock.broker.refresh import Refresh, State
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start
 from penstock.broker.topic import ServedTopic
 from penstock.errors import BadRequest, UnknownTopic
-from penstock.moments import read_moment
 from penstock.server.rows import Rows
 from penstock.storage.policy import Policy
 from penstock.storage.store import outcome
 from penstock.subject import is_subject, whole_topic
+from penstock.times import read_moment
 
 if TYPE_CHECKING:
     from penstock.server.server import Server

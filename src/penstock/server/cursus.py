@@ -37,7 +37,7 @@ from penstock.headers import lines
 from penstock.run import Run, payload_bytes
 from penstock.server import calls
 from penstock.server.gate import credentials
-from penstock.server.owing import SLICE_MESSAGES
+from penstock.server.pending_replies import SLICE_MESSAGES
 from penstock.storage.log import State
 from penstock.storage.policy import PARTITIONS_MAX
 from penstock.storage.store import outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.server import admin, monitor, openapi, pipe_http, routes, trial, websocket
+from penstock.server import admin, monitor, openapi, pipe_http, routes, test_endpoints, websocket
 from penstock.server.metrics import Metrics, pipe_metrics
 from penstock.server.routes import Endpoint
 from penstock.web import Guard, WebPort, local_names
@@ -38,6 +38,6 @@ def application(server: Server) -> Guard:
 def endpoints(server: Server) -> tuple[Endpoint, ...]:
     """All there are: what describes them is one of them."""
     metrics = Metrics(server, [lambda: pipe_metrics(server.pipes.status())])
-    trials = trial.ENDPOINTS if server.config.server.test_endpoints else ()
+    trials = test_endpoints.ENDPOINTS if server.config.server.test_endpoints else ()
     every = (*monitor.endpoints(metrics), *admin.ENDPOINTS, *trials)
     return openapi.with_description(every, server.version)

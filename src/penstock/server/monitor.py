@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
-from penstock.moments import elapsed, iso
 from penstock.server.metrics import Metrics
 from penstock.server.routes import Asked, Endpoint, Field, Json
 from penstock.server.rows import Rows
 from penstock.storage.catalogue import ORPHAN_REMEDY
 from penstock.storage.log import DAMAGE_REMEDY
+from penstock.times import elapsed, iso
 
 if TYPE_CHECKING:
     from penstock.server.connection import Connection

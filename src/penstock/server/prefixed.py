@@ -20,7 +20,7 @@ from penstock.run import Run, payload_bytes
 from penstock.server.connection import INTERNAL_ERROR, TURN_S, Connection
 from penstock.server.cursus import Cursus
 from penstock.server.gate import HANDSHAKE_BYTES_MAX
-from penstock.server.owing import SLICE_MESSAGES, Owing
+from penstock.server.pending_replies import SLICE_MESSAGES, PendingReplies
 from penstock.server.qb import Qb
 from penstock.subject import is_subject
 from penstock.wire.prefixed import FRAME_BYTES_MAX, Dialect, FrameReader, Message, Style
@@ -72,7 +72,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
 
     def __init__(self, server: Server) -> None:
         super().__init__(server)
-        self.owing = Owing(self, self._stopped)
+        self.pending_replies = PendingReplies(self, self._stopped)
         # The groups that it is a member of, by what it calls them; one may have it as several members.
         self.memberships: dict[str, list[tuple[Member, Group]]] = {}
         payload_bytes_max = server.config.server.payload_bytes_max
@@ -133,7 +133,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
             self._speaker.refuse(INTERNAL_ERROR)
 
     def read_on(self) -> None:
-        if self._waiting is None and not self.owing.is_stopping:
+        if self._waiting is None and not self.pending_replies.is_stopping:
             self.peer.read_on()
 
     # From the broker.
@@ -163,9 +163,9 @@ class PrefixedSession(Connection, asyncio.Protocol):
 
     def stop(self) -> None:
         """The server stops: no more frames, but the answers to what was published."""
-        if self.peer.is_connected and not self.owing.is_stopping:
+        if self.peer.is_connected and not self.pending_replies.is_stopping:
             self.peer.hold()
-            self.owing.stop()
+            self.pending_replies.stop()
 
     def _stopped(self) -> None:
         # Whoever awaits something has not answered it yet.
@@ -191,7 +191,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
         assert self._speaker is not None, "there are frames"
         loop = asyncio.get_running_loop()
         until = loop.time() + TURN_S
-        while frames and not (self.peer.is_closing or self.owing.is_stopping):
+        while frames and not (self.peer.is_closing or self.pending_replies.is_stopping):
             if not self.is_admitted:
                 if not self.server.gate.admit(self, self._speaker.credentials(frames[0])):
                     self._speaker.deny(frames[0])
@@ -206,7 +206,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
                 return
             if frames and loop.time() > until:
                 break
-        if self.peer.is_closing or self.owing.is_stopping:
+        if self.peer.is_closing or self.pending_replies.is_stopping:
             return
         if frames or self._reader.has_more:
             # Let the others have a turn.
@@ -220,7 +220,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
         """Let something take its time; what comes behind it waits."""
         await waits
         frames, self._waiting = self._waiting or deque(), None
-        if self.owing.is_stopping:
+        if self.pending_replies.is_stopping:
             self._close()
         elif not self.peer.is_closing:
             if not frames and self._reader.has_more:
@@ -243,7 +243,7 @@ class PrefixedSession(Connection, asyncio.Protocol):
         return self._reader.style
 
     def publish(self, run: Run, told: Callable[[Receipt], None]) -> Coroutine[Any, Any, None] | None:
-        return self.owing.publish(run, told)
+        return self.pending_replies.publish(run, told)
 
     def topic_of(self, subject: bytes) -> ServedTopic:
         """The one that stores a subject: these protocols make no topic by publishing to it."""

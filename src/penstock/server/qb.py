@@ -32,7 +32,7 @@ from penstock.errors import BadRequest, GroupConflict, PenstockError, TopicConfl
 from penstock.run import Run
 from penstock.server import calls
 from penstock.server.gate import credentials
-from penstock.server.owing import SLICE_MESSAGES
+from penstock.server.pending_replies import SLICE_MESSAGES
 from penstock.subject import is_pattern
 from penstock.wire import prefixed
 from penstock.wire.prefixed import Kind, Message

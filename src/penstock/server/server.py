@@ -23,8 +23,6 @@ from penstock.broker.flow import Flow, Overflow
 from penstock.clock import SystemClock
 from penstock.errors import DiskError
 from penstock.health import Usage
-from penstock.moments import elapsed, iso
-from penstock.parts import find
 from penstock.pipe.connector import find_connector
 from penstock.pipe.down import OnGap
 from penstock.pipe.parent import ParentCredentials
@@ -39,6 +37,7 @@ from penstock.pipe.topology import (
     read_topics,
     read_urls,
 )
+from penstock.plugins import find
 from penstock.server.arrivals import Arrivals
 from penstock.server.claims import Claims
 from penstock.server.config import Config, TopicConfig
@@ -56,6 +55,7 @@ from penstock.server.turns import Turns
 from penstock.storage.files import Files
 from penstock.storage.policy import Cleanup, Dedup, Durability, OnDamage, Policy
 from penstock.storage.store import Settings, Store
+from penstock.times import elapsed, iso
 from penstock.web import Credentials, WebPort
 from penstock.wire.binary import SCRATCH_BYTES
 

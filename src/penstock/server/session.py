@@ -30,7 +30,7 @@ from penstock.broker.topic import RESERVED
 from penstock.errors import BadRequest, BadSubject, PenstockError, TooManySubscriptions
 from penstock.run import Run, payload_bytes
 from penstock.server.connection import Connection
-from penstock.server.owing import is_long, slices
+from penstock.server.pending_replies import is_long, slices
 from penstock.subject import is_literal, is_route, matches
 from penstock.wire import text
 from penstock.wire.events import (

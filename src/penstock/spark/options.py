@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn
 
-from penstock import moments
+from penstock import times
 from penstock.client.sync import Client
 from penstock.clock import SystemClock
 from penstock.spark import connection
@@ -361,11 +361,9 @@ def _time_ms(options: Mapping[str, str], name: str) -> int | None:
     if given is None or given.isdecimal():
         return number(options, name, least=0)
     try:
-        return max(0, moments.read_moment(given, SystemClock().now_us()) // 1000)
+        return max(0, times.read_moment(given, SystemClock().now_us()) // 1000)
     except ValueError:
-        raise ValueError(
-            f"{name} is {given!r}: it must be milliseconds since 1970, or {moments.MOMENT_FORMS}"
-        ) from None
+        raise ValueError(f"{name} is {given!r}: it must be milliseconds since 1970, or {times.MOMENT_FORMS}") from None
 
 
 def _by_place(options: Mapping[str, str], name: str, *, least: int) -> dict[TopicPartition, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import BadConfig
-from penstock.parts import find
+from penstock.plugins import find
 from tests.server import Flux, Serve
 
 SOURCE = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.moments import read_delay, read_duration, read_moment, read_place
+from penstock.times import read_delay, read_duration, read_moment, read_place
 
 NOW = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
 NOW_US = 1_700_000_000_000_000

@@ -30,7 +30,7 @@ def slices(run: Run) -> Iterator[Run]:
         yield piece
 
 
-class Owing:
+class PendingReplies:
     def __init__(self, session: Connection, paid: Callable[[], None]) -> None:
         """`paid` is called once: when the server stops and no answer is owed any more."""
         self._session = session
