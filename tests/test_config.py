@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from penstock.errors import BadConfig, PenstockError
+from penstock.server import config, cursus_names
 from penstock.server.config import SETTINGS, ClientConfig, Config, Loaded, load, load_client
 
 MIB = 1 << 20
@@ -338,7 +339,7 @@ def test_variables_of_other_brokers_are_understood(place: Place, name: str, valu
     assert loaded.origins[key] == f"environment {own}"
 
 
-@pytest.mark.parametrize("name", ["PENSTOCK_CONFIG", "QB_CONFIG_FILE"])
+@pytest.mark.parametrize("name", ["PENSTOCK_CONFIG", "QB_CONFIG_FILE", "CONFIG_PATH"])
 def test_a_variable_may_name_the_file(place: Place, tmp_path: Path, name: str) -> None:
     named = tmp_path / "named.toml"
     named.write_text("server.port = 5")
@@ -731,6 +732,144 @@ def test_the_whole_file_of_the_python_broker_is_understood(place: Place) -> None
         "logging.format",
         "logging.file",
     ]
+
+
+CURSUS = """
+broker_port: 9000
+health_check_port: 9080
+enable_exporter: true
+exporter_port: 9100
+log_level: "warn"
+log_dir: broker-logs
+linger_ms: 50
+disk_flush_batch_size: 1000
+log_cleanup_interval: 1800
+log_segment_bytes: 1048576
+log_cleanup_policy: compact
+log_retention_hours: 168
+log_retention_bytes: -1
+log_retention_check_interval_ms: 300000
+consumer_session_timeout_ms: 30000
+channel_buffer_size: 8192
+consumer_heartbeat_check_ms: 5000
+static_consumer_groups: [{name: workers, consumer_count: 2, topics: [orders]}]
+stream_timeout: 30m
+use_tls: false
+enabled_distribution: false
+"""
+CURSUS_MEANT = {
+    "server.quiet_port": 9000,
+    "server.http_port": 9080,
+    "server.log_level": "warning",
+    "server.session_timeout_ms": 30_000,
+    "storage.data_dir": "broker-logs",
+    "storage.flush_messages": 1000,
+    "storage.flush_ms": 50,
+    "storage.upkeep_ms": 300_000,
+    "topic.segment_bytes": MIB,
+    "topic.retain_ms": 168 * 3_600_000,
+    "topic.retain_bytes": None,
+    "topic.cleanup": "compact",
+    "topic.dedup_window_ms": 30 * 60_000,
+}
+
+
+def test_the_file_of_cursus_is_understood(place: Place) -> None:
+    loaded = place.load(CURSUS, suffix=".yaml")
+    assert changed(loaded) == CURSUS_MEANT
+    assert [warning.split()[0] for warning in loaded.warnings] == [
+        "enable_exporter",
+        "exporter_port",
+        "channel_buffer_size",
+        "consumer_heartbeat_check_ms",
+        "static_consumer_groups",
+        "stream_timeout",
+    ]
+    assert loaded.warnings[1] == (
+        f"exporter_port (file {place.path}) is 9100, which has no effect: the metrics are at /metrics of "
+        "server.http_port"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "suffix"),
+    [
+        ("broker: {port: 9000, log_dir: logs, cleanup_interval: 60, enable_gzip: false}", ".yaml"),
+        ({"broker.port": 9000, "log.dir": "logs", "cleanup.interval": 60, "gzip.enable": False}, ".json"),
+        ({"broker.port": 9000, "log.dir": "logs", "log.cleanup.interval": 60, "distribution.raft.port": 1}, ".json"),
+    ],
+)
+def test_cursus_spells_its_names_in_three_ways(place: Place, content: Any, suffix: str) -> None:
+    loaded = place.load(content, suffix=suffix)
+    assert changed(loaded) == {
+        "server.quiet_port": 9000,
+        "storage.data_dir": "logs",
+        "topic.dedup_window_ms": 60_000,
+    }
+    assert len(loaded.warnings) == 1
+
+
+def test_the_defaults_of_cursus_batches_are_those_of_the_broker(place: Place) -> None:
+    """CO-34, CO-35"""
+    storage = place.load().config.storage
+    assert (storage.flush_messages, storage.flush_ms) == (500, 100)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (
+            {"use_tls": True},
+            "use_tls (file FILE) is True: it must be false: there is no TLS here, let a proxy in front of it do that",
+        ),
+        (
+            {"distribution.enabled": True},
+            "distribution.enabled (file FILE) is True: it must be false: clustering is not available yet",
+        ),
+        (
+            {"broker_port": 9000, "network": {"port": 9092}},
+            "network.port (file FILE) says again what broker_port (file FILE) says: keep one of them",
+        ),
+    ],
+)
+def test_what_cursus_has_and_this_broker_does_not_is_refused(place: Place, content: Any, problem: str) -> None:
+    assert place.problems(content) == [problem]
+
+
+def test_a_port_that_is_not_of_cursus_is_no_setting(place: Place) -> None:
+    assert place.problems({"port": 4222}) == ["port (file FILE) is not a setting: did you mean server.port?"]
+
+
+def test_flags_of_cursus_are_understood(place: Place) -> None:
+    flags = {
+        "server.port": 9000,
+        "server.host": None,
+        "health-port": "9080",
+        "exporter": "true",
+        "exporter-port": "9100",
+        "log-dir": "broker-logs",
+        "disk-flush-batch": "50",
+        "linger-ms": "50",
+    }
+    loaded = place.load({"log_dir": "other"}, flags=flags)
+    assert changed(loaded) == {
+        "server.quiet_port": 9000,
+        "server.http_port": 9080,
+        "storage.data_dir": "broker-logs",
+        "storage.flush_messages": 50,
+        "storage.flush_ms": 50,
+    }
+    assert loaded.origins["storage.data_dir"] == "flag --log-dir"
+    assert loaded.warnings == [
+        "--port is read as --quiet-port, as these are flags of Cursus",
+        "--exporter is 'true', which has no effect: the metrics are always at /metrics of server.http_port",
+        "--exporter-port is '9100', which has no effect: the metrics are at /metrics of server.http_port",
+    ]
+
+
+def test_every_flag_of_cursus_means_a_setting_or_has_a_reason() -> None:
+    for name in cursus_names.FLAGS.values():
+        assert (name in config._ALIASES) != (name in config.NO_EFFECT), name
 
 
 def test_a_client_reads_what_concerns_it_and_nothing_else(place: Place) -> None:
@@ -1259,6 +1398,31 @@ def test_a_server_takes_its_file_as_flux_does(tmp_path: Path) -> None:
         1,
         f"error: cluster.enabled (file {file}) is True: it must be false: clustering is not available yet\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--prot", "5"], "there is no option --prot, did you mean --port?"),
+        (["--lingr-ms=5"], "there is no option --lingr-ms, did you mean --linger-ms?"),
+        (["orders"], "'orders': serve takes options only"),
+    ],
+)
+def test_options_that_nobody_has_are_refused(options: list[str], problem: str) -> None:
+    result = penstock(*options, command="serve")
+    assert result.returncode == 2
+    assert problem in result.stderr
+
+
+def test_flags_may_be_written_as_go_programs_have_them() -> None:
+    result = penstock("-port", "70000", "-health-port=-1", "--tls", "--linger-ms", command="serve")
+    assert result.returncode == 1
+    assert [line.partition(": it must")[0] for line in result.stderr.splitlines()] == [
+        "error: broker_port (flag --port) is '70000'",
+        "error: health_check_port (flag --health-port) is '-1'",
+        "error: use_tls (flag --tls) is 'true'",
+        "error: linger_ms (flag --linger-ms) is ''",
+    ]
 
 
 def test_the_command_shows_every_value_and_its_origin(file: Path) -> None:

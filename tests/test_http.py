@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
 from penstock.client.sync import Client
+from tests.registries import until
 from tests.server import PATIENCE_S, Flux, Nats, Raw, Serve, pub
 from tests.web import ask, get
 
@@ -13,7 +15,8 @@ from tests.web import ask, get
 def test_a_server_that_is_well_says_so(tmp_path: Path) -> None:
     with Serve(tmp_path) as server:
         assert get(server, "/healthz")[::2] == (200, b'{"status":"ok"}')
-        assert get(server, "/health")[::2] == (200, b'{"status":"OK"}')
+        assert get(server, "/health")[::2] == (200, b"OK")
+        assert get(server, "/health", Accept="application/json").json == {"status": "OK"}
 
 
 def test_a_topic_that_cannot_be_opened_makes_it_unwell_and_is_named(tmp_path: Path) -> None:
@@ -26,9 +29,20 @@ def test_a_topic_that_cannot_be_opened_makes_it_unwell_and_is_named(tmp_path: Pa
         server.restart()
 
         for path in ("/healthz", "/health"):
-            answer = get(server, path)
+            answer = get(server, path, Accept="application/json")
             assert answer.status == 503
             assert "orders" in answer.json["error"]
+        answer = get(server, "/health")
+        assert answer.status == 503
+        assert answer.body.startswith(b"Broker not ready: partitions that cannot be opened: orders")
+
+
+def test_a_server_that_takes_no_connections_says_so_in_cursus_words(tmp_path: Path) -> None:
+    with Serve(tmp_path) as server, Flux(server) as client:
+        assert client.publish("orders", b"hello") == "+OK"
+        server.process.send_signal(signal.SIGUSR2)
+        until(lambda: get(server, "/health").status == 503)
+        assert get(server, "/health").body == b"Broker not ready: Main listener not active"
 
 
 def test_varz_has_the_names_of_nats_and_what_happened(tmp_path: Path) -> None:

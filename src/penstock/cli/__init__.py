@@ -111,8 +111,14 @@ def options(
     pass
 
 
-@app.command("serve", rich_help_panel=_SERVER)
+@app.command(
+    "serve",
+    rich_help_panel=_SERVER,
+    # Cursus' flags are many, and a table has them.
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
 def run_serve(
+    context: typer.Context,
     host: Annotated[
         list[str] | None,
         typer.Option(help="Address of all ports, or a name; may be repeated.  [default: 127.0.0.1]"),
@@ -127,7 +133,9 @@ def run_serve(
         typer.Option("--config", "-config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings."),
     ] = None,
 ) -> None:
-    """Start the server. It stops cleanly on SIGTERM and Ctrl-C, and gradually on SIGUSR2 (lame duck mode)."""
+    """Start the server. It stops cleanly on SIGTERM and Ctrl-C, and gradually on SIGUSR2 (lame duck mode).
+
+    Cursus' flags, such as --log-dir, are understood too."""
     from penstock.cli import serve
 
     flags = {
@@ -137,6 +145,7 @@ def run_serve(
         "server.http_port": http_port,
         "storage.data_dir": data,
         "server.insecure": insecure or None,
+        **serve.cursus_flags(context),
     }
     if not serve.run(path, flags):
         raise typer.Exit(1)

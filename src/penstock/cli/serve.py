@@ -10,13 +10,16 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import typer
 import uvloop
 
 from penstock.cli import logs
 from penstock.errors import BadConfig, PenstockError
+from penstock.server import cursus_names
 from penstock.server.config import load
 from penstock.server.server import Server
 from penstock.storage.inspect import explain
@@ -53,6 +56,26 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
             print(f"error: {reason}", file=sys.stderr)
         return False
     return True
+
+
+def cursus_flags(context: typer.Context) -> dict[str, str]:
+    """The arguments that are left over, by name: `-name value` or `--name=value`, as Go programs have them."""
+    flags: dict[str, str] = {}
+    rest = iter(context.args)
+    for argument in rest:
+        written, is_given, value = argument.partition("=")
+        name = written.removeprefix("-").removeprefix("-")
+        if not argument.startswith("-"):
+            raise typer.BadParameter(f"{argument!r}: serve takes options only")
+        if name not in cursus_names.FLAGS:
+            own = [option for parameter in context.command.params for option in parameter.opts]
+            near = get_close_matches(written, [*own, *(f"--{flag}" for flag in cursus_names.FLAGS)], 1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise typer.BadParameter(f"there is no option {written}{hint}")
+        if not is_given:
+            value = "true" if name in cursus_names.SWITCHES else next(rest, "")
+        flags[name] = value
+    return flags
 
 
 def _raise_descriptor_limit() -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args, get_origin, get_ty
 
 from penstock.address import hosts, is_loopback
 from penstock.errors import BadConfig
+from penstock.server import cursus_names
 
 
 def _about(meaning: str, low: int | None = None, high: int | None = None, **more: str | bool) -> dict[str, Any]:
@@ -584,6 +585,7 @@ _ALIASES: Final[dict[str, _Target]] = {
         "storage.retention.max_bytes": "storage.retain_bytes",
         "storage.segment_size": "topic.segment_bytes",
         "storage.type": "storage.reader",
+        **cursus_names.ALIASES,
     }.items()
 } | {
     "ack.max_retries": _Target("topic.deliveries_max", Setting(kind="count", low=0, high=999), lambda n: n + 1),
@@ -601,8 +603,26 @@ _ALIASES: Final[dict[str, _Target]] = {
         None,
         Setting(kind="bool", choices=(True,), note="buffers are always limited, flow.mode says what a full one does"),
     ),
+    "enabled_distribution": _Target(
+        None, Setting(kind="bool", choices=(False,), note="clustering is not available yet")
+    ),
     "flow_control.enable_rate_limit": _Target(None, _BOOL),
+    "log_cleanup_interval": _Target("topic.dedup_window_ms", Setting(kind="s", low=1), lambda s: s * 1000),
+    "log_level": _Target(
+        "server.log_level",
+        Setting(kind="choice", choices=("debug", "info", "warn", "warning", "error")),
+        lambda level: "warning" if level == "warn" else level,
+    ),
+    "log_retention_bytes": _Target(
+        "topic.retain_bytes", Setting(kind="bytes", low=-1), lambda size: size if size > 0 else None
+    ),
+    "log_retention_hours": _Target(
+        "topic.retain_ms", Setting(kind="count", low=1), lambda hours: hours * _DURATIONS_MS["h"]
+    ),
     "storage.fsync_on_write": _Target("topic.durability", _BOOL, {True: "fsync", False: "flush"}.get),
+    "use_tls": _Target(
+        None, Setting(kind="bool", choices=(False,), note="there is no TLS here, let a proxy in front of it do that")
+    ),
 }
 # Names of other brokers for what is different here, and why nothing can follow from them.
 NO_EFFECT: Final[Mapping[str, str]] = {
@@ -639,6 +659,7 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "storage.snapshot_interval": "the log alone holds all that is stored",
     "storage.sync_interval": "topic.durability says when a message is synced",
     "topics.max_partitions": "a topic has at most 256 partitions",
+    **cursus_names.NO_EFFECT,
 }
 
 # Settings that only the Python broker has. They tell whose file it is.
@@ -675,7 +696,7 @@ _ENVIRONMENT_ALIASES: Final = {
     "QB_SERVER_PORT": "server.quiet_port",  # its clients speak first
     "REGISTRY_URL": "registry.url",
 }
-_PATH_NAMES: Final = ("PENSTOCK_CONFIG", "QB_CONFIG_FILE")
+_PATH_NAMES: Final = ("PENSTOCK_CONFIG", "QB_CONFIG_FILE", "CONFIG_PATH")
 # Where commands find a broker: not for the server, and no mistake.
 _CLIENT_NAMES: Final = ("PENSTOCK_SERVERS",)
 
@@ -775,7 +796,7 @@ def _from_file(
     notes: _Notes,
 ) -> Iterator[_Given]:
     targets = {key: _Target(key, setting) for key, setting in settings.items()} | _ALIASES
-    entries = list(_flatten(table))
+    entries = [(cursus_names.canonical(key, written), written, value) for key, written, value in _flatten(table)]
     if any(key in _PYTHON_BROKER for key, _, _ in entries):
         targets |= _PYTHON_BROKER_TOPICS
         # The one port of the Python broker is for clients that speak first.
@@ -834,12 +855,26 @@ def _from_environment(environ: Mapping[str, str], notes: _Notes) -> Iterator[_Gi
 
 
 def _from_flags(flags: Mapping[str, Any], notes: _Notes) -> Iterator[_Given]:
+    """By dotted keys, and Cursus' flags by their own names."""
+    is_cursus = any(name in cursus_names.FLAGS and value is not None for name, value in flags.items())
     for key, value in flags.items():
+        name = cursus_names.FLAGS.get(key, key)
         origin = f"flag --{key.rpartition('.')[2].replace('_', '-')}"
-        if key not in SETTINGS:
+        if name in NO_EFFECT:
+            notes.warnings.append(
+                f"{origin.removeprefix('flag ')} is {value!r}, which has no effect: {NO_EFFECT[name]}"
+            )
+        elif name in _ALIASES:
+            yield _Given(name, value, origin, _ALIASES[name])
+        elif name not in SETTINGS:
             notes.problems.append(f"{key} ({origin}) is not a setting{_hint(key, SETTINGS)}")
-        elif value is not None:
-            yield _Given(key, value, origin, _Target(key, SETTINGS[key]))
+        elif value is None:
+            pass
+        elif name == "server.port" and is_cursus:
+            notes.warnings.append("--port is read as --quiet-port, as these are flags of Cursus")
+            yield _Given(name, value, origin, _ALIASES["broker_port"])
+        else:
+            yield _Given(name, value, origin, _Target(name, SETTINGS[name]))
 
 
 def _hint(wrong: str, right: Collection[str]) -> str:

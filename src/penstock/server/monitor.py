@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from penstock.broker.group import Group
 from penstock.broker.member import Member
@@ -43,7 +43,13 @@ def endpoints(metrics: Metrics) -> tuple[Endpoint, ...]:
         Endpoint(
             method="GET", path="/healthz", about="Whether it is well; 503 with the reason if not", answer=_healthz
         ),
-        Endpoint(method="GET", path="/health", about="As /healthz, in the words of other brokers", answer=_health),
+        Endpoint(
+            method="GET",
+            path="/health",
+            about="OK as plain text, or 503 with the reason; JSON for whoever accepts it",
+            answer=_health,
+            media="text/plain",
+        ),
         Endpoint(
             method="GET",
             path="/metrics",
@@ -75,10 +81,17 @@ async def _healthz(asked: Asked) -> Response:
 
 
 async def _health(asked: Asked) -> Response:
-    reason, damage = asked.server.ill(), _damage(asked.server)
+    """For Cursus' checks, in its words. Whoever accepts JSON gets the reasons."""
+    server = asked.server
+    reason, damage = server.ill(), _damage(server)
+    if "json" in asked.request.headers.get("accept", ""):
+        if reason is None:
+            return JSONResponse({"status": "DEGRADED" if damage else "OK", **damage})
+        return JSONResponse({"status": "DOWN", "error": f"Broker not ready: {reason}"}, status_code=503)
     if reason is None:
-        return JSONResponse({"status": "DEGRADED" if damage else "OK", **damage})
-    return JSONResponse({"status": "DOWN", "error": f"Broker not ready: {reason}"}, status_code=503)
+        return PlainTextResponse("OK")
+    reason = "Main listener not active" if server.is_leaving else reason
+    return PlainTextResponse(f"Broker not ready: {reason}", status_code=503)
 
 
 def _damage(server: Server) -> dict[str, Any]:
