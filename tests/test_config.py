@@ -321,6 +321,7 @@ def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None
         ("QB_DATA_DIR", "/srv/qb", "storage.data_dir", "/srv/qb"),
         ("QB_LOG_LEVEL", "DEBUG", "server.log_level", "debug"),
         ("QB_MAX_CONNECTIONS", "100", "server.connections_max", 100),
+        ("QB_DEFAULT_PARTITIONS", "4", "topic.partitions", 4),
         ("NODE_ID", "broker-001", "server.node_id", "broker-001"),
         ("BROKER_PORT", "9093", "server.quiet_port", 9093),
         ("DATA_DIR", "/var/lib/broker", "storage.data_dir", "/var/lib/broker"),
@@ -337,6 +338,14 @@ def test_variables_of_other_brokers_are_understood(place: Place, name: str, valu
     loaded = place.load(environ={name: "", own: value})
     assert changed(loaded) == {key: meant}
     assert loaded.origins[key] == f"environment {own}"
+
+
+@pytest.mark.parametrize("name", ["QB_MAX_RETRIES", "QB_SNAPSHOT_DIR", "QB_SNAPSHOT_INTERVAL"])
+def test_variables_that_have_no_effect_are_warned_of(place: Place, name: str) -> None:
+    loaded = place.load(environ={name: "5"})
+    assert changed(loaded) == {}
+    [warning] = loaded.warnings
+    assert warning.startswith(f"{name} (environment) is '5', which has no effect: ")
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CONFIG", "QB_CONFIG_FILE", "CONFIG_PATH"])

@@ -690,11 +690,18 @@ _ENVIRONMENT_ALIASES: Final = {
     "HTTP_PORT": "server.http_port",
     "NODE_ID": "server.node_id",
     "QB_DATA_DIR": "storage.data_dir",
+    "QB_DEFAULT_PARTITIONS": "topic.partitions",
     "QB_LOG_LEVEL": "server.log_level",
     "QB_MAX_CONNECTIONS": "server.connections_max",
     "QB_SERVER_HOST": "server.host",
     "QB_SERVER_PORT": "server.quiet_port",  # its clients speak first
     "REGISTRY_URL": "registry.url",
+}
+# The Python broker's variables for names that have no effect.
+_ENVIRONMENT_NO_EFFECT: Final = {
+    "QB_MAX_RETRIES": "client.max_retries",
+    "QB_SNAPSHOT_DIR": "storage.snapshot_dir",
+    "QB_SNAPSHOT_INTERVAL": "storage.snapshot_interval",
 }
 _PATH_NAMES: Final = ("PENSTOCK_CONFIG", "QB_CONFIG_FILE", "CONFIG_PATH")
 # Where commands find a broker: not for the server, and no mistake.
@@ -849,8 +856,11 @@ def _from_environment(environ: Mapping[str, str], notes: _Notes) -> Iterator[_Gi
     for name, key in (_ENVIRONMENT | aliases).items():
         if name in environ:
             yield _Given(key, environ[name], f"environment {name}", _Target(key, SETTINGS[key]))
-    for name in environ:
-        if name.startswith(_PREFIX) and name not in (*_ENVIRONMENT, *_PATH_NAMES, *_CLIENT_NAMES):
+    for name, value in environ.items():
+        if name in _ENVIRONMENT_NO_EFFECT:
+            reason = NO_EFFECT[_ENVIRONMENT_NO_EFFECT[name]]
+            notes.warnings.append(f"{name} (environment) is {value!r}, which has no effect: {reason}")
+        elif name.startswith(_PREFIX) and name not in (*_ENVIRONMENT, *_PATH_NAMES, *_CLIENT_NAMES):
             notes.problems.append(f"{name} (environment) is not a setting{_hint(name, [*_ENVIRONMENT, *_PATH_NAMES])}")
 
 
