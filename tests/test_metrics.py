@@ -153,7 +153,9 @@ def test_repetitions_are_received_and_not_stored(tmp_path: Path) -> None:
         assert [client.line(), client.line()] == ["+OK", "+OK DUP"]
 
         found = metrics(server)
+        figures = get(server, "/varz").json
 
+    assert (figures["ids_checked"], figures["duplicates"], figures["ids_known"]) == (2, 1, 1)
     assert found['broker_messages_received_total{topic="orders"}'] == 2
     assert found['broker_messages_stored_total{topic="orders"}'] == 1
     assert found['broker_dedup_hits_total{topic="orders"}'] == 1

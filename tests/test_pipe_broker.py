@@ -23,16 +23,20 @@ from penstock.errors import (
     TimedOut,
     TopicConflict,
 )
+from penstock.pipe.backoff import Backoff
 from penstock.pipe.batches import BatchReader, check_stored
-from penstock.pipe.connector import Piece, Remote, RemotePartition, RemoteTopic, Source
+from penstock.pipe.connector import Caller, Piece, Remote, RemotePartition, RemoteTopic, Source
 from penstock.pipe.down import Down, OnGap
 from penstock.pipe.gaps import Gaps
+from penstock.pipe.http import _Document
 from penstock.pipe.parent import Parent
 from penstock.pipe.topology import Role, Topology
 from penstock.storage.policy import Durability, Policy
 from penstock.storage.store import Store, outcome
-from penstock.testing import FaultyFiles
+from penstock.testing import FaultyFiles, ManualClock
 from tests.brokers import SECOND, Life, Recorder, in_loop
+
+RECORD: dict[str, Any] = {"offset": 0, "msgKey": "AAPL", "eventType": "MESSAGE", "data": "1"}
 
 FLUSH = Settings(policy=Policy(durability=Durability.FLUSH))
 
@@ -331,6 +335,39 @@ def _check_all(data: bytes) -> None:
 
 
 # ---- how the parent is
+
+
+def test_a_parent_that_fails_is_asked_less_and_less_often_and_at_once_when_it_is_back() -> None:
+    """TP-16"""
+    backoff = Backoff()
+    for longest_s in (0.1, 0.3, 0.9, 2.7, 5.0, 5.0):
+        assert 0.75 * longest_s <= backoff.failed() <= longest_s * 1.000001
+    backoff.reset()
+    assert backoff.failed() <= 0.1
+
+
+@in_loop
+async def test_a_parent_that_has_only_records_is_polled_less_often_while_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TP-16"""
+    slept: list[float] = []
+    answers = [[], [], [], [], [RECORD], [], [], [RECORD, RECORD | {"offset": 1}], []]
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def poll(_topic: str, _offset: int, _limit: int) -> list[Any]:
+        return answers[len(slept) - 1]
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    caller = Caller(
+        node="child", topics=("prices",), poll_ms=1000, batch_size=2, clock=ManualClock(), authorization=None
+    )
+    parent = _Document(caller)
+    for _ in answers:
+        await parent.next(poll, "prices", 0)
+    assert slept == [0, 1, 2, 4, 5, 0.1, 0.2, 0.4, 0]
 
 
 @in_loop

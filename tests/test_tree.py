@@ -159,6 +159,27 @@ def test_prices_at_the_root_are_answered_by_a_replica_two_levels_below(tmp_path:
             healthy(broker)
 
 
+def test_a_broker_whose_registry_names_no_parent_any_more_is_disconnected(tmp_path: Path) -> None:
+    path = tmp_path / "tree.toml"
+    nodes(path, ("root", "ROOT", None, None))
+    with (
+        Registry(path) as registry,
+        node(tmp_path, registry, "root") as root,
+        node(tmp_path, registry, "leaf") as leaf,
+        Client(f"127.0.0.1:{root.port}") as client,
+    ):
+        client.publish(TOPIC, b"x")
+        nodes(path, ("root", "ROOT", root, None), ("leaf", "LOCAL", None, "root"))
+        records(leaf, TOPIC, 1)
+        nodes(path, ("root", "ROOT", root, None), ("leaf", "LOCAL", None, None))
+        eventually("it has no parent", lambda: status_of(leaf)["parent"] is None)
+        client.publish(TOPIC, b"y")
+        # What it has stays, and no more comes, until it has a parent again.
+        assert [topic["position"] for topic in status_of(leaf)["topics"]] == [[1]]
+        nodes(path, ("root", "ROOT", root, None), ("leaf", "LOCAL", None, "root"))
+        assert [record["data"] for record in records(leaf, TOPIC, 2)] == ["x", "y"]
+
+
 def test_a_registry_names_patterns_and_a_setting_takes_precedence(tmp_path: Path) -> None:
     path = tmp_path / "tree.toml"
     nodes(path, ("root", "ROOT", None, None))

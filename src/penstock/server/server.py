@@ -520,6 +520,7 @@ class Server:
             "store_bytes": self._store.maintenance.store_bytes,
             "unflushed_bytes": self._store.rounds.unflushed_bytes,
             "ids_checked": sum(topic.dedup.checked for topic in self.broker.topics if topic.dedup is not None),
+            "ids_known": sum(len(topic.dedup) for topic in self.broker.topics if topic.dedup is not None),
             "duplicates": sum(topic.dedup.found for topic in self.broker.topics if topic.dedup is not None),
             "redelivered": sum(group.redelivered for group in self.broker.groups.values()),
             "dead_lettered": sum(group.dead_lettered for group in self.broker.groups.values()),
