@@ -157,6 +157,26 @@ def test_a_subscriber_may_drop_what_comes_when_it_is_full(broker: ChannelBroker)
 # ---- one broker for a channel (AP-20)
 
 
+def test_a_subscriber_has_room_for_a_hundred_messages(broker: ChannelBroker) -> None:
+    slow, quick = broker.subscribe(EVENTS, drop_when_full=True), broker.subscribe(EVENTS)
+    for number in range(130):
+        broker.publish(EVENTS, b"%d" % number)
+    assert len(payloads(quick, 130)) == 130
+    while slow.dropped < 30:
+        pass
+    assert payloads(slow, 100) == [b"%d" % number for number in range(100)]
+
+
+def test_publishing_has_a_timeout(host: Broker) -> None:
+    assert host.address is not None
+    with Proxy(int(host.address.rpartition(":")[2])) as proxy, ChannelBroker(proxy.address, "mute") as broker:
+        proxy.mute()
+        with pytest.raises(TimedOut):
+            broker.publish(EVENTS, b"x", timeout=0.1)
+        proxy.calm()
+        broker.publish(EVENTS, b"y", timeout=60)
+
+
 def test_a_second_broker_of_a_channel_is_refused(host: Broker, broker: ChannelBroker) -> None:
     with pytest.raises(ClaimConflict, match=rf"channel {broker.channel} is in use .*broker of {broker.channel}"):
         ChannelBroker(host, broker.channel)
