@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import json
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +61,11 @@ def test_a_topic_that_is_there_gets_more_partitions_and_never_fewer(client: Curs
     assert client.ask(f"CREATE {topic} 2") == f"✅ Topic '{topic}' now has 2 partitions"
     assert client.ask(f"CREATE topic={topic} partitions=5") == f"✅ Topic '{topic}' now has 5 partitions"
     assert client.ask(f"CREATE {topic} 1") == f"✅ Topic '{topic}' now has 5 partitions"
+    # The new ones have their share at once.
+    for number in range(10):
+        client.ask(f"PUBLISH topic={topic} acks=1 producerId=p message={number}")
+    partitions = json.loads(client.ask(f"DESCRIBE topic={topic}"))["partitions"]
+    assert [partition["leo"] for partition in partitions] == [2, 2, 2, 2, 2]
 
 
 def test_a_topic_may_say_what_it_keeps(server: Serve, client: Cursus, topic: str) -> None:
