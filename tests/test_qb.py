@@ -173,6 +173,20 @@ def test_a_late_subscriber_is_caught_up(client: Qb, topic: str) -> None:
     assert client.bodies(5) == [b"0", b"1", b"2", b"3", b"4"]
 
 
+def test_a_client_without_acknowledgements_has_time_for_the_answer_before_messages_come(client: Qb, topic: str) -> None:
+    # Its own client takes DATA in one thread, and says what is to be done with it in another, when that has the answer.
+    client.create(topic)
+    for number in range(5):
+        client.publish(topic, b"%d" % number)
+    client.done(CREATE_SUBSCRIPTION, subscription_id=topic, topic=topic)
+    client.begin(SUBSCRIBE, subscription_id=topic, subscriber_id="ann")
+    assert client.next().kind == ACK
+    for _ in range(10):
+        client.begin(HEARTBEAT)
+        assert client.next().kind == HEARTBEAT
+    assert client.bodies(5) == [b"0", b"1", b"2", b"3", b"4"]
+
+
 def test_a_subscription_is_remembered_when_its_subscribers_are_gone(server: Serve, client: Qb, topic: str) -> None:
     client.create(topic, f"{topic}-s")
     with Qb(server) as first:

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 BEAT_S: Final = 30.0
 SILENT_BEATS: Final = 10
 
+# A client without acknowledgements that joins a subscription with a backlog gets it so long after the answer: the
+# Python broker's own client drops messages that come before the thread that asked has read the answer.
+SETTLE_S: Final = 0.25
+
 # What the protocol itself says of a message. All other properties are the message's own, and kept as headers.
 _OWN: Final = frozenset({"topic", "partition", "client_id", "publisher_id", "created_at", "version"})
 _LINE: Final = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
@@ -152,10 +156,22 @@ class Qb:
             self._careless.discard(name)
         else:
             self._careless.add(name)
-        await session.join(name, group, [Member(sid, session, session.server.flow)])
+        member = Member(sid, session, session.server.flow)
+        is_late = name in self._careless and group.lag() > 0
+        if is_late:
+            member.credit = 0
+        await session.join(name, group, [member])
+        if is_late:
+            session.server.call_later(SETTLE_S, partial(self._begin_delivery, name, member))
         answer = {"subscription_id": name, "subscriber_id": subscriber, "topic": group.pattern.decode()}
         deadlines = [position.partition.policy.ack_deadline_ms for position in group.positions.values()]
         return {**answer, "ack_deadline_ms": min(deadlines, default=session.server.config.topic.ack_deadline_ms)}
+
+    def _begin_delivery(self, name: str, member: Member) -> None:
+        for each, group in self._session.memberships.get(name, ()):
+            if each is member:
+                member.credit = None
+                group.wake()
 
     def _unsubscribe(self, properties: Mapping[str, str]) -> dict[str, object]:
         subscriber, only = _needed(properties, "subscriber_id"), properties.get("subscription_id")
