@@ -31,6 +31,7 @@ from penstock.pipe.gaps import Gaps
 from penstock.pipe.http import _Document
 from penstock.pipe.parent import Parent
 from penstock.pipe.topology import Role, Topology
+from penstock.run import open_batch
 from penstock.storage.policy import Durability, Policy
 from penstock.storage.store import Store, outcome
 from penstock.testing import FaultyFiles, ManualClock
@@ -368,6 +369,27 @@ async def test_a_parent_that_has_only_records_is_polled_less_often_while_it_has_
     for _ in answers:
         await parent.next(poll, "prices", 0)
     assert slept == [0, 1, 2, 4, 5, 0.1, 0.2, 0.4, 0]
+
+
+@in_loop
+async def test_records_that_name_another_topic_are_not_taken_for_those_of_this_one() -> None:
+    """The Provider's cloud-test-server.py answers every poll with the records of all its topics."""
+    names = ["prices", "places", "prices", *["places"] * 7, "prices", "places"]
+    everything = [{"msgKey": "k", "topic": name, "data": str(at)} for at, name in enumerate(names)]
+
+    async def poll(_topic: str, offset: int, limit: int) -> list[Any]:
+        return everything[offset : offset + limit]
+
+    parent = _Document(Caller(node="child", topics=("prices",), poll_ms=10, batch_size=3, clock=ManualClock()))
+    found: list[tuple[int, bytes]] = []
+    end = 0
+    while len(found) < 3:
+        for batch in (await parent.next(poll, "prices", end)).batches:
+            run = open_batch(batch, b"prices")
+            found += zip(run.all_offsets(), run.values, strict=True)
+            end = batch.end
+    assert found == [(0, b"0"), (2, b"2"), (10, b"10")]
+    assert (await parent.next(poll, "prices", end)).batches == []
 
 
 @in_loop

@@ -63,7 +63,8 @@ def read_value(data: object) -> bytes:
 
 def read_records(records: object, topic: bytes, offset: int, now_us: int) -> Batch | None:
     """The records from `offset` on as a batch at their own offsets; None if there are none. BadParent if they are no
-    records, or not in order. Of a parent that tells no offsets they are in a row, from `offset` on."""
+    records, or not in order. Of a parent that tells no offsets they are in a row, from `offset` on. Records that name
+    another topic are left out: the Provider's cloud answers with all that it has."""
     if not isinstance(records, list):
         raise BadParent(f"the parent answers with a {type(records).__name__} where a list of records is expected")
     if all(isinstance(each, dict) and "offset" not in each for each in records):
@@ -74,6 +75,10 @@ def read_records(records: object, topic: bytes, offset: int, now_us: int) -> Bat
     offsets = [each["offset"] for each in found]
     if any(second <= first for first, second in pairwise(offsets)):
         raise BadParent("the parent's records are not in the order of their offsets")
+    found = [each for each in found if _text(each, "topic", topic) == topic]
+    if not found:
+        return None
+    offsets = [each["offset"] for each in found]
     subjects = [_text(each, "subject", topic) for each in found]
     blocks = [_text(each, "headers", b"") for each in found]
     batch = encode(
@@ -90,6 +95,11 @@ def read_records(records: object, topic: bytes, offset: int, now_us: int) -> Bat
     )
     batch.stamp(offsets[0], append_time=now_us)
     return batch
+
+
+def end_of(records: Sequence[dict[str, Any]], offset: int) -> int:
+    """Where the records that come next begin, of records from `offset` on that were read before."""
+    return records[-1]["offset"] + 1 if records and "offset" in records[-1] else offset + len(records)
 
 
 def _checked(entry: object) -> dict[str, Any]:

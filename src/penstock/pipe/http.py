@@ -195,6 +195,8 @@ class _Document:
         self._names = [name for name in caller.topics if is_literal(name.encode())]
         self._heard_us: int | None = None
         self._delay_s: dict[str, float] = {}
+        # How far there are only records of other topics.
+        self._passed: dict[str, int] = {}
 
     async def topics(self, poll: Poll) -> Remote:
         if not self._names:
@@ -213,15 +215,18 @@ class _Document:
         """The records that come next, after a while that depends on whether there were any the last time."""
         delay_s = self._delay_s.get(topic, 0.0)
         await asyncio.sleep(delay_s)
+        offset = max(offset, self._passed.get(topic, 0))
         records = await poll(topic, offset, self._caller.batch_size)
         self._heard_us = self._clock.monotonic_us()
         batch = document.read_records(records, topic.encode(), offset, self._clock.now_us())
-        if batch is None:
+        if batch is None and (end := document.end_of(records, offset)) > offset:
+            self._passed[topic] = end
+        elif batch is None:
             first_s = min(self._caller.poll_ms / 1000, DELAY_LONGEST_S)
             self._delay_s[topic] = min(delay_s * 2, DELAY_LONGEST_S) if delay_s else first_s
             return Piece([], 0)
         self._delay_s[topic] = 0.0 if len(records) >= self._caller.batch_size else DELAY_FIRST_S
-        return Piece([batch], batch.end)
+        return Piece([], 0) if batch is None else Piece([batch], batch.end)
 
 
 def _read_remote(answer: dict[str, Any]) -> Remote:
