@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -133,8 +133,8 @@ class _Repair:
     def _restore_state(self, inspected: inspect.InspectedLog, meta: Meta) -> int:
         """Write to the state topic what it has lost and `meta.db` knows; how many records that are."""
         known = {(kind, key): value for kind, key, value in meta.state()}
-        with self._opened(inspected) as log:
-            state = State(log, Meta(None))
+        with self._opened(inspected) as log, closing(Meta(None)) as unused:
+            state = State(log, unused)
             there = {(kind, key): value for kind, key, value in state.everything()}
             # Everything below is in `meta.db`; what came later counts more.
             for change in _changes_from(log, meta.applied()):
@@ -164,9 +164,9 @@ class _Repair:
                 count = max(max(partitions, default=0) + 1, known.partitions if known else 1)
                 policy, origin = (known.policy, known.origin) if known else (Policy(), None)
                 adopted.append(Topic(topic_id, name, count, policy, origin))
-        with self._opened(inspection.logs[0]) as log:
+        with self._opened(inspection.logs[0]) as log, closing(Meta(None)) as unused:
             changes = [Change("topic", str(topic.id), topic.to_json()) for topic in adopted]
-            self._write_state(log, State(log, Meta(None)), changes)
+            self._write_state(log, State(log, unused), changes)
         return {topic.id: topic.name for topic in adopted}
 
     def _write_state(self, log: Log, state: State, changes: list[Change]) -> None:
