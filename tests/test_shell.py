@@ -221,6 +221,7 @@ def test_tab_completes_verbs_topics_and_follow(shell: Shell, client: Client) -> 
 def test_a_topic_that_was_made_meanwhile_is_completed(shell: Shell, client: Client) -> None:
     with shell.at_terminal() as terminal:
         terminal.type("DELETE meanwhile-\t")
+        terminal.until("meanwhile-")
         client.create_topic("meanwhile-made")
         # What was asked for one line is known for that line only.
         terminal.interrupt()
