@@ -1301,6 +1301,19 @@ def test_compaction_keeps_the_latest_message_of_each_key_at_its_offset() -> None
     assert batch.columns().keys() == [b"a"]
 
 
+def test_readers_get_what_compaction_left_and_not_what_is_still_in_memory() -> None:
+    log = open_small(FaultyFiles(), COMPACT, tail_bytes=1 << 20)
+    append_flushed(log, b"old", b"other", keys=[b"k", b"o"])
+    append_flushed(log, b"new", keys=[b"k"])
+    seal(log)
+    assert messages(log)[0] == b"old"
+    assert log.compact() == 1
+    assert messages(log) == kept(log)
+    assert list(messages(log))[:2] == [1, 2]
+    # What is in the active segment is not compacted, and read from memory still.
+    assert log.read_tail(log.segments[-1].base, 1) is not None
+
+
 def test_messages_without_a_key_all_stay_and_an_empty_key_is_a_key() -> None:
     log = open_small(FaultyFiles(), COMPACT)
     append_flushed(log, b"no column")

@@ -342,9 +342,9 @@ class LogMachine(RuleBasedStateMachine):
     def _read(self, offset: int, bytes_max: int) -> None:
         in_tail = self.log.read_tail(offset, bytes_max)
         if in_tail is not None:
-            self._check_read(in_tail, offset, bytes_max, whole=True)
+            self._check_read(in_tail, offset, bytes_max)
         from_disk = self.log.read_disk(offset, bytes_max)
-        self._check_read(from_disk, offset, bytes_max, whole=False)
+        self._check_read(from_disk, offset, bytes_max)
         found = self.log.read(offset, bytes_max)
         served = from_disk if in_tail is None else in_tail
         assert [bytes(batch.data) for batch in found] == [bytes(batch.data) for batch in served]
@@ -369,16 +369,15 @@ class LogMachine(RuleBasedStateMachine):
     def _committed(self) -> Iterable[Entry]:
         return (entry for entry in self.stored if entry.end <= self.committed)
 
-    def _check_read(self, found: list[Batch], offset: int, bytes_max: int, *, whole: bool) -> None:
-        """`whole`: as it was appended, for the tail knows nothing of compactions."""
-        there = [entry for entry in self._committed() if entry.end > offset and (whole or entry.kept)]
+    def _check_read(self, found: list[Batch], offset: int, bytes_max: int) -> None:
+        there = [entry for entry in self._committed() if entry.end > offset and entry.kept]
         assert bool(found) == bool(there), "at least one, if there is any"
         assert len(found) <= len(there)
         sizes = [len(batch.data) for batch in found]
         assert sum(sizes) <= bytes_max or len(sizes) == 1
         for batch, entry in zip(found, there, strict=False):
             assert (batch.base_offset, batch.span, batch.append_time) == (entry.base, entry.count, entry.append_time)
-            assert read(batch.columns()) == entry.columns(list(range(entry.count)) if whole else entry.kept)
+            assert read(batch.columns()) == entry.columns(entry.kept)
 
     # Time, upkeep, and the end.
 
@@ -494,7 +493,7 @@ class LogMachine(RuleBasedStateMachine):
         offset = self.log.start
         there = [entry for entry in self._committed() if entry.kept]
         while found := self.log.read_disk(offset, 1 << 20):
-            self._check_read(found, offset, 1 << 20, whole=False)
+            self._check_read(found, offset, 1 << 20)
             del there[: len(found)]
             offset = found[-1].end
         assert not there

@@ -429,6 +429,8 @@ async def test_compaction_treats_the_latest_message_of_a_key_like_a_tombstone_on
         await life.advance(10 * SECOND)
         life.store.upkeep()
         assert on_disk(life, b"orders")[:-3] == ([] if ttl == b"10" else [b"new"])
+        # Nor does a reader get from memory what is gone from the disk.
+        assert await replayed(life) == on_disk(life, b"orders")
 
 
 @in_loop

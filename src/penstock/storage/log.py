@@ -204,6 +204,7 @@ class Log:
         self.stored_messages = self.stored_bytes = 0
         self._unsynced_messages = 0
         self._unsynced_since_us: int | None = None
+        # Where the segment begins that was the active one at the last compaction: all below it is compacted.
         self._compacted_base = -1
         # What is left to do of a merge.
         self._unfinished: Callable[[], None] | None = None
@@ -566,6 +567,9 @@ class Log:
             raise OffsetOutOfRange(offset, self.start, self.end)
         if offset >= self.committed:
             return []
+        # Compaction has rewritten these segments, and does not know what of them is in memory.
+        if offset < self._compacted_base:
+            return None
         return self._tail.read(offset, bytes_max, self.committed)
 
     def read_disk(self, offset: int, bytes_max: int, on_damage: OnDamage | None = None) -> list[Batch]:

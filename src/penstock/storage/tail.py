@@ -1,6 +1,8 @@
 """The batches that were appended last, in memory, so that a reader who keeps up never touches the disk.
 
 One budget for all logs: the batch that was appended first goes first, whichever log it is of.
+
+Batches are here as they were appended: `Log.read_tail` does not ask for those that compaction has reached.
 """
 
 from __future__ import annotations
