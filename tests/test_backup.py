@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import io
 import os
+import resource
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -211,11 +217,112 @@ def test_a_tar_stream_holds_one_whole_backup(store: Store, tmp_path: Path) -> No
     with Store(tmp_path / "new") as again:
         assert values(again, topic.id) == values(store, topic.id)
 
-    with pytest.raises(BadBackup, match=r"cut short|no manifest"):
-        restore.check_tar(io.BytesIO(data[: len(data) // 2]))
     at = data.index(manifest.segments[1].name.encode()) + 4096 + 3000
     flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
     assert [problem.endswith("is damaged") for problem in restore.check_tar(io.BytesIO(flipped))[1]] == [True]
+
+
+def small_tar(store: Store) -> bytes:
+    topic = store.create_topic("t", policy=SMALL)
+    append(store, topic.id, 12)
+    stream = io.BytesIO()
+    tar = TarTarget(stream)
+    back_up(store, tar)
+    tar.close()
+    return stream.getvalue()
+
+
+def test_a_tar_stream_that_is_cut_anywhere_is_refused(store: Store, tmp_path: Path) -> None:
+    data = small_tar(store)
+    whole = len(data.rstrip(b"\0"))
+    for end in [*range(0, whole, 61), *range(512, whole, 512), whole - 1]:
+        for read in (restore.check_tar, lambda stream: Restore(tmp_path / "new").unpack(stream)):
+            with pytest.raises(BadBackup, match="the tar stream is damaged or cut short: "):
+                read(io.BytesIO(data[:end]))
+    # From where only zeros are missing.
+    assert restore.check_tar(io.BytesIO(data[: whole + 512]))[1] == []
+
+
+def test_a_tar_stream_with_a_flipped_bit_is_refused(store: Store) -> None:
+    data, random = small_tar(store), Random(0)
+    outcomes: Counter[str] = Counter()
+    for at in range(0, len(data.rstrip(b"\0")), 41):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << random.randrange(8)
+        try:
+            outcomes["found" if restore.check_tar(io.BytesIO(flipped))[1] else "sound"] += 1
+        except BadBackup as error:
+            outcomes["refused" if "damaged" in str(error) else str(error)] += 1
+    assert outcomes.keys() == {"found", "refused", "sound"}
+    assert outcomes["found"] > 100
+    assert outcomes["refused"] > 10
+    # The bytes between two files mean nothing.
+    assert outcomes["sound"] < 100
+
+
+class Full(io.BytesIO):
+    """A stream that has room for so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > self._room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_tar_stream_that_cannot_be_written_is_one_error(store: Store) -> None:
+    append(store, store.create_topic("t", policy=SMALL).id, 60)
+    for room in (0, 10240):
+        tar = TarTarget(Full(room))
+        with pytest.raises(BadBackup, match="the tar stream cannot be written: No space left on device"):
+            back_up(store, tar)
+        del tar
+        gc.collect()
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can have more than so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_target_that_is_full_is_named(store: Store, tmp_path: Path) -> None:
+    append(store, store.create_topic("t").id, 30)
+    sound = DirectoryTarget(tmp_path / "sound")
+    back_up(store, sound)
+    reason = "cannot be written: File too large$"
+    with pytest.raises(BadDirectory, match=f"^{tmp_path}/full {reason}"), full_disk():
+        back_up(store, DirectoryTarget(tmp_path / "full"))
+    assert os.listdir(tmp_path / "full" / "partial") == []
+    with pytest.raises(BadDirectory, match=rf"/penstock-backup-\w+ {reason}"), full_disk():
+        back_up(store, TarTarget(io.BytesIO()))
+    with pytest.raises(BadDirectory, match=rf"^{tmp_path}/new/.*\.log {reason}"), full_disk():
+        put_back(sound, tmp_path / "new")
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_directory_that_holds_no_backups_is_refused(store: Store, tmp_path: Path, scheme: str) -> None:
+    back_up(store, DirectoryTarget(tmp_path / "backups"))
+    put_back(DirectoryTarget(tmp_path / "backups"), tmp_path / "restored")
+    for data in ("data", "restored"):
+        with pytest.raises(BadDirectory, match=f"{tmp_path}/{data} is the data directory of a broker: choose another"):
+            open_target(f"{scheme}{tmp_path}/{data}", is_new=True)
+    with pytest.raises(BadDirectory, match=f"{tmp_path}/none: there is no such directory"):
+        open_target(f"{scheme}{tmp_path}/none")
+    (tmp_path / "b.tar").touch()
+    with pytest.raises(BadDirectory, match=r"b\.tar is not a directory"):
+        open_target(f"{scheme}{tmp_path}/b.tar")
+    assert not (tmp_path / "none").exists()
+    assert sorted(os.listdir(tmp_path / "restored")) == ["FORMAT", "topics"]
 
 
 def test_a_damaged_backup_is_refused_by_the_name_of_the_file(store: Store, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from penstock.cli import app
 from penstock.client.snapshot import RemoteSnapshot
 from penstock.client.sync import Client
 from penstock.errors import BadRequest, PenstockError
+from penstock.storage.store import Store
 from penstock.wire.binary import Read, read_frame
 from tests.server import PATIENCE_S, Serve, clean_environment
 
@@ -312,6 +313,36 @@ def test_tar_data_directory_and_list(tmp_path: Path) -> None:
         with Serve(tmp_path / name, config=CONFIG) as server, Client(server.url) as client:
             assert client.publish("orders", b"again").offset == offset
             assert [message.value for message in client.fetch("orders")] == [b"hello", b"again"]
+
+
+def test_a_stdout_that_takes_no_tar_is_one_sentence(tmp_path: Path) -> None:
+    with Store(tmp_path / "data") as store:
+        store.create_topic("orders")
+    with Path("/dev/full").open("wb") as full:
+        told = subprocess.run(
+            command("backup", "-", "--data", tmp_path / "data"), stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    reason = "No space left on device: the backup is not whole"
+    assert (told.returncode, told.stderr.decode()) == (1, f"error: the tar stream cannot be written: {reason}\n")
+
+
+def test_a_target_or_source_that_is_none_is_refused(tmp_path: Path) -> None:
+    with Store(tmp_path / "data") as store:
+        store.create_topic("orders")
+    tar = succeed("backup", "-", "--data", tmp_path / "data")
+    names = set(os.listdir(tmp_path / "data"))
+    for words, reason in (
+        (("backup", tmp_path / "data", "--data", tmp_path / "data"), "is the data directory of a broker"),
+        (("backup", "", "--data", tmp_path / "data"), "the name of the target is empty"),
+        (("backup", tmp_path / "none", "--list"), "none: there is no such directory"),
+        (("restore", tmp_path / "none", tmp_path / "new"), "none: there is no such directory"),
+        (("restore", "-", tmp_path / "new"), "the tar stream is damaged or cut short"),
+    ):
+        done = penstock(*words, stdin=tar[: len(tar) // 3])
+        assert (done.returncode, done.stdout) == (1, b"")
+        assert reason in done.stderr.decode()
+    assert set(os.listdir(tmp_path / "data")) == names
+    assert not (tmp_path / "none").exists()
 
 
 def test_damage_in_the_source_is_told_with_an_exit_code(tmp_path: Path) -> None:

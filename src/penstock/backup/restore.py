@@ -16,13 +16,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from penstock.backup import cut
 from penstock.backup.cut import CutLog, Place, ToOffsets, ToTime
 from penstock.backup.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, MANIFESTS, BackedLog, BackedSegment, Manifest
-from penstock.backup.target import CHUNK_BYTES, Target, digest_of, read_tar, unpack
+from penstock.backup.target import CHUNK_BYTES, Target, digest_of, read_tar, unpack, writing
 from penstock.batch import NO_SEGMENT, Control, encode_control
 from penstock.errors import BadBackup, BadDirectory, LogDamaged, PenstockError
 from penstock.storage import recovery
@@ -90,13 +91,12 @@ def check_tar(stream: BinaryIO) -> tuple[Manifest, list[str]]:
     """As `check`, of the backup in a tar stream."""
     digests: dict[str, str] = {}
     manifest: Manifest | None = None
-    for name, file in read_tar(stream):
+    for name, data in read_tar(stream):
         if MANIFEST_NAME.fullmatch(name):
-            manifest = Manifest.decode(name, file.read(MANIFEST_BYTES_MAX))
+            manifest = Manifest.decode(name, b"".join(islice(data, MANIFEST_BYTES_MAX // CHUNK_BYTES)))
         else:
-            digests[name] = digest_of(_chunks(file))
-    if manifest is None:
-        raise BadBackup("the tar stream has no manifest: the backup was not finished")
+            digests[name] = digest_of(data)
+    assert manifest is not None, "`read_tar` has seen it"
     wrong = [segment.name for segment in manifest.segments if digests.get(segment.name) != segment.sha256]
     return manifest, [f"{name} is {'damaged' if name in digests else 'missing'}" for name in wrong]
 
@@ -193,9 +193,10 @@ class Restore:
         )
         file = self._files.open(path)
         try:
-            file.truncate(size)
-            file.write(note.data, size)
-            file.sync()
+            with writing(path):
+                file.truncate(size)
+                file.write(note.data, size)
+                file.sync()
         finally:
             file.close()
 
@@ -256,11 +257,6 @@ def _write(store: Store, changes: list[Change | Addition]) -> None:
 
 def _read_manifest(target: Target, name: str) -> Manifest:
     return Manifest.decode(name, b"".join(target.read(name)))
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    while data := file.read(CHUNK_BYTES):
-        yield data
 
 
 def _counted(data: Iterator[bytes], progress: Progress) -> Iterator[bytes]:

@@ -14,21 +14,22 @@ import fcntl
 import hashlib
 import os
 import secrets
-import shutil
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import IO, BinaryIO, Final, Protocol, cast
 
 from penstock.backup.manifest import MANIFEST_NAME, SEGMENT_NAME
-from penstock.errors import BadBackup
+from penstock.errors import BadBackup, BadDirectory
 from penstock.storage.files import FILE_MODE, OsFiles
+from penstock.storage.format import FORMAT_NAME, RESTORING_NAME
 
 CHUNK_BYTES: Final = 1 << 20
 _PARTIAL: Final = "partial"
+_FILE_SCHEME: Final = "file://"
 
 
 class Part(Protocol):
@@ -140,22 +141,24 @@ class _FilePart:
             self._file.close()
 
     def write(self, data: bytes) -> None:
-        self._file.write(data)
+        with writing(self._directory):
+            self._file.write(data)
 
     def flush(self) -> None:
-        self._file.flush()
+        with writing(self._directory):
+            self._file.flush()
 
     def commit(self, name: str) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
         path = self._directory / name
-        self._files.make_directory(path.parent)
-        self.path.rename(path)
-        self._files.sync_directory(path.parent)
+        with writing(self._directory):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._files.make_directory(path.parent)
+            self.path.rename(path)
+            self._files.sync_directory(path.parent)
 
     def close(self) -> None:
-        self._file.close()
-        self.path.unlink(missing_ok=True)
+        _discard(self._file, self.path)
 
 
 class SpooledPart:
@@ -168,25 +171,28 @@ class SpooledPart:
         self._store = store
 
     def write(self, data: bytes) -> None:
-        self._file.write(data)
+        with writing(self.path):
+            self._file.write(data)
 
     def flush(self) -> None:
-        self._file.flush()
+        with writing(self.path):
+            self._file.flush()
 
     def commit(self, name: str) -> None:
-        self._file.flush()
+        self.flush()
         self._store(name, self.path)
 
     def close(self) -> None:
-        self._file.close()
-        self.path.unlink(missing_ok=True)
+        _discard(self._file, self.path)
 
 
 class TarTarget:
     """A stream: it can be written once, and holds one backup."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._tar = tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - `close`
+        self._output = _Output(stream)
+        output = cast("BinaryIO", self._output)
+        self._tar = tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - `close`
 
     def begin(self) -> Part:
         return SpooledPart(self._store)
@@ -205,6 +211,7 @@ class TarTarget:
 
     def close(self) -> None:
         self._tar.close()
+        self._output.flush()
 
     def _store(self, name: str, path: Path) -> None:
         member = tarfile.TarInfo(name)
@@ -213,38 +220,95 @@ class TarTarget:
             self._tar.addfile(member, file)
 
 
-def read_tar(stream: BinaryIO) -> Iterator[tuple[str, BinaryIO]]:
-    """The members of a tar stream that belong to a backup, in order. Raises BadBackup if it ends too early."""
+class _Output:
+    """The stream that a tar is written to, until it fails. A tar that is not closed writes its end when it is
+    collected, where nobody could be told of an error."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._has_failed = False
+
+    def write(self, data: bytes) -> int:
+        if not self._has_failed:
+            with self._telling():
+                self._stream.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        with self._telling():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._has_failed = True
+            raise BadBackup(f"the tar stream cannot be written: {error.strerror}: the backup is not whole") from error
+
+
+def read_tar(stream: BinaryIO) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """The members of a tar stream that belong to a backup, in order, each to be read before the next. Raises BadBackup
+    if the stream is damaged or cut short, unless a checksum of the backup can tell that better."""
+    has_manifest = False
+    with _telling_damage():
+        tar = tarfile.open(fileobj=stream, mode="r|")  # noqa: SIM115 - the stream is the caller's
+    while True:
+        with _telling_damage():
+            member = tar.next()
+            file = tar.extractfile(member) if member is not None and member.isfile() else None
+        if member is None:
+            break
+        if file is not None and (SEGMENT_NAME.fullmatch(member.name) or MANIFEST_NAME.fullmatch(member.name)):
+            has_manifest |= MANIFEST_NAME.fullmatch(member.name) is not None
+            yield member.name, _read_member(file)
+    # To tarfile a header that is damaged or cut off is the end. The manifest is written last.
+    if not has_manifest:
+        raise BadBackup("the tar stream is damaged or cut short: it has no manifest")
+
+
+def _read_member(file: IO[bytes]) -> Iterator[bytes]:
+    while True:
+        with _telling_damage():
+            data = file.read(CHUNK_BYTES)
+        if not data:
+            return
+        yield data
+
+
+@contextlib.contextmanager
+def _telling_damage() -> Iterator[None]:
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as tar:
-            for member in tar:
-                file = tar.extractfile(member) if member.isfile() else None
-                if file is not None and (SEGMENT_NAME.fullmatch(member.name) or MANIFEST_NAME.fullmatch(member.name)):
-                    yield member.name, file  # type: ignore[misc] # it reads bytes
-    except (tarfile.TarError, EOFError) as error:
+        yield
+    # Numbers and names in extended headers have no checksum, and tarfile reads them without care.
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, LookupError) as error:
         raise BadBackup(f"the tar stream is damaged or cut short: {error}") from error
 
 
 def unpack(stream: BinaryIO, directory: Path) -> DirectoryTarget:
     """Write the files of a tar stream to a directory, and return that."""
     files = OsFiles()
-    for name, file in read_tar(stream):
+    for name, data in read_tar(stream):
         path = directory / name
         files.make_directory(path.parent)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE), "wb") as copied:
-            shutil.copyfileobj(file, copied, CHUNK_BYTES)
+        path.unlink(missing_ok=True)
+        copy(data, path)
     return DirectoryTarget(directory, is_temporary=True)
 
 
 def copy(data: Iterator[bytes], path: Path) -> str:
     """Write a new private file, sync it, and return the SHA-256 of its bytes."""
     digest = hashlib.sha256()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
+    # Without a buffer of its own: there is nothing left to write when it is closed after an error.
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb", 0) as file:
         for chunk in data:
             digest.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+            with writing(path):
+                left = memoryview(chunk)
+                while left:
+                    left = left[file.write(left) :]
+        with writing(path):
+            os.fsync(file.fileno())
     return digest.hexdigest()
 
 
@@ -255,10 +319,41 @@ def digest_of(data: Iterator[bytes]) -> str:
     return digest.hexdigest()
 
 
-def open_target(place: str) -> Target:
-    """Return the target at a path or, where there is a scheme, the URL of an object store."""
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the place of an error: what the system says of an open file has no name."""
+    try:
+        yield
+    except OSError as error:
+        raise BadDirectory(f"{error.filename or path} cannot be written: {error.strerror}") from error
+
+
+def _discard(file: BinaryIO, path: Path) -> None:
+    # What could not be written is tried again here, and was told.
+    with contextlib.suppress(OSError):
+        file.close()
+    path.unlink(missing_ok=True)
+
+
+def open_target(place: str, *, is_new: bool = False) -> Target:
+    """Return the target at a path or, where there is a scheme, the URL of an object store. `is_new`: a directory that
+    does not exist is made when something is written there."""
+    if not place:
+        raise BadDirectory("the name of the target is empty: name a directory or the URL of an object store")
+    if "://" not in place or place.startswith(_FILE_SCHEME):
+        _check_directory(Path(place.removeprefix(_FILE_SCHEME)), is_new=is_new)
     if "://" not in place:
         return DirectoryTarget(Path(place))
     from penstock.backup.objects import ObjectTarget
 
     return ObjectTarget.open(place)
+
+
+def _check_directory(path: Path, *, is_new: bool) -> None:
+    names = set(os.listdir(path)) if path.is_dir() else set[str]()
+    if FORMAT_NAME in names or RESTORING_NAME in names or {"LOCK", "topics"} <= names:
+        raise BadDirectory(f"{path} is the data directory of a broker: choose another directory")
+    if path.exists() and not path.is_dir():
+        raise BadDirectory(f"{path} is not a directory: a tar file is read from stdin, by the name -")
+    if not is_new and not path.exists():
+        raise BadDirectory(f"{path}: there is no such directory")

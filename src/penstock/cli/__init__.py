@@ -8,6 +8,7 @@ interruption ends (`subscribe`, `top`, `fetch --follow`) are done when it comes.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -83,6 +84,11 @@ def main() -> None:
 
 
 def _fail(reason: str) -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # It is full, or its reader is gone. Python would try again at exit, and print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(1)
 

@@ -54,7 +54,7 @@ def backup(
             raise typer.BadParameter("a tar stream is written to a pipe or file, without --list, --keep and --json")
         _to_stream(data, at, _rate(rate))
         return
-    place = open_target(target)
+    place = open_target(target, is_new=not lists)
     if lists:
         _list(place, as_json=json)
         return
@@ -76,7 +76,6 @@ def _to_stream(data: Path | None, at: Address, rate: int | None) -> None:
     tar = TarTarget(sys.stdout.buffer)
     done = _copy(tar, data, at, rate, lambda: None)
     tar.close()
-    sys.stdout.buffer.flush()
     print(f"backup {done.manifest.id}: {_size(done.copied_bytes)}", file=sys.stderr)
     _tell_problems(done.manifest)
 

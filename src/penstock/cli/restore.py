@@ -120,8 +120,9 @@ def _restore(
     from penstock.backup.target import open_target
     from penstock.cli import output
 
+    opened = None if source == _STREAM else open_target(source)
     with restore.Restore(directory) as work:
-        target: Target = work.unpack(sys.stdin.buffer) if source == _STREAM else open_target(source)
+        target: Target = opened or work.unpack(sys.stdin.buffer)
         manifest = restore.choose(restore.manifests(target), backup, to)
         with output.moving("restoring", manifest.total_bytes, in_bytes=True) as advance:
             ahead = 0 if exact else restore.OFFSETS_AHEAD
