@@ -14,7 +14,7 @@ import pytest
 
 from penstock import Client
 from penstock.errors import AppendFailed, BadDirectory, UnsupportedFormat
-from penstock.storage.format import FORMAT
+from penstock.storage.format import FORMAT, check_format
 from penstock.storage.inspect import inspect
 from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
@@ -128,10 +128,15 @@ def test_a_newer_format_is_refused_and_nothing_is_changed() -> None:
 @pytest.mark.parametrize("content", [b"", b"one\n", b"-1\n", b"\xff" * 100])
 def test_a_format_that_is_no_number_is_refused(content: bytes) -> None:
     disk = FaultyFiles()
-    open_store(disk).close()
+    with open_store(disk) as store:
+        append(store.log(store.create_topic("t").id), b"a")
     put(disk, content)
-    with pytest.raises(BadDirectory, match="must be the number of a format"):
+    with pytest.raises(BadDirectory, match=r"must be the number of a format: restore it from a copy; or remove it, if"):
         open_store(disk)
+    disk.remove(DATA / "FORMAT")
+    with open_store(disk) as store:
+        assert values(store.log(store.topics[0].id)) == [b"a"]
+    assert check_format(disk, DATA) == FORMAT
 
 
 def test_the_server_and_the_tools_say_what_to_do_about_a_newer_format(tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ def check_format(files: Files, directory: Path) -> int:
     finally:
         file.close()
     if not text.strip().isdigit():
-        raise BadDirectory(f"{path} says {text!r}, it must be the number of a format: restore it from a copy")
+        # Not taken for a missing one: it may have been the number of a newer format.
+        raise BadDirectory(
+            f"{path} says {text!r}, it must be the number of a format: restore it from a copy; or remove it, if no "
+            f"later version of penstock had the directory open, and it is written again"
+        )
     found = int(text)
     if found > FORMAT:
         raise UnsupportedFormat(
