@@ -623,6 +623,16 @@ class TestPreparing:
         with pytest.raises(TypeError, match="text"):
             make(headers={"A": 1})
 
+    @pytest.mark.parametrize("ttl", [True, False, "", b"5", [5], {}, datetime(2030, 1, 1, tzinfo=UTC), 1j, 0, "x"])
+    def test_what_is_no_ttl_is_refused(self, ttl: Any) -> None:
+        with pytest.raises(BadHeader, match=r"must be seconds \(1 or more\), a duration like 90s"):
+            make(ttl=ttl)
+
+    def test_a_ttl_is_a_number_a_timedelta_or_text(self) -> None:
+        for ttl in (5, 5.0, timedelta(seconds=5), "5", "5s"):
+            assert make(ttl=ttl).ttl_us == 5_000_000
+        assert make(ttl="never").ttl_us is None
+
     def test_what_is_asked_of_the_broker_is_what_it_reads(self) -> None:
         due = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
         now_us = 1_760_000_000_000_000

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from numbers import Real
 from typing import Any, Final, NamedTuple
 
 from penstock.batch import Batch, encode
@@ -164,6 +165,9 @@ def _delay(delay: float | timedelta | datetime | str, now_us: int) -> tuple[str,
 
 def _ttl(ttl: float | timedelta | str) -> str:
     """The value of the header that asks for it."""
+    # True is not a number of seconds, and an empty text not a wish that the message stays: see `never`.
+    if not isinstance(ttl, (Real, timedelta, str)) or isinstance(ttl, bool) or ttl == "":
+        raise BadHeader(f"invalid ttl {ttl!r}: it must be {TTL_FORMS}, as a number, a timedelta or text")
     if isinstance(ttl, str):
         read_ttl(ttl)
         return ttl
