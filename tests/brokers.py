@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from penstock.batch import Batch
 from penstock.broker.broker import Broker, Settings
-from penstock.broker.deadletters import DeadLetter, Wanted
+from penstock.broker.deadletters import DeadLetter, Redriven, Wanted
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group, Mode
 from penstock.broker.intake import Receipt, Refusals
@@ -334,9 +334,17 @@ class Life:
         return await self.do(read())
 
     async def redrive(self, pattern: bytes = b">", count: int | None = None, *, to_group: bool = False) -> int:
-        async def redrive() -> int:
+        """Return how many were redriven; none may be skipped."""
+        done = await self.redrive_some(pattern, count, to_group=to_group)
+        assert not done.skipped, done.reason
+        return done.count
+
+    async def redrive_some(
+        self, pattern: bytes = b">", count: int | None = None, *, to_group: bool = False
+    ) -> Redriven:
+        async def redrive() -> Redriven:
             letters = await self.broker.dead_letters()
-            return 0 if letters is None else await letters.redrive(Wanted(pattern), count, to_group=to_group)
+            return Redriven(0) if letters is None else await letters.redrive(Wanted(pattern), count, to_group=to_group)
 
         return await self.do(redrive())
 

@@ -123,7 +123,7 @@ def test_dead_letters_are_listed_and_sent_again(tmp_path: Path) -> None:
 
     [letter] = letters
     assert (letter["subject"], letter["group"], base64.b64decode(letter["value"])) == ("orders", "clerks", b"\x00bad")
-    assert redriven.json == {"redriven": 1}
+    assert redriven.json == {"redriven": 1, "skipped": 0, "reason": None}
     assert (left.json["letters"], len(every.json["letters"])) == ([], 1)
     assert topic.json["positions"][0]["committed"] == 2
 

@@ -28,7 +28,7 @@ from penstock.cli.bench import histogram
 from penstock.cli.jsonlines import read_message, read_object
 from penstock.client.sync import Client
 from penstock.client.values import Outgoing
-from penstock.errors import BadRequest
+from penstock.errors import BadRequest, UnknownGroup
 from tests.server import PATIENCE_S, Serve, clean_environment
 
 # Nobody listens there: it is never given out.
@@ -899,6 +899,28 @@ def test_dead_letters_are_chosen_given_back_to_their_group_and_purged(tmp_path: 
             assert client.topic("orders").positions[0].end == 4
 
 
+def test_letters_that_cannot_be_redriven_are_counted_and_the_others_are_redriven(tmp_path: Path) -> None:
+    with Serve(tmp_path, topic_deliveries_max=1) as server:
+        penstock = Penstock(f"127.0.0.1:{server.port}")
+        with Client(f"127.0.0.1:{server.port}") as client:
+            client.create_topic("gone")
+            for topic in ("orders", "gone", "orders"):
+                client.publish(topic, b"bad")
+            for topic, count in (("orders", 2), ("gone", 1)):
+                with client.subscribe(topic, group=topic, start="earliest") as member:
+                    for _ in range(count):
+                        member.get(PATIENCE_S).reject()
+                    member.flush()
+            until(lambda: len(client.dead_letters()) == 3)
+            client.delete_group("gone")
+            done = penstock("dlq", "redrive", "--to-group")
+            assert (done.code, done.out) == (1, "gave 2 dead letters back to their groups\n")
+            assert "1 dead letter could not be redriven: " in done.err
+            assert [letter.subject for letter in client.dead_letters()] == ["gone"]
+            with pytest.raises(UnknownGroup):
+                client.redrive(to_group=True)
+
+
 def test_dead_letters_are_listed_looked_at_and_redriven(tmp_path: Path) -> None:
     with Serve(tmp_path, topic_deliveries_max=1) as server:
         penstock = Penstock(f"127.0.0.1:{server.port}")
@@ -922,7 +944,7 @@ def test_dead_letters_are_listed_looked_at_and_redriven(tmp_path: Path) -> None:
         assert (document["value"], document["key"]) == ("bad order", "k")
         nothing = penstock("dlq", "peek", 0, 7)
         assert (nothing.code, nothing.out) == (1, "")
-        assert penstock("dlq", "redrive", "other.>", "--json").json == {"redriven": 0}
+        assert penstock("dlq", "redrive", "other.>", "--json").json == {"redriven": 0, "skipped": 0, "reason": None}
         assert penstock("dlq", "redrive", "--count", 5).lines == ["published 1 dead letter again"]
         assert penstock("dlq", "list", "--json").json == []
         [again] = penstock("dlq", "list", "--redriven", "--json").json

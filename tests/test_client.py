@@ -31,6 +31,7 @@ from penstock.client.aio import AsyncProducer, AsyncSubscription
 from penstock.client.message import Message
 from penstock.client.sync import Producer, Stage, Subscription, Transaction
 from penstock.client.transaction import AsyncStage, AsyncTransaction
+from penstock.client.values import Redriven
 from penstock.errors import (
     BadHeader,
     BadRequest,
@@ -622,7 +623,7 @@ class TestGroups:
         assert (letter.value, letter.topic, letter.group, letter.attempts) == (b"x", topic, topic, 2)
         assert letter.headers["A"] == "b"
         client.alter_topic(topic, ack_deadline_ms=60_000)
-        assert client.redrive(topic) == 1
+        assert client.redrive(topic) == Redriven(1, 0, None)
         again = member.get(PATIENCE_S)
         again.ack()
         member.flush()

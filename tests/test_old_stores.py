@@ -81,7 +81,7 @@ def go_on(server: Serve, before: dict[str, Any]) -> None:
         assert all(
             orders.get((each.partition, each.offset), each.value.decode()) == each.value.decode() for each in got
         )
-        assert client.redrive() == len(before["dead_letters"])
+        assert client.redrive().count == len(before["dead_letters"])
         with client.subscribe("jobs", group="workers") as subscription:
             jobs = {subscription.get(timeout=20).value for _ in range(1 + len(before["dead_letters"]))}
         assert jobs == {b"job 5", *(letter[5].encode() for letter in before["dead_letters"])}

@@ -131,7 +131,7 @@ subject = "id"
 
     assert [value["id"] for value in values(spark_broker, clean)] == ["a", "d"]
     assert len(letters(spark_broker, orders)) == 2
-    assert spark_broker.redrive(orders, count=1) == 1
+    assert spark_broker.redrive(orders, count=1).count == 1
     again = list(spark_broker.fetch(orders, 0))[-1]
     assert (again.value, dict(again.headers)) == (b"oops", {"Trace": "2"})
 

@@ -395,6 +395,24 @@ async def test_a_dead_letter_is_not_redriven_to_its_group_when_its_message_has_e
         assert len(await life.letters()) == 1
 
 
+@in_loop
+async def test_letters_are_redriven_to_their_group_around_one_that_has_expired() -> None:
+    async with Life(FaultyFiles()) as life:
+        sink = Recorder()
+        group, _ = await life.join(b"g", b"orders", sink)
+        for index, ttl in enumerate((b"60", b"10", b"never")):
+            await life.stored(b"orders", b"bad", headers=b"Nats-TTL: %b\r\n" % ttl)
+            assert group.kill(sink.got[index].place, sink.got[index].offset, reason="no")
+            await life.settle()
+        await life.advance(10 * SECOND)
+        done = await life.redrive_some(to_group=True)
+        assert (done.count, done.skipped) == (2, 1)
+        assert "dead letter 1 cannot be redriven to its group: its message has expired" in str(done.reason)
+        assert [letter.offset for letter in await life.letters()] == [1]
+        with pytest.raises(BadRequest, match="has expired"):
+            await life.redrive(to_group=True)
+
+
 # Delays, transactions, compaction
 
 

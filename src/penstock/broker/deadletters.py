@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from penstock import headers
@@ -83,6 +84,14 @@ class Wanted(NamedTuple):
 _ALL: Final = Wanted()
 
 
+@dataclass(frozen=True, slots=True)
+class Redriven:
+    count: int
+    # How many could not be redriven: they are still listed. And why the first of them could not.
+    skipped: int = 0
+    reason: str | None = None
+
+
 class _Origin(NamedTuple):
     """Where the message of a letter is, for its group."""
 
@@ -128,23 +137,26 @@ class DeadLetters:
                 return letter
         return None
 
-    async def redrive(self, wanted: Wanted = _ALL, count: int | None = None, *, to_group: bool = False) -> int:
+    async def redrive(self, wanted: Wanted = _ALL, count: int | None = None, *, to_group: bool = False) -> Redriven:
         """Publish dead letters to their subjects again, and return how many. Each is published once, even if this is
         interrupted and called again. `to_group`: deliver each again to the group that failed, and to nobody else.
 
-        Raises if some of them cannot be redriven; then these are still listed.
+        Those that cannot be redriven are skipped, and still listed. Raises if there is none that can.
         """
         chosen = await self._choose(wanted, count)
         failed: list[PenstockError] = []
         for partition, mover in list(self._movers.items()):
             offsets = chosen.get(partition.number, [])
-            if to_group:
-                failed += await self._revive(mover, offsets)
-            else:
-                failed += (await mover.move(offsets, retry=True)).values()
-        if failed:
+            try:
+                found = await (self._revive(mover, offsets) if to_group else mover.move(offsets, retry=True))
+            except PenstockError as error:
+                # Of many some may have been redriven before.
+                found = {offset: error for offset in offsets if not mover.has_arrived(offset)}
+            failed += found.values()
+        redriven = sum(map(len, chosen.values())) - len(failed)
+        if failed and not redriven:
             raise failed[0]
-        return sum(map(len, chosen.values()))
+        return Redriven(redriven, len(failed), str(failed[0]) if failed else None)
 
     async def purge(self, wanted: Wanted = _ALL, count: int | None = None) -> int:
         """Forget dead letters, and return how many."""
@@ -164,9 +176,9 @@ class DeadLetters:
             taken += 1
         return {**chosen}
 
-    async def _revive(self, mover: Mover, offsets: Sequence[int]) -> Sequence[PenstockError]:
-        """Let groups go back to the messages of these letters. Return why one of them cannot, if so."""
-        failed: list[PenstockError] = []
+    async def _revive(self, mover: Mover, offsets: Sequence[int]) -> dict[int, PenstockError]:
+        """Let groups go back to the messages of these letters. Return those to which they cannot, and why."""
+        failed: dict[int, PenstockError] = {}
         found: dict[int, _Origin] = {}
         taken: Counter[Position] = Counter()
         for index, offset in enumerate(offsets):
@@ -179,7 +191,7 @@ class DeadLetters:
                         " redrive it when the group has caught up"
                     )
             except PenstockError as error:
-                failed = failed or [error]
+                failed[offset] = error
                 continue
             taken[origin.position] += 1
             found[offset] = origin

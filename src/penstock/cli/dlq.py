@@ -139,15 +139,23 @@ def redrive(
     json: Json = False,
     at: Address,
 ) -> None:
-    """Publish dead letters to their subjects again, each once."""
+    """Publish dead letters to their subjects again, each once.
+
+    Exit code 1 if some of them cannot be: the others are, and these stay in the list.
+    """
     with at.client() as client:
         wanted, where = which.filter(), "groups" if to_group else "subjects"
         confirm(f"Send {_described(pattern, count, wanted)} to their {where} again?", yes=yes)
         redriven = client.redrive(pattern, count=count, to_group=to_group, **wanted)
-    letters = counted(redriven, "dead letter")
-    _tell(
-        json, "redriven", redriven, f"gave {letters} back to their groups" if to_group else f"published {letters} again"
-    )
+    letters = counted(redriven.count, "dead letter")
+    if json:
+        from penstock.cli import output
+
+        output.print_json({"redriven": redriven.count, "skipped": redriven.skipped, "reason": redriven.reason})
+    else:
+        print(f"gave {letters} back to their groups" if to_group else f"published {letters} again")
+    if redriven.skipped:
+        raise PenstockError(f"{counted(redriven.skipped, 'dead letter')} could not be redriven: {redriven.reason}")
 
 
 @app.command("purge")
@@ -166,22 +174,18 @@ def purge(
         wanted = which.filter()
         confirm(f"Forget {_described(pattern, count, wanted)}?", yes=yes)
         purged = client.purge_dead_letters(pattern, count=count, **wanted)
-    _tell(json, "purged", purged, f"purged {counted(purged, 'dead letter')}")
+    if json:
+        from penstock.cli import output
+
+        output.print_json({"purged": purged})
+    else:
+        print(f"purged {counted(purged, 'dead letter')}")
 
 
 def _described(pattern: str, count: int | None, wanted: LetterFilter) -> str:
     """Say which dead letters something is done to."""
     letters = "all dead letters" if count is None else f"at most {counted(count, 'dead letter')}"
     return f"{letters} of {pattern}{''.join(f', {name} {value}' for name, value in wanted.items())}"
-
-
-def _tell(json: bool, name: str, number: int, line: str) -> None:
-    if json:
-        from penstock.cli import output
-
-        output.print_json({name: number})
-    else:
-        print(line)
 
 
 def _document(letter: DeadLetter) -> Document:

@@ -47,6 +47,7 @@ from penstock.client.values import (
     Outgoing,
     Owner,
     Receipt,
+    Redriven,
     Refresh,
     Topic,
     arguments,
@@ -477,12 +478,14 @@ class AsyncClient:
 
     async def redrive(
         self, pattern: str = ">", *, count: int | None = None, to_group: bool = False, **wanted: Unpack[LetterFilter]
-    ) -> int:
+    ) -> Redriven:
         """Send dead letters to their subjects again, each once, and return how many. `to_group`: deliver each only to
-        the group that failed. Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`."""
+        the group that failed. Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`.
+
+        Letters that cannot be redriven are skipped, and stay in the list. Raises if there is none that can."""
         fields = self._letter_fields(wanted)
         found = await self._call("redrive", pattern=pattern, count=count, to_group=to_group, **fields)
-        return int(found["redriven"])
+        return Redriven(found["redriven"], found["skipped"], found["reason"])
 
     async def purge_dead_letters(
         self, pattern: str = ">", *, count: int | None = None, **wanted: Unpack[LetterFilter]

@@ -54,6 +54,7 @@ from penstock.client.values import (
     Outgoing,
     Owner,
     Receipt,
+    Redriven,
     Refresh,
     Topic,
     arguments,
@@ -457,9 +458,11 @@ class Client:
 
     def redrive(
         self, pattern: str = ">", *, count: int | None = None, to_group: bool = False, **wanted: Unpack[LetterFilter]
-    ) -> int:
+    ) -> Redriven:
         """Send dead letters to their subjects again, each once, and return how many. `to_group`: deliver each only to
-        the group that failed. Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`."""
+        the group that failed. Choose by `group`, `reason`, `since`, `until`, `partition` and `offsets`.
+
+        Letters that cannot be redriven are skipped, and stay in the list. Raises if there is none that can."""
         return self._run(self._async.redrive(pattern, count=count, to_group=to_group, **wanted))
 
     def purge_dead_letters(

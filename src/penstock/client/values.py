@@ -248,6 +248,15 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
+class Redriven:
+    """How many dead letters were redriven, how many could not be, and why the first of these could not."""
+
+    count: int
+    skipped: int
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class DelayedMessage:
     """A message that waits until `due_us`, in µs since 1970. `offset` is where it waits, and may change meanwhile."""
 

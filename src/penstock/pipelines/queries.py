@@ -24,6 +24,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from penstock.client.sync import Client
+from penstock.errors import PenstockError
 from penstock.pipelines import frames, transformations
 from penstock.pipelines.pipeline import (
     AggregateSettings,
@@ -370,6 +371,13 @@ def _replacing(path: str) -> BatchFunction:
     return replace
 
 
+def _redrive_all(client: Client, offsets: list[int]) -> None:
+    """Redrive these dead letters, or raise: then the batch is tried again."""
+    done = client.redrive(offsets=offsets)
+    if done.skipped:
+        raise PenstockError(f"{done.skipped} of {len(offsets)} dead letters could not be redriven: {done.reason}")
+
+
 def _redriving(source: Source) -> BatchFunction:
     """Redrive dead letters. The broker redrives each only once, even if it is asked again."""
 
@@ -381,9 +389,9 @@ def _redriving(source: Source) -> BatchFunction:
                 raise ValueError("the dead-letter topic has several partitions: redrive with `penstock dlq redrive`")
             found.append(row["offset"])
             if len(found) == _REDRIVEN_MAX:
-                client.redrive(offsets=found)
+                _redrive_all(client, found)
                 found = []
         if found:
-            client.redrive(offsets=found)
+            _redrive_all(client, found)
 
     return redrive

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.broker.broker import Broker
-from penstock.broker.deadletters import DeadLetter, Wanted
+from penstock.broker.deadletters import DeadLetter, Redriven, Wanted
 from penstock.broker.delay import Delayed, DelayedWanted
 from penstock.broker.group import Group, Mode
 from penstock.broker.partition import Partition
@@ -341,7 +341,8 @@ async def _dead_letters(broker: Broker, request: Request) -> Json:
 async def _redrive(broker: Broker, request: Request) -> Json:
     wanted, count, to_group = request.wanted(), request.number_or_none("count"), request.flag("to_group")
     letters = await broker.dead_letters()
-    return {"redriven": 0 if letters is None else await letters.redrive(wanted, count, to_group=to_group)}
+    found = Redriven(0) if letters is None else await letters.redrive(wanted, count, to_group=to_group)
+    return {"redriven": found.count, "skipped": found.skipped, "reason": found.reason}
 
 
 async def _purge_dead_letters(broker: Broker, request: Request) -> Json:
