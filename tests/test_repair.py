@@ -16,10 +16,12 @@ from penstock.storage.policy import Policy
 from penstock.storage.repair import Outcome, repair
 from penstock.storage.segment import Found, log_name
 from penstock.storage.store import Store
-from tests.logs import TIMESTAMP, messages
+from tests.logs import TIMESTAMP, append, messages
 
 VALUES = [b"%d" % number * 300 for number in range(10)]
 SMALL = Policy(segment_bytes=4096)
+# Three in a segment, and two in the last one.
+STORED = [value * 4 for value in (*VALUES, VALUES[0])]
 
 
 def fill(data: Path, values: Sequence[bytes] = VALUES) -> Path:
@@ -106,6 +108,86 @@ def test_heads_and_feet_and_files_that_are_cut_short_or_missing_are_repaired(tmp
     assert lost <= {number for each in outcome.quarantined for number in range(each.first, each.next)}
     assert is_sound(data)
     assert served(data) == expected
+
+
+def fill_two(data: Path) -> list[list[Path]]:
+    """Store the same in two topics, stop cleanly, and return the segments of both."""
+    with Store(data) as store:
+        logs = [store.log(store.create_topic(name, policy=SMALL).id) for name in ("orders", "others")]
+        for value in STORED:
+            for log in logs:
+                log.append(encode([value], timestamp=TIMESTAMP))
+            store.flush()
+        return [[segment.path for segment in log.segments] for log in logs]
+
+
+def damaged_in(data: Path) -> list[tuple[Path, int, int | None]]:
+    with inspect.inspect(data) as inspection:
+        reports = [inspect.verify(log).report for log in inspection.logs]
+    return [(each.path, each.first, each.last) for report in reports if report for each in report.damage]
+
+
+# From which segment of which log a file is taken, and which segment of the first log it replaces.
+@pytest.mark.parametrize("is_opened", [True, False], ids=["opened before", "not opened"])
+@pytest.mark.parametrize(
+    ("log", "source", "place"),
+    [(0, 0, 1), (0, 2, 1), (1, 1, 1), (1, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, -1), (1, 0, -1), (1, -1, -1)],
+)
+def test_a_foreign_file_in_place_of_a_segment_is_damage_of_all_its_offsets(
+    tmp_path: Path, log: int, source: int, place: int, is_opened: bool
+) -> None:
+    data = tmp_path / "data"
+    segments = fill_two(data)
+    path = segments[0][place]
+    bases = [*(int(each.stem) for each in segments[0]), len(STORED)]
+    first = int(path.stem)
+    end = bases[bases.index(first) + 1]
+    path.write_bytes(foreign := segments[log][source].read_bytes())
+    expected = {number: value for number, value in enumerate(STORED) if not first <= number < end}
+    assert damaged_in(data) == [(path, first, end)]
+    if is_opened:
+        with Store(data) as store:
+            assert not store.catalogue.refused
+            with pytest.raises(LogDamaged) as caught:
+                store.log(1).read(first, 1)
+            assert (caught.value.path, caught.value.first, caught.value.last) == (path, first, end)
+            offset = append(store.log(1), b"new")
+            assert offset >= len(STORED)
+            store.flush()
+            expected[offset] = b"new"
+        with Store(data) as store:
+            assert [(each.path, each.first, each.last) for each in store.log(1).damage] == [(path, first, end)]
+        assert damaged_in(data) == [(path, first, end)]
+
+    outcome = repair(data)
+
+    assert outcome.problems == []
+    [found] = outcome.quarantined
+    assert (found.file, found.first, found.next) == (str(path), first, end)
+    assert Path(found.kept).read_bytes() == foreign
+    assert is_sound(data)
+    assert served(data) == expected
+    assert repair(data) == Outcome([], [], None, is_state_hit=False)
+    with Store(data) as store:
+        assert messages(store.log(2)) == dict(enumerate(STORED))
+
+
+def test_a_foreign_file_between_the_segments_is_moved_away_and_nothing_is_lost(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    [segments, _] = fill_two(data)
+    for segment in (segments[0], segments[-1]):
+        intruder = segment.with_name(log_name(int(segment.stem) + 1))
+        intruder.write_bytes(segments[1].read_bytes())
+        assert not is_sound(data)
+
+        outcome = repair(data)
+
+        assert outcome.problems == []
+        [found] = outcome.quarantined
+        assert (found.file, found.first, found.next) == (str(intruder), int(intruder.stem), int(intruder.stem))
+        assert Path(found.kept).read_bytes() == segments[1].read_bytes()
+        assert is_sound(data)
+        assert served(data) == dict(enumerate(STORED))
 
 
 class Interrupted(OsFiles):

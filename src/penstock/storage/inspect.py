@@ -149,6 +149,7 @@ def look_again(log: InspectedLog) -> InspectedLog:
 
 def _verify(log: InspectedLog, progress: Callable[[int], object] | None) -> Verdict:
     try:
+        recovery.identify(log.segments)
         report = recovery.verify(log.segments, progress, start=log.marked, witness=log.witness)
         if not log.segments and not log.problems and (log.witness.end or log.marked):
             first = log.directory / log_name(log.start)
@@ -162,6 +163,7 @@ def _verify(log: InspectedLog, progress: Callable[[int], object] | None) -> Verd
 def walk(log: InspectedLog, offset: int = 0) -> Iterator[tuple[Segment, Examined]]:
     """All that a log holds from `offset` on, and whatever is wrong where it is wrong."""
     segments = log.segments
+    recovery.identify(segments)
     while len(segments) > 1 and segments[1].base <= offset:
         segments = segments[1:]
     start = log.marked if segments[:1] == log.segments[:1] else None

@@ -20,6 +20,9 @@ Both become the same: a segment that ends before the next one begins. A missing 
 and nothing else, and behind a last segment that was cut short the log goes on in a new one, which begins where the
 witness says. Readers, `verify` and repair then find a segment that is cut short, as they do in the middle of a log.
 
+A file can also be another segment, of this log or of another one: its head tells. No batch in it counts, whatever its
+offset, so it is damaged as a whole: it is left as it is, and if it is the last one the log goes on in a new segment.
+
 Sealed segments are not walked, so a file beside each one that is known to be damaged says so: `<base>.damaged`, with
 what was found there in JSON. Like an index it is never trusted, and may be missing; readers find damage by themselves.
 """
@@ -30,6 +33,7 @@ import contextlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +44,7 @@ from penstock.errors import BadDirectory, LogDamaged, UnsupportedBatch
 from penstock.storage.files import Files
 from penstock.storage.index import Index
 from penstock.storage.producers import Producers
-from penstock.storage.segment import Damage, Found, OpenSegments, Reader, Segment, log_name
+from penstock.storage.segment import Damage, Found, OpenSegments, Origin, Reader, Segment, log_name
 from penstock.storage.witness import NOBODY, Witness
 
 logger = logging.getLogger(__name__)
@@ -122,8 +126,10 @@ def recover(
         # Retention leaves the last segment.
         witness = Witness(max(witness.durable, listing.start + 1), witness.given)
     witness = NOBODY if piped else witness
+    number = identify(listing.segments)
     recovered = _recover_end(files, listing.segments, witness, directory, piped=piped, strict=strict)
     recovered.start = listing.start
+    recovered.log = recovered.log if number is None else number
     noted = {int(name[:20]) for name in listing.others if name.endswith(DAMAGED_SUFFIX)}
     sealed = recovered.segments[:-1]
     for segment, following in zip(sealed, recovered.segments[1:], strict=True):
@@ -140,8 +146,8 @@ def _recover_end(
     unborn: Segment | None = None
     while segments:
         recovered = _walk(segments, unborn, witness, strict=strict)
-        if recovered is None and not piped:
-            recovered = _without_batches(segments, unborn, witness.end, strict=strict)
+        if recovered is None:
+            recovered = _without_batches(segments, unborn, witness.end, piped=piped, strict=strict)
         if recovered is not None:
             _finish_truncation(files, segments, recovered, strict=strict)
             return recovered
@@ -173,14 +179,26 @@ def start_name(start: int) -> str:
     return f"{start:020d}{START_SUFFIX}"
 
 
-def log_number(segments: Sequence[Segment]) -> int | None:
-    """Return the number that the batches of these segments bear; None if no head can be read."""
-    for segment in reversed(segments):
-        with contextlib.suppress(LogDamaged, UnsupportedBatch):
-            segment.head()
-        if segment.log is not None:
-            return segment.log
-    return None
+def identify(segments: Sequence[Segment]) -> int | None:
+    """Tell the segments of which log they are, and return its number; None if no head can be read.
+
+    If the first and the last one agree then it is theirs. Else somebody put a file of another log there, and the number
+    is that of most segments, or of the earliest of two.
+    """
+    number = next((origin.log for origin in _origins(segments)), None)
+    last = next((origin.log for origin in _origins(segments[::-1])), None)
+    if number != last:
+        [(number, _)] = Counter(origin.log for origin in _origins(segments)).most_common(1)
+    for segment in segments:
+        segment.log = number
+    return number
+
+
+def _origins(segments: Sequence[Segment]) -> Iterator[Origin]:
+    """What the heads tell; a file under the name of another segment has none that counts."""
+    for segment in segments:
+        if (origin := segment.origin) is not None and origin.offset == segment.base:
+            yield origin
 
 
 def _missing_start(segments: Sequence[Segment], start: int | None, directory: Path) -> LogDamaged | None:
@@ -261,7 +279,8 @@ def finish_merge(files: Files, directory: Path, first: int, last: int) -> None:
 def examine(
     segments: Sequence[Segment], *, start: int | None = None, witness: Witness = NOBODY
 ) -> Iterator[tuple[Segment, Examined]]:
-    """All that a log holds, and whatever is wrong with it where it is wrong; the rest comes all the same.
+    """All that a log holds, and whatever is wrong with it where it is wrong; the rest comes all the same. The segments
+    know of which log they are (`identify`).
 
     `start` and `witness`: where it must begin and how far it once reached, if that is known.
     """
@@ -295,7 +314,7 @@ def verify(
     start: int | None = None,
     witness: Witness = NOBODY,
 ) -> Report:
-    """Read every byte of a log, and tell what is there; `progress` is told of bytes that were read."""
+    """Read every byte of a log, and tell what is there; `progress` is told of bytes that were read. As in `examine`."""
     report = Report(segments=len(segments), bytes=sum(segment.size for segment in segments))
     for _, found in examine(segments, start=start, witness=witness):
         match found:
@@ -383,10 +402,12 @@ def _clear_away(files: Files, directory: Path, listing: Listing) -> None:
 def _walk(segments: list[Segment], unborn: Segment | None, witness: Witness, *, strict: bool) -> Recovered | None:
     """Recover from the last segment, of which all was durable if the next one, `unborn`, was being created.
 
-    None if there is no batch that can be read.
+    None if there is no batch of it that can be read.
     """
     active = segments[-1]
-    active.sealed = False
+    if active.foreign():
+        return None
+    active.unseal()
     recovered = Recovered(segments, end=active.base, reached=active.base, witnessed=witness.durable)
     index = Index()
     # Every batch begins on a multiple of 8, also one behind damage at the end.
@@ -394,7 +415,6 @@ def _walk(segments: list[Segment], unborn: Segment | None, witness: Witness, *, 
     durable_bytes = 0
     torn: TornTail | None = None
     is_empty = True
-    previous = segments[-2] if len(segments) > 1 else None
     for found in _examine_segment(active, unborn, witness.durable, complete=unborn is not None):
         if isinstance(found, TornTail):
             torn = found
@@ -404,12 +424,6 @@ def _walk(segments: list[Segment], unborn: Segment | None, witness: Witness, *, 
             if strict:
                 raise found
             if found.position == 0:
-                if active.is_sound_at(0):
-                    raise found  # it is of another log, or under another's name
-                if previous is not None and active.log is None and (number := log_number([previous])) is not None:
-                    # Without its head it does not tell which log it is of.
-                    active.log = number
-                    return _walk(segments, unborn, witness, strict=strict)
                 recovered.producers = _producers_before(segments)
             recovered.damage.append(found)
             recovered.is_reservation_lost = True
@@ -424,8 +438,6 @@ def _walk(segments: list[Segment], unborn: Segment | None, witness: Witness, *, 
         durable_bytes = max(durable_bytes, found.batch.durable_bytes)
         is_empty = False
     if is_empty:
-        if active.holds_batches():
-            raise LogDamaged(active.path, 0, active.base, None, "it does not begin with its head")  # it is another's
         return None
     recovered.end = max(recovered.end, recovered.reserved)
     if witness.given > max(recovered.end, witness.durable):
@@ -441,28 +453,35 @@ def _walk(segments: list[Segment], unborn: Segment | None, witness: Witness, *, 
 
 
 def _without_batches(
-    segments: list[Segment], unborn: Segment | None, witnessed: int, *, strict: bool
+    segments: list[Segment], unborn: Segment | None, witnessed: int, *, piped: bool, strict: bool
 ) -> Recovered | None:
     """The last segment has no batch that can be read: everything in it is lost, or it was being created (None)."""
     active = segments[-1]
-    if unborn is None and witnessed <= active.base and not (len(segments) == 1 and active.base):
+    is_lost = unborn is not None or witnessed > active.base or (len(segments) == 1 and active.base > 0)
+    if not active.holds_batches() and (piped or not is_lost):
         return None
-    last = max(active.base + 1, witnessed, unborn.base if unborn else 0)
-    damage = LogDamaged(active.path, 0, active.base, last, "nothing in it can be read")
-    if strict:
-        raise damage
+    damage = _nothing_in(active, None, max(witnessed, unborn.base if unborn else 0))
+    if strict or piped:
+        raise damage  # where a piped log goes on is the origin's to say
     # Whatever is in there is left for those who know better.
     active.resume(Index(), active.size)
     return Recovered(
         segments,
         end=active.base,
         reached=active.base,
-        witnessed=last,
+        witnessed=damage.last or 0,
         append_time=_last_append_time(segments[:-1]),
-        log=log_number(segments[:-1]),
         producers=_producers_before(segments),
         damage=[damage],
     )
+
+
+def _nothing_in(segment: Segment, following: Segment | None, witnessed: int) -> LogDamaged:
+    """All that a segment stands for is lost: it is foreign, or nothing in it can be read."""
+    foreign = segment.foreign()
+    last = following.base if following else max(segment.base + 1, witnessed, segment.end_of_log())
+    reason = foreign.reason if foreign else "nothing in it can be read"
+    return LogDamaged(segment.path, 0, segment.base, last, reason)
 
 
 def _last_append_time(segments: Sequence[Segment]) -> int:
@@ -537,6 +556,9 @@ def _examine_segment(
     """`complete`: all of it was durable, as when the next segment was begun. Else all below `witnessed` was."""
     if complete and not segment.size:
         yield _is_empty(segment, following)
+    if segment.foreign():
+        yield _nothing_in(segment, following, witnessed)
+        return
     scan = segment.scan(check=True)
     for found in scan:
         if isinstance(found, Found):
@@ -617,10 +639,6 @@ def misplaced(previous: Segment, segment: Segment, end: int) -> LogDamaged | Non
 def check_follows(previous: Segment, segment: Segment, end: int) -> None:
     """LogDamaged if there once was anything between the two, of which the first ends at `end`."""
     head = segment.head()
-    with contextlib.suppress(LogDamaged):
-        previous.head()
-    if previous.log not in (None, segment.log):
-        raise LogDamaged(segment.path, 0, segment.base, None, f"it is of another log than {previous.path.name}")
     if head.previous > segment.base:
         reason = f"{segment.path.name} comes next, and is the first segment of a log"
         raise LogDamaged(previous.path, previous.size, end, segment.base, reason)

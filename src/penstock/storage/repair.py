@@ -224,8 +224,9 @@ class _Repair:
         log.close()
         if inspected.topic_id == STATE_TOPIC:
             self._keep_meta()
+        segments = self._without_intruders(inspected, log.segments)
         previous: Segment | None = None
-        for place, (segment, following) in enumerate(pairwise(log.segments)):
+        for place, (segment, following) in enumerate(pairwise(segments)):
             items = list(segment.scan(check=True))
             damage = [item for item in items if isinstance(item, Damage)]
             batches = [item.batch for item in items if isinstance(item, Found)]
@@ -237,7 +238,7 @@ class _Repair:
             if damage:
                 for each in damage:
                     self._keep(inspected, segment, each, following.base)
-                begun = retention.begun_at(log.segments, place + 1)
+                begun = retention.begun_at(segments, place + 1)
                 whole = _complete(batches, segment, previous, following, log.number, begun)
                 compaction.rewrite(segment, whole, self._files, lambda old, new: None)
             name = recovery.damaged_name(segment.base)
@@ -245,6 +246,19 @@ class _Repair:
                 self._files.remove(log.directory / name)
                 self._files.sync_directory(log.directory)
             previous = segment
+
+    def _without_intruders(self, inspected: inspect.InspectedLog, segments: Sequence[Segment]) -> list[Segment]:
+        """Move foreign files away that stand for no offset, because the segment before them has all that they could."""
+        kept: list[Segment] = []
+        for segment in segments:
+            foreign = segment.foreign()
+            if foreign and kept and kept[-1].end() > segment.base:
+                self._keep(inspected, segment, foreign, segment.base)
+                self._files.remove(segment.path)
+                self._files.sync_directory(inspected.directory)
+            else:
+                kept.append(segment)
+        return kept
 
     def _keep(self, log: inspect.InspectedLog, segment: Segment, damage: Damage, following: int) -> None:
         """Copy damaged bytes, durably, with what is known of them."""

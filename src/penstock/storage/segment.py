@@ -30,6 +30,7 @@ T = TypeVar("T")
 _WINDOW_BYTES: Final = 1 << 20
 _U32_MAX: Final = (1 << 32) - 1
 _INDEX_BYTES_MAX: Final = 64 << 20
+_TIME_MIN: Final = -(1 << 63)
 
 
 class Found(NamedTuple):
@@ -54,6 +55,13 @@ class Damage(NamedTuple):
 
 def log_name(base: int) -> str:
     return f"{base:020d}.log"
+
+
+class Origin(NamedTuple):
+    """Of which log the first batch of a file is, and its offset."""
+
+    log: int
+    offset: int
 
 
 class OpenSegments:
@@ -146,6 +154,7 @@ class Segment:
         "_index",
         "_name",
         "_open",
+        "_origin",
         "_pinned",
         "_reader",
         "_view",
@@ -192,6 +201,8 @@ class Segment:
         self.is_given_up = False
         # Which log its batches must be of; None: of whichever the first is of.
         self.log: int | None = None
+        # What its first batch tells, None if that is not whole; empty until it was read.
+        self._origin: tuple[Origin | None, ...] = ()
         # When the head was written, once someone needed to know.
         self.head_time: int | None = None
 
@@ -245,6 +256,7 @@ class Segment:
             raise AppendFailed(f"{self.path}: cannot be created: {error.strerror}") from error
         self._index = Index()
         self._index.add(head, 0)
+        self._origin = (Origin(log, self.base),)
         self.head_time = append_time
         self.size = self.written = self.synced = len(head.data)
         self.sealed = False
@@ -255,7 +267,12 @@ class Segment:
         """Go on writing where recovery found the end."""
         self._index = index
         self.size = self.written = self.synced = size
+        self.unseal()
+
+    def unseal(self) -> None:
+        """Make it the active one. A view would not see what is written from now on."""
         self.sealed = False
+        self._view = None
 
     def write(self, batches: Sequence[Batch]) -> None:
         """Write all of them, or nothing: a part that was written is taken back before AppendFailed is raised."""
@@ -352,6 +369,8 @@ class Segment:
     def read(self, offset: int, bytes_max: int, following: int | None = None) -> list[Batch]:
         """Batches from the one with `offset` on, or the next one if there is none: at least one if there is any,
         then as many as fit in `bytes_max`. Control batches are left out. The next segment begins at `following`."""
+        if foreign := self.foreign():
+            raise foreign.error(self.path, following)
         try:
             return self._read(*self.index.floor(offset), offset, bytes_max)
         except CorruptBatch:
@@ -391,8 +410,11 @@ class Segment:
 
         Headers are always checked, what is behind them if `check` is set. Damage is passed over, up to the
         next place where a whole batch begins. A whole batch of a newer version is a batch like any other.
-        What is written meanwhile is not looked at.
+        What is written meanwhile is not looked at. A foreign file is damaged as a whole.
         """
+        if foreign := self.foreign():
+            yield foreign
+            return
         size = self.size
         window = _Window(self, size)
         log = self.log
@@ -436,18 +458,53 @@ class Segment:
         self.log = head.log
         return control
 
-    def is_sound_at(self, position: int, offset: int | None = None) -> bool:
-        """Whether there is a whole batch at a position, of whatever log, with this offset if one is given."""
+    @property
+    def origin(self) -> Origin | None:
+        """Return what its first batch tells; None if that is not whole."""
+        if not self._origin:
+            try:
+                first = _Window(self, self.size).batch_at(0)
+                self._origin = (Origin(first.log, first.base_offset) if first.is_whole() else None,)
+            except CorruptBatch:
+                self._origin = (None,)
+        return self._origin[0]
+
+    def foreign(self) -> Damage | None:
+        """Return what is wrong if the file is another segment, of this log or of another: then no batch in it is
+        this segment's, whatever its offset."""
+        origin = self.origin
+        if origin is None:
+            return None
+        if self.log not in (None, origin.log):
+            reason = "the file is a segment of another log"
+        elif origin.offset != self.base:
+            reason = f"the file is another segment, which begins at offset {origin.offset}"
+        else:
+            return None
+        return Damage(0, self.size, self.base, None, reason)
+
+    def end_of_log(self) -> int:
+        """Return where the last batch of its log ends, wherever in the file that is: a foreign file can show up to
+        where offsets were given out."""
+        window = _Window(self, self.size)
+        end = position = 0
+        while found := window.find(position, self.log, 0, _TIME_MIN):
+            end = max(end, found.batch.end)
+            position = found.position + len(found.batch.data)
+        return end
+
+    def is_sound_at(self, position: int, offset: int) -> bool:
+        """Whether there is a whole batch of the log with this offset at a position."""
         try:
             batch = _Window(self, self.size).batch_at(position)
         except CorruptBatch:
             return False
-        return offset in (None, batch.base_offset) and batch.is_whole()
+        return self.foreign() is None and offset == batch.base_offset and batch.is_whole()
 
     def holds_batches(self) -> bool:
         """Whether there is a whole batch anywhere, of whatever log and offset."""
         window = _Window(self, self.size)
-        return self.size > 0 and window.find(0, None, 0, -(1 << 63)) is not None
+        return self.size > 0 and window.find(0, None, 0, _TIME_MIN) is not None
 
     def end(self) -> int:
         """Where the last thing in it ends. In one that is sealed that is a note, the foot, at the offset with which
@@ -548,6 +605,8 @@ class Segment:
         return batches
 
     def _load_index(self) -> Index | None:
+        if self.foreign():
+            return None
         try:
             file = self._open.attempt(lambda: self._files.open(self.index_path))
         except OSError:
