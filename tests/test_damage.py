@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from penstock import Client, Message
-from penstock.errors import LogDamaged, TimedOut
+from penstock.errors import LogDamaged, ReadFailed, TimedOut
 from penstock.storage import witness
 from penstock.storage.meta import look_into
 from tests.registries import until
@@ -102,7 +102,10 @@ def test_a_topic_that_cannot_be_opened_says_why_when_it_is_fetched(tmp_path: Pat
         server.restart()
         result = penstock("fetch", "orders", "--servers", f"127.0.0.1:{server.port}")
         assert result.returncode == 1
-        assert f"orders cannot be read: {stray} is not a file of a log" in result.stderr
+        reason = f"orders cannot be read: {stray} is not a file of a log"
+        assert reason in result.stderr
+        with Client(f"127.0.0.1:{server.port}") as client, pytest.raises(ReadFailed, match=reason):
+            list(client.fetch("orders"))
 
 
 class Attack:

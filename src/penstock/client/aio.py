@@ -61,6 +61,7 @@ from penstock.errors import (
     DeliveryFailed,
     Overloaded,
     PenstockError,
+    ReadFailed,
     UnknownTopic,
 )
 from penstock.subject import owns, selection
@@ -598,6 +599,8 @@ class AsyncClient:
         """Lists of messages, or record batches; those of one FETCH at a time."""
         described = await self._read("topic", name=topic)
         found = Topic.from_json(described)
+        if found.refused is not None:
+            raise ReadFailed(f"{topic} cannot be read: {found.refused}")
         if not 0 <= partition < len(found.positions):
             raise BadRequest(f"{topic} has {len(found.positions)} partitions: there is no partition {partition}")
         place = PartitionPlace(topic, found.id, partition)
