@@ -166,7 +166,8 @@ class Attack:
 
         def is_witnessed() -> bool:
             with look_into(self.server.data / "meta.db", is_live=True) as meta:
-                return witness.of_topics(meta, [])[self.topic_id, 0].durable > max(self.journal)
+                known = witness.of_topics(meta, []).get((self.topic_id, 0), witness.NOBODY)
+                return known.durable > max(self.journal)
 
         until(is_witnessed)
         self.server.kill()
