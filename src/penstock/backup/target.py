@@ -210,10 +210,12 @@ class TarTarget:
         pass  # it has nothing but this backup
 
     def close(self) -> None:
+        self._output.check_open()
         self._tar.close()
         self._output.flush()
 
     def _store(self, name: str, path: Path) -> None:
+        self._output.check_open()
         member = tarfile.TarInfo(name)
         member.size, member.mode, member.mtime = path.stat().st_size, FILE_MODE, int(time.time())
         with path.open("rb") as file:
@@ -229,10 +231,15 @@ class _Output:
         self._has_failed = False
 
     def write(self, data: bytes) -> int:
-        if not self._has_failed:
+        # A stream that its owner has closed is written to only when the tar is collected: see `check_open`.
+        if not (self._has_failed or self._stream.closed):
             with self._telling():
                 self._stream.write(data)
         return len(data)
+
+    def check_open(self) -> None:
+        if self._stream.closed:
+            raise BadBackup("the tar stream is closed: the backup is not whole")
 
     def flush(self) -> None:
         with self._telling():
