@@ -173,6 +173,20 @@ def test_there_are_not_too_many(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_there_are_not_too_many_even_if_all_are_asked_for_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        with Store(tmp_path) as store:
+            driver = asyncio.create_task(store.run())
+            asked = [store.snapshot() for _ in range(3 * SNAPSHOTS_MAX)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert sum(isinstance(answer, Snapshot) for answer in answers) == SNAPSHOTS_MAX
+            assert sum(isinstance(answer, Overloaded) for answer in answers) == 2 * SNAPSHOTS_MAX
+            driver.cancel()
+            await asyncio.gather(driver, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_a_log_that_cannot_be_opened_is_in_it_as_it_is(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         topic = store.create_topic("t", policy=SMALL)

@@ -207,12 +207,11 @@ class Snapshots:
         self._clock = clock
         self._snapshots: dict[Snapshot, None] = {}
 
-    def check_room(self) -> None:
-        if len(self._snapshots) >= SNAPSHOTS_MAX:
-            raise Overloaded(f"there are {SNAPSHOTS_MAX} snapshots already: wait until a backup has ended")
-
     def take(self, catalogue: Catalogue, open_segments: OpenSegments) -> Steps[Snapshot]:
         """Take a snapshot of all logs. Nobody may drop or rewrite segments meanwhile."""
+        # Changes run one at a time, so requests that arrive together cannot pass the limit.
+        if len(self._snapshots) >= SNAPSHOTS_MAX:
+            raise Overloaded(f"there are {SNAPSHOTS_MAX} snapshots already: wait until a backup has ended")
         # All marks are taken before the first step: they must be of one moment.
         time_us, now_us = self._clock.now_us(), self._clock.monotonic_us()
         names = {topic.id: topic.name for topic in catalogue.topics}

@@ -228,7 +228,6 @@ class Store:
 
     async def snapshot(self) -> Snapshot:
         """Return all logs as they are now, to be read until the snapshot is closed."""
-        self.snapshots.check_room()
         async with self.maintenance.lock:
             return await self._changes.in_turn(self.snapshots.take(self.catalogue, self._open_segments))
 
