@@ -1,4 +1,4 @@
-# `make` lists what there is to run. The only needs are make and Python 3.11 or newer with its venv module.
+# `make` lists the targets. Requires only make and Python 3.11 or newer with its venv module.
 
 PYTHON  ?= python3
 SEED    ?= 1
@@ -12,7 +12,7 @@ DRIVERS ?= 5
 NATS    ?= 20000
 HOSTILE ?= 3600
 
-# Whatever the caller's shell says, compiled modules are kept: hundreds of processes import the same ones.
+# Keep compiled modules whatever the caller's shell says: hundreds of processes import them.
 export PYTHONDONTWRITEBYTECODE :=
 
 VENV  ?= .venv
@@ -26,34 +26,34 @@ READY := $(VENV)/.ready
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(READY) ## set up, then see the log at work
+demo: $(READY) ## run the demo
 	@$(BIN)/penstock demo
 
-test: lint ## set up, lint, then run every test
+test: lint ## lint, then run every test
 	@$(BIN)/python -m pytest
 
-check: lint ## lint, then the tests that start no process, in a few minutes
+check: lint ## lint, then run the tests that start no process, in about a minute
 	@$(BIN)/python -m pytest -p tests.check
 
-lint: $(READY) ## ruff, mypy, import-linter
+lint: $(READY) ## run ruff, mypy and import-linter
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "Run 'make format'." >&2; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo >$(VENV)/lint-imports.log 2>&1 || { cat $(VENV)/lint-imports.log >&2; exit 1; }
 	@echo "lint: clean"
 
-format: $(READY) ## put the code into its one form
+format: $(READY) ## format the code and apply safe fixes
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench: $(READY) ## measure against the machine's own limits, nats-server, Redis and what documents promise
+bench: $(READY) ## measure against the machine's limits, nats-server, Redis and documented figures
 	@$(BIN)/python -m bench
 
-soak: $(READY) ## the long proof: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 NATS=20000 HOSTILE=3600
+soak: $(READY) ## run the long tests: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 NATS=20000 HOSTILE=3600
 	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS) --pipes $(PIPES) --drivers $(DRIVERS) --nats $(NATS) --hostile $(HOSTILE)
 	@$(BIN)/python -m pytest -n 0 -m soak
 
-# Written last and only when all went well, so an interrupted set-up starts again; and so does another PYTHON.
+# Written last and only on success, so an interrupted set-up starts again. Another PYTHON also sets up again.
 ifneq ($(shell $(PYTHON) -V 2>&1 || :),$(shell $(BIN)/python -V 2>&1 || :))
 .PHONY: $(READY)
 endif
@@ -65,13 +65,12 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-# The oldest Python decides, so that what it pins installs on every newer one. LOCK_FLAGS=--upgrade takes
-# the newest of everything; without it only what pyproject.toml asks for moves. Nothing about where the
-# packages came from is written down.
+# The oldest supported Python resolves the pins, so that they install on every newer one. LOCK_FLAGS=--upgrade takes the
+# newest versions; without it only changes of pyproject.toml take effect. The package index is not recorded.
 lock: ## pin every dependency, with hashes, in requirements.lock
 	@$(check-python)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
-	    { echo "The lock file is made with Python 3.11: make lock PYTHON=python3.11" >&2; exit 1; }
+	    { echo "The lock file needs Python 3.11: make lock PYTHON=python3.11" >&2; exit 1; }
 	@echo "Resolving (minutes when many packages move) ..."
 	@set -e; tools=$$(mktemp -d); trap 'rm -rf "$$tools"' EXIT; \
 	$(PYTHON) -m venv "$$tools"; \
@@ -81,14 +80,14 @@ lock: ## pin every dependency, with hashes, in requirements.lock
 	    --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
 	    $(LOCK_FLAGS) --output-file requirements.lock pyproject.toml
 
-clean: ## remove what was set up, built and cached
+clean: ## remove the environment, builds and caches
 	@rm -rf $(VENV) .venv-newest build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# One line that says what to install. It must also run on a Python that is too old, hence no new syntax.
+# Print one line that says what to install. It must also run on an old Python, hence no new syntax.
 define check-python
 command -v $(PYTHON) >/dev/null || \
-    { echo "Penstock needs Python 3.11 or newer: install python3.11 and python3.11-venv, or name one with PYTHON=..." >&2; exit 1; }; \
+    { echo "Penstock needs Python 3.11 or newer: install python3.11 and python3.11-venv, or set PYTHON=..." >&2; exit 1; }; \
 $(PYTHON) -c 'import sys; v = "%d.%d" % sys.version_info[:2]; \
 sys.version_info >= (3, 11) or sys.exit("Penstock needs Python 3.11 or newer and $(PYTHON) is " + v + ": install python3.11 and python3.11-venv, then make PYTHON=python3.11"); \
 import importlib.util as u; \

@@ -20,7 +20,8 @@ from bench import peers
 from bench.load import Publisher, block_messages, make_payload
 from bench.measure import Bench, Line
 from bench.peers import Peer
-from penstock.client.aio import AsyncClient, AsyncSubscription
+from penstock.client.aio import AsyncClient
+from penstock.client.subscription import AsyncSubscription
 from penstock.client.sync import Client
 
 _SIZE: Final = 100

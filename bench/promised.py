@@ -24,7 +24,7 @@ from bench.peers import Peer
 from penstock import ChannelBroker
 from penstock.storage.log import Log
 from penstock.storage.policy import Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 
 _RATE: Final = 1000
 _SUBSCRIBERS: Final = 10
@@ -153,7 +153,7 @@ def _broadcast(bench: Bench, workers: list[Worker], blocks: int) -> float:
 def _storage(bench: Bench, directory: Path) -> Iterator[Line]:
     """PF-03 to PF-05: messages read from a segment that grows and from sealed ones, and one found by its offset."""
     batches = bench.choose(400, 20)
-    with Store(directory, settings=Settings(tail_bytes_max=0)) as store:
+    with Store(directory, settings=StoreSettings(tail_bytes_max=0)) as store:
         active = store.log(store.create_topic("active", policy=Policy(segment_bytes=1 << 30)).id)
         sealed = store.log(store.create_topic("sealed", policy=Policy(segment_bytes=bench.choose(1 << 20, 1 << 18))).id)
         for log in (active, sealed):

@@ -15,8 +15,9 @@ from bench.data import STORED, ready
 from bench.measure import Bench, Line, repeat
 from penstock.storage.log import Log
 from penstock.storage.policy import Policy
-from penstock.storage.segment import Found, Reader
-from penstock.storage.store import Settings, Store
+from penstock.storage.scan import Found
+from penstock.storage.segment import ReadMode
+from penstock.storage.store import Store, StoreSettings
 
 _CHUNK_BYTES: Final = 1 << 20
 _ROUND_READS: Final = 8
@@ -28,9 +29,9 @@ def measure(bench: Bench) -> Iterator[Line]:
     """A log of a gigabyte, read in order and then at random."""
     directory = bench.directory / "read"
     topic_id = _make(bench, directory)
-    readers: tuple[Reader, ...] = ("pread", "mmap")
+    readers: tuple[ReadMode, ...] = ("pread", "mmap")
     for reader in readers:
-        with Store(directory, settings=Settings(reader=reader)) as store, ExitStack() as stack:
+        with Store(directory, settings=StoreSettings(reader=reader)) as store, ExitStack() as stack:
             log = store.log(topic_id)
             files = [_open(segment.path, stack) for segment in log.segments[:-1]]
             yield _in_order(bench, log, files, reader)
@@ -58,7 +59,7 @@ def _open(path: Path, stack: ExitStack) -> int:
     return descriptor
 
 
-def _in_order(bench: Bench, log: Log, files: list[int], reader: Reader) -> Line:
+def _in_order(bench: Bench, log: Log, files: list[int], reader: ReadMode) -> Line:
     """A round reads on where the last one stopped, some megabytes, and counts the seconds for each."""
     ours = _by_log(log)
     theirs = _by_hand(files)

@@ -123,13 +123,13 @@ def measure_fetch(bench: Bench) -> Iterator[Line]:
 def _take(server: Peer, columns: Sequence[str], expected: int) -> None:
     from pyspark.sql.types import StructType
 
-    from penstock.spark.source import Reader
+    from penstock.spark.source import BatchReader
 
     given = options.read(_servers(server) | {"subscribe": TOPIC}, is_stream=False)
     schema = StructType()
     for name in columns:
         schema.add(name, _SPARKS[COLUMNS[name]])
-    reader = Reader(given, schema)
+    reader = BatchReader(given, schema)
     rows = sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part))
     assert rows == expected, rows
 

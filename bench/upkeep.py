@@ -19,8 +19,8 @@ from penstock.batch import Batch, encode
 from penstock.clock import SystemClock
 from penstock.storage.files import OsFiles
 from penstock.storage.log import Log
+from penstock.storage.open_segments import OpenSegments
 from penstock.storage.policy import Cleanup, Policy
-from penstock.storage.segment import OpenSegments
 from penstock.storage.store import Store
 from penstock.storage.tail import TailBudget
 
@@ -124,7 +124,7 @@ def _compact(directory: Path, batches: list[Batch], policy: Policy) -> tuple[flo
         store.flush()
         sealed_bytes = sum(segment.size for segment in log.segments[:-1])
         begun = time.perf_counter()
-        log.compact()
+        log.upkeep.compact()
         return time.perf_counter() - begun, sealed_bytes
 
 

@@ -15,7 +15,7 @@ import uvloop
 from penstock.batch import encode
 from penstock.storage.log import Log
 from penstock.storage.policy import Durability, Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 
 POLICIES = {
     "synced": Policy(segment_bytes=16_384),
@@ -34,7 +34,7 @@ async def append_for_ever(store: Store, topic: str, log: Log, life: str) -> None
 
 
 async def main(directory: Path) -> None:
-    store = Store(directory, settings=Settings(upkeep_ms=20))
+    store = Store(directory, settings=StoreSettings(upkeep_ms=20))
     known = {topic.name for topic in store.topics}
     for name in POLICIES.keys() - known:
         store.create_topic(name, policy=POLICIES[name])

@@ -14,21 +14,23 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from penstock.batch import Batch
 from penstock.broker.broker import Broker, Settings
-from penstock.broker.deadletters import DeadLetter, Redriven, Wanted
+from penstock.broker.deadletters import DeadLetter, DeadLetterFilter, Redriven
 from penstock.broker.flow import Flow
-from penstock.broker.group import Group, Mode
+from penstock.broker.group import Group
+from penstock.broker.group_state import Mode
 from penstock.broker.intake import Receipt, Refusals
 from penstock.broker.member import Deliveries, Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
 from penstock.errors import PenstockError
+from penstock.outcome import Outcome
 from penstock.run import Run
 from penstock.storage import store as stores
 from penstock.storage.log import Log
 from penstock.storage.policy import OnDamage
 from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
-from tests import logs
+from tests import logs, sampling
 
 DATA: Final = Path("/data")
 SECOND: Final = 1_000_000
@@ -128,7 +130,7 @@ class Life:
         self.store = _WatchedStore(
             disk if isinstance(disk, Path) else DATA,
             clock=self.clock,
-            settings=stores.Settings(**store),
+            settings=stores.StoreSettings(**store),
             **with_disk,
         )
         self.timers: list[asyncio.TimerHandle] = []
@@ -251,16 +253,17 @@ class Life:
 
     def offer(self, run: Run, refusals: Refusals | None = None) -> asyncio.Future[Receipt]:
         """Publish a run that the broker is ready for; the receipt comes when it is decided."""
-        receipt: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
-        self.broker.publish(run, lambda settled: None if receipt.done() else receipt.set_result(settled), refusals)
-        return receipt
+        decided: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        receipt = self.broker.intake.publish(run, refusals)
+        receipt.outcome.then(lambda _: None if decided.done() else decided.set_result(receipt))
+        return decided
 
     async def publish_run(self, run: Run) -> Receipt:
         async def publish() -> Receipt:
             for _ in range(10):
-                if self.broker.is_ready(run):
+                if self.broker.intake.is_ready(run):
                     return await self.offer(run)
-                refusals = await self.broker.prepare(run)
+                refusals = await self.broker.intake.prepare(run)
                 if refusals:
                     return await self.offer(run, refusals)
             raise AssertionError("the broker is never ready for it")
@@ -288,7 +291,7 @@ class Life:
         self, pattern: bytes, sink: Recorder, *, queue: bytes | None = None, flow: Flow | None = None, sid: bytes = b"1"
     ) -> tuple[Subscription, Member]:
         member = Member(sid, sink, flow)
-        return self.broker.subscribe(pattern, member, queue), member
+        return self.broker.subscriptions.subscribe(pattern, member, queue), member
 
     async def join(
         self,
@@ -303,7 +306,7 @@ class Life:
     ) -> tuple[Group, Member]:
         member = Member(sid, sink, Flow(buffer=buffer))
         member.deliveries = deliveries or member.deliveries
-        group = await self.do(self.broker.join(name, pattern, member, mode))
+        group = await self.do(self.broker.groups.join(name, pattern, member, mode))
         await self.settle()
         return group, member
 
@@ -314,7 +317,7 @@ class Life:
             outcomes = []
             for message in messages:
                 outcome: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
-                assert group.ack(message.place, message.offset, outcome.set_result)
+                assert group.ack(message.place, message.offset, Outcome(outcome.set_result))
                 outcomes.append(outcome)
             for outcome in outcomes:
                 error = await outcome
@@ -329,7 +332,7 @@ class Life:
             letters = await self.broker.dead_letters()
             if letters is None:
                 return []
-            return [letter async for letter in letters.list(Wanted(pattern), redriven=redriven)]
+            return [letter async for letter in letters.list(DeadLetterFilter(pattern), redriven=redriven)]
 
         return await self.do(read())
 
@@ -344,7 +347,11 @@ class Life:
     ) -> Redriven:
         async def redrive() -> Redriven:
             letters = await self.broker.dead_letters()
-            return Redriven(0) if letters is None else await letters.redrive(Wanted(pattern), count, to_group=to_group)
+            return (
+                Redriven(0)
+                if letters is None
+                else await letters.redrive(DeadLetterFilter(pattern), count, to_group=to_group)
+            )
 
         return await self.do(redrive())
 
@@ -386,7 +393,7 @@ async def each_cut(
                 await running.settle()
         except PowerCut:
             yield disk.power_cut(), clock, cuts
-            cuts += 1
+            cuts += sampling.stride
             continue
         assert cuts > 3, "there is something to interrupt"
         return
@@ -415,7 +422,11 @@ class _WatchedStore(Store):
     def is_idle(self) -> bool:
         changes, logs = self._changes, self.catalogue.logs.values()
         return not (
-            self.reads or self.rounds._dirty or changes._is_changing or changes._turns or any(log.busy for log in logs)
+            self.reads
+            or self.rounds._dirty
+            or changes._is_changing
+            or changes._turns
+            or any(log.flusher.is_busy for log in logs)
         )
 
 

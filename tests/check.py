@@ -17,6 +17,8 @@ from typing import Any, Final
 import pytest
 from hypothesis import settings
 
+from tests import sampling
+
 _ROOT: Final = Path(__file__).parent.parent
 # Whatever starts a process uses one of these.
 _STARTERS: Final = {
@@ -30,13 +32,16 @@ _STARTERS: Final = {
     "fromDDL",  # a method of PySpark's types that asks a JVM
 }
 # `make test` tries 100.
-_EXAMPLES: Final = 25
+_EXAMPLES: Final = 10
+# `make test` tries each byte of a file, and a power cut in each call of the disk.
+_STRIDE: Final = 7
 
 settings.register_profile("check", settings.get_profile("default"), deadline=None, max_examples=_EXAMPLES)
 
 
 def pytest_configure() -> None:
     settings.load_profile("check")
+    sampling.stride = _STRIDE
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -35,8 +35,10 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 from penstock.app import App, Retry
-from penstock.client.aio import AsyncClient, AsyncProducer, AsyncSubscription
+from penstock.client.aio import AsyncClient
 from penstock.client.message import Message
+from penstock.client.producer import AsyncProducer
+from penstock.client.subscription import AsyncSubscription
 from penstock.client.sync import Client, Producer, Subscription
 from penstock.client.values import Receipt
 from penstock.errors import Closed, ConnectionLost, NotOutstanding, StaleCommit, TimedOut

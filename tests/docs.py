@@ -20,10 +20,13 @@ from typer.testing import CliRunner
 
 from penstock.app import App, Consumer, Retry
 from penstock.cli import app
+from penstock.client.admin import AsyncAdmin
+from penstock.client.aio import AsyncClient
+from penstock.client.blocking import Stage, Transaction
 from penstock.client.channel import ChannelBroker, ChannelMessage, ChannelSubscriber
 from penstock.client.message import Message
 from penstock.client.qb import BrokerClient, BrokerMessage
-from penstock.client.sync import Client, Producer, Stage, Subscription, Transaction
+from penstock.client.sync import Client, Producer, Subscription
 from penstock.client.values import (
     DeadLetter,
     DelayedMessage,
@@ -39,7 +42,9 @@ from penstock.client.values import (
     Topic,
 )
 from penstock.embedded import Broker
-from penstock.server.config import NO_EFFECT, SETTINGS, Setting
+from penstock.schema import Field
+from penstock.server.config_names import NO_EFFECT
+from penstock.server.settings import SETTINGS
 from tests.nats.differences import CLIENT_DIFFERENCES, DIFFERENCES
 
 ROOT: Final = Path(__file__).parent.parent
@@ -52,11 +57,6 @@ DOCUMENTS: Final = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CONTR
 _BLOCK: Final = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PART: Final = re.compile(r"(<!-- from the code: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _WIDTH: Final = 100
-_UNITS: Final = {
-    "ms": {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1},
-    "s": {"s": 1},
-    "bytes": {"MiB": 1 << 20, "KiB": 1 << 10, "B": 1},
-}
 _CLASSES: Final[tuple[type, ...]] = (
     Client,
     Subscription,
@@ -185,7 +185,13 @@ def _tell_settings() -> Iterator[str]:
         rows = ["| setting | default | meaning | allowed | environment |", "|---|---|---|---|---|"]
         for name in names:
             setting = SETTINGS[name]
-            cells = (f"`{name}`", f"`{_default(setting)}`", setting.meaning, _allowed(setting), f"`{_variable(name)}`")
+            cells = (
+                f"`{name}`",
+                f"`{setting.written_default}`",
+                setting.about,
+                _allowed(setting),
+                f"`{_variable(name)}`",
+            )
             rows.append(f"| {' | '.join(cells)} |")
         yield f"### {section}"
         yield "\n".join(rows)
@@ -196,24 +202,13 @@ def _tell_no_effect() -> Iterator[str]:
     yield "\n".join(["| name | why it has no effect |", "|---|---|", *rows])
 
 
-def _default(setting: Setting) -> str:
-    """As it would stand in a file."""
-    value = setting.default
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    for unit, factor in _UNITS.get(setting.kind, {}).items():
-        if value and value % factor == 0:
-            return f"{value // factor}{unit}"
-    return str(value)
-
-
-def _allowed(setting: Setting) -> str:
+def _allowed(setting: Field) -> str:
     if setting.choices:
         return ", ".join(f"`{str(choice).lower()}`" for choice in setting.choices)
-    words = [setting.note] if setting.note else []
+    words = [setting.form.note] if setting.form.note else []
     if setting.low is not None:
         words.append(f"from {setting.low}" if setting.high is None else f"{setting.low} to {setting.high}")
-    if setting.optional:
+    if setting.is_optional:
         words.append("none")
     return ", ".join(words)
 
@@ -228,8 +223,9 @@ def _tell_classes() -> Iterator[str]:
         if not is_made:
             yield _signature(kind.__name__, kind)
         yield from _doc(kind)
-        if not is_made:
-            yield from _doc(vars(kind)["__init__"])
+        # Its own docstring, not one that it would inherit.
+        if not is_made and (text := vars(kind)["__init__"].__doc__):
+            yield inspect.cleandoc(text)
         if attributes := list(_tell_attributes(kind)):
             yield "\n".join(attributes)
         for name, member in _members(kind):
@@ -249,8 +245,11 @@ def _tell_attributes(kind: type) -> Iterator[str]:
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Those for whoever uses it."""
-    for name, member in vars(kind).items():
+    """The public members, in the order of the code."""
+    # Most methods of `Client` are generated: it has the order of `AsyncClient`.
+    names = [*vars(AsyncClient), *vars(AsyncAdmin)] if kind is Client else [*vars(kind)]
+    for name in names:
+        member = inspect.getattr_static(kind, name, None)
         is_member = isinstance(member, (property, classmethod)) or inspect.isfunction(member)
         if is_member and not name.startswith("_") and name not in _NOT_FOR_USERS:
             yield name, member
@@ -258,7 +257,7 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
 
 def _doc(thing: object) -> Iterator[str]:
     text = inspect.getdoc(thing)
-    # A dataclass that says nothing is given its signature to say.
+    # A dataclass without a docstring has its signature instead.
     if text and not text.startswith(f"{getattr(thing, '__name__', '')}("):
         yield text
 

@@ -13,7 +13,9 @@ from typing import Final, NamedTuple, TypeVar
 from penstock.batch import Buffer, accept, encode
 from penstock.errors import BadFrame, BadRequest, PeerError
 from penstock.run import Run
+from penstock.wire import cursus as wire_cursus
 from penstock.wire import prefixed
+from penstock.wire import qb as wire_qb
 from penstock.wire.binary import (
     HEAD,
     Append,
@@ -22,7 +24,7 @@ from penstock.wire.binary import (
     FrameReader,
     Messages,
     Settle,
-    Stage,
+    StageTarget,
     Type,
     Verb,
     append_frame,
@@ -47,9 +49,8 @@ from penstock.wire.binary import (
     stage_frame,
 )
 from penstock.wire.events import Event, Refused
-from penstock.wire.text import Parser
-from penstock.wire.websocket import Control
-from penstock.wire.websocket import Parser as WebSocketParser
+from penstock.wire.text import TextParser
+from penstock.wire.websocket import ControlFrame, WebSocketParser
 from tests.hostile.siege import Attack, Door, Step, Target
 from tests.websocket import deflate
 from tests.websocket import encode as websocket_frame
@@ -67,7 +68,7 @@ _PIECES: Final = [
 _BATCH: Final = encode([b"value"], subjects=[b"a.b"], timestamp=0).data
 _FRAMES: Final = [
     json_frame(Type.HELLO, 1, {"version": 1, "name": "fuzz"}), frame(Type.PUBLISH, 2, _BATCH),
-    append_frame(3, Append(1, 0, 1), _BATCH), stage_frame(3, Stage(Append(1, 0, 1), b"name", 7), _BATCH),
+    append_frame(3, Append(1, 0, 1), _BATCH), stage_frame(3, StageTarget(Append(1, 0, 1), b"name", 7), _BATCH),
     fetch_frame(4, Fetch(1, 0, 500, 10, 0, 1 << 20)),
     json_frame(Type.OPEN, 5, {"subscription": 1, "pattern": "a.>", "start": {"offset": 7}, "refresh": True}),
     end_frame(6, 1), credit_frame(1, 100), settle_frame(7, Settle(1, Verb.ACK, 0, 0, 1, 0, [1])),
@@ -94,26 +95,28 @@ _READERS: Final[dict[int, Callable[[Buffer], object]]] = {
 }
 
 
-def _messages(style: prefixed.Style) -> list[bytes]:
+def _messages(style: wire_qb.Style) -> list[bytes]:
     """As one client writes them; and two that are no messages, or too large."""
     parts = [
-        (prefixed.Kind.PUBLISH, b"topic=a\0k=v\0", b"value"), (prefixed.Kind.PUBLISH, b"topic=a\0", b""),
-        (prefixed.Kind.HEARTBEAT, b"", b""), (prefixed.Kind.ACK, b"offset=1\0topic=a", bytes(40)),
-        (prefixed.Kind.CREATE_TOPIC, b"topic=\xff\0", b"\xff"), (prefixed.Kind.SUBSCRIBE, b"topic\0", b"x"),
-        (prefixed.Kind.DATA, b"a=\0b=\0", b"\0\0\0\x20"), (prefixed.Kind.UNSUBSCRIBE, b"", bytes(40)),
+        (wire_qb.Kind.PUBLISH, b"topic=a\0k=v\0", b"value"), (wire_qb.Kind.PUBLISH, b"topic=a\0", b""),
+        (wire_qb.Kind.HEARTBEAT, b"", b""), (wire_qb.Kind.ACK, b"offset=1\0topic=a", bytes(40)),
+        (wire_qb.Kind.CREATE_TOPIC, b"topic=\xff\0", b"\xff"), (wire_qb.Kind.SUBSCRIBE, b"topic\0", b"x"),
+        (wire_qb.Kind.DATA, b"a=\0b=\0", b"\0\0\0\x20"), (wire_qb.Kind.UNSUBSCRIBE, b"", bytes(40)),
     ]  # fmt: skip
-    made = [prefixed.message(kind, 7, 1_700_000_000_000, block, body, style) for kind, block, body in parts]
-    return [*made * 4, prefixed.frame(b""), prefixed.message(prefixed.Kind.DATA, 1, 2, b"", bytes(1200), style)]
+    made = [wire_qb.message(kind, 7, 1_700_000_000_000, block, body, style) for kind, block, body in parts]
+    return [*made * 4, prefixed.frame(b""), wire_qb.message(wire_qb.Kind.DATA, 1, 2, b"", bytes(1200), style)]
 
 
-_RECORDS: Final = prefixed.batch(b"a", 0, [prefixed.Record(1, b"value", b"key", b"me", 1, 2), prefixed.Record(2, b"")])
+_RECORDS: Final = wire_cursus.batch(
+    b"a", 0, [wire_cursus.Record(1, b"value", b"key", b"me", 1, 2), wire_cursus.Record(2, b"")]
+)
 _PAYLOADS: Final = [
     b"CREATE a 4", b"CREATE topic=a partitions=4", b"DELETE a", b"LIST", b"PUBLISH a hello \xff", b"HELP", b"",
     b"PUBLISH topic=a key=k message=hello message=\xff", b"CONSUME a 0 0 follow", b"CONSUME topic=a partition=0",
     b"SUBSCRIBE a g 2", b"BATCH_COMMIT topic=a group=g member=m generation=1 P0:1,P1:2", b"AUTH user=u", b"hi",
     b"AUTH me", b"nonsense", b"\xff", b"\0\x01aPUBLISH a hello", b"\0\0LIST", b"\x1f\xffLIST", _RECORDS, bytes(5),
-    prefixed.pack(b"LIST", prefixed.Packing.GZIP), prefixed.pack(_RECORDS, prefixed.Packing.GZIP),
-    prefixed.pack(_RECORDS, prefixed.Packing.LZ4), b"\x82SNAPPY\0", b"\x1f\x8b", b"\x04\x22\x4d\x18", bytes(1200),
+    wire_cursus.pack(b"LIST", wire_cursus.Packing.GZIP), wire_cursus.pack(_RECORDS, wire_cursus.Packing.GZIP),
+    wire_cursus.pack(_RECORDS, wire_cursus.Packing.LZ4), b"\x82SNAPPY\0", b"\x1f\x8b", b"\x04\x22\x4d\x18", bytes(1200),
 ]  # fmt: skip
 _COMMANDS: Final = [prefixed.frame(payload) for payload in _PAYLOADS]
 
@@ -167,7 +170,7 @@ def _judge_text(data: bytes, source: random.Random) -> None:
 
 def _parse(parts: list[bytes]) -> list[object]:
     """Messages one by one, so that it does not matter how they were gathered into runs."""
-    parser = Parser()
+    parser = TextParser()
     seen: list[object] = []
     for part in parts:
         events: list[Event] = parser.feed(part)
@@ -231,26 +234,26 @@ def _open(found: Frame) -> object:
 
 
 class _Seen(NamedTuple):
-    frames: list[prefixed.Message | bytes]
+    frames: list[wire_qb.QbMessage | bytes]
     is_refused: bool
     # Of no meaning behind a refusal: it may come before enough bytes to know them.
-    dialect: prefixed.Dialect | None
-    style: prefixed.Style | None
+    dialect: prefixed.PrefixedDialect | None
+    style: wire_qb.Style | None
 
 
 def _judge_prefixed(data: bytes, source: random.Random) -> None:
     whole = _read_prefixed([data])
     assert _read_prefixed(_cut(data, source)) == whole, "cut otherwise, it is read otherwise"
     for found in whole.frames:
-        if isinstance(found, prefixed.Message):
-            _refused_or_read(prefixed.read_properties, found.properties)
+        if isinstance(found, wire_qb.QbMessage):
+            _refused_or_read(wire_qb.read_properties, found.properties)
         else:
             _open_payload(found)
 
 
 def _read_prefixed(parts: Iterable[bytes]) -> _Seen:
-    reader = prefixed.FrameReader(_FRAME_BYTES_MAX)
-    seen: list[prefixed.Message | bytes] = []
+    reader = prefixed.PrefixedReader(_FRAME_BYTES_MAX)
+    seen: list[wire_qb.QbMessage | bytes] = []
     for part in parts:
         was_refused = reader.refusal is not None
         found = reader.feed(part)
@@ -263,13 +266,13 @@ def _read_prefixed(parts: Iterable[bytes]) -> _Seen:
 
 def _open_payload(payload: bytes) -> None:
     """As the server does, and then every reader with whatever it is."""
-    for data in {payload, (_refused_or_read(prefixed.unpack, payload) or (b"",))[0]}:
-        _refused_or_read(prefixed.read_batch, data)
-        _refused_or_read(prefixed.read_properties, data)
-        command = _refused_or_read(prefixed.read_command, data)
-        assert command is None or prefixed.is_command(data), "it is a command, or not"
-        _, rest = _refused_or_read(prefixed.open_envelope, data) or (b"", b"")
-        _refused_or_read(prefixed.read_command, rest)
+    for data in {payload, (_refused_or_read(wire_cursus.unpack, payload) or (b"",))[0]}:
+        _refused_or_read(wire_cursus.read_batch, data)
+        _refused_or_read(wire_qb.read_properties, data)
+        command = _refused_or_read(wire_cursus.read_command, data)
+        assert command is None or wire_cursus.is_command(data), "it is a command, or not"
+        _, rest = _refused_or_read(wire_cursus.open_envelope, data) or (b"", b"")
+        _refused_or_read(wire_cursus.read_command, rest)
 
 
 def _refused_or_read(read: Callable[[bytes], _Read], data: bytes) -> _Read | None:
@@ -299,16 +302,16 @@ def _judge_websocket(data: bytes, source: random.Random) -> None:
     assert _read_websocket(_cut(data, source)) == _read_websocket([data]), "cut otherwise, it is read otherwise"
 
 
-def _read_websocket(parts: Iterable[bytes]) -> tuple[bytes, list[Control]] | None:
+def _read_websocket(parts: Iterable[bytes]) -> tuple[bytes, list[ControlFrame]] | None:
     """Return the stream and the control frames; None: it was refused."""
     parser = WebSocketParser(deflates=True)
     stream: list[bytes] = []
-    controls: list[Control] = []
+    controls: list[ControlFrame] = []
     try:
         for part in parts:
             parser.feed(part)
             while (found := parser.read(_FRAME_BYTES_MAX)) is not None:
-                if isinstance(found, Control):
+                if isinstance(found, ControlFrame):
                     controls.append(found)
                 else:
                     stream.append(found)
@@ -321,8 +324,8 @@ _Judge = Callable[[bytes, random.Random], None]
 _DOORS: Final[list[tuple[str, Sequence[bytes], _Judge]]] = [
     ("text", _PIECES, _judge_text),
     ("binary", _FRAMES, _judge_binary),
-    ("prefixed, QB", _messages(prefixed.Style()), _judge_prefixed),
-    ("prefixed, QB otherwise", _messages(prefixed.Style(counts_itself=False, lengths_first=True)), _judge_prefixed),
+    ("prefixed, QB", _messages(wire_qb.Style()), _judge_prefixed),
+    ("prefixed, QB otherwise", _messages(wire_qb.Style(counts_itself=False, lengths_first=True)), _judge_prefixed),
     ("prefixed, Cursus", _COMMANDS, _judge_prefixed),
     ("WebSocket", _WEBSOCKET, _judge_websocket),
 ]

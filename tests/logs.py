@@ -11,8 +11,9 @@ from penstock.clock import Clock
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.log import Log
 from penstock.storage.meta import Meta
+from penstock.storage.open_segments import OpenSegments
 from penstock.storage.policy import Policy
-from penstock.storage.segment import OpenSegments, Reader
+from penstock.storage.segment import ReadMode
 from penstock.storage.tail import TailBudget
 from penstock.storage.witness import NOBODY, Witness
 from penstock.testing import ManualClock
@@ -46,7 +47,7 @@ def open_log(
     files: Files | None = None,
     clock: Clock | None = None,
     policy: Policy = DEFAULT_POLICY,
-    reader: Reader = "pread",
+    reader: ReadMode = "pread",
     tail_bytes: int = 0,
     piped: bool = False,
     witness: Witness = NOBODY,
@@ -61,7 +62,7 @@ def open_log(
         owner=FlushedByHand(),
         open_segments=OpenSegments(),
         tail_budget=TailBudget(tail_bytes),
-        reader=reader,
+        read_mode=reader,
         piped=piped,
         witness=witness,
         strict=strict,

@@ -48,7 +48,7 @@ _VARIES: Final = [
     (re.compile(r"passed in \d+\.\d+s"), "passed in 0.1s"),
     (re.compile(r" +$", re.MULTILINE), ""),
     # It is told if Ctrl-C comes before the last handler has returned.
-    (re.compile(r"^.* waits for \d+ handlers?\n", re.MULTILINE), ""),
+    (re.compile(r"^.* waiting for \d+ handlers?\n", re.MULTILINE), ""),
 ]
 
 

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Self
 import httpx
 
 from penstock.address import join
+from tests import forks
 from tests.server import PATIENCE_S, Ended, clean_environment, reserve_port
 
 _READY: Final = re.compile(r"penstock \S+ registry ready: http on \S+:(\d+), (\d+) nodes in (.*), version (\d+)")
@@ -61,13 +62,8 @@ class Registry:
         self._stderr_path = self.path.with_name(f"{self.path.name}.stderr.{self._starts}")
         where = ("--host", self.host, "--port", str(self.port))
         with self._stderr_path.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock", "registry", str(self.path), *where],
-                env=clean_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-            )
+            arguments = ["registry", str(self.path), *where]
+            self.process = forks.start(arguments, environment=clean_environment(), stderr=stderr)
         found = _READY.fullmatch(self._line())
         assert found, self.stderr
         assert found[3] == str(self.path)

@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 
 from penstock.client.sync import Client
 from penstock.client.values import Outgoing
+from tests import forks
 from tests.server import PATIENCE_S, Ended, Serve, clean_environment
 
 _READY: Final = re.compile(r"^penstock \S+ replica (\S+) ready: http on 127\.0\.0\.1:(\d+), ")
@@ -144,12 +145,15 @@ class ReplicaProcess:
         assert ended.code == 0, ended.stderr
         assert "Traceback" not in ended.stderr, ended.stderr
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> forks.Process:
         self._starts += 1
         self._stderr_path = self.directory / f"stderr.{self._starts}"
         environment = {name: str(value) for name, value in self._environment.items()}
         inherited = {name: value for name, value in clean_environment().items() if not name.startswith(_VARIABLES)}
         with self._stderr_path.open("wb") as stderr:
+            if self._before is None:
+                arguments = ["replica", *self._flags]
+                return forks.start(arguments, environment=inherited | environment, stderr=stderr, cwd=self._cwd)
             return subprocess.Popen(
                 [sys.executable, "-m", "penstock", "replica", *self._flags],
                 cwd=self._cwd,

@@ -9,16 +9,17 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
+
+from tests import forks
 
 # How long to wait for what must come. Only a test that fails waits so long.
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 60.0
 
 _READY: Final = re.compile(r"^penstock (\S+) ready: (.*), data in (.*)$")
 _DOOR: Final = re.compile(r"(\w+) on \S+:(\d+)")
@@ -47,6 +48,8 @@ class Serve:
 
     It ends with its block, by a clean stop that must succeed; unless the test ended it before.
     """
+
+    descriptors_max: ClassVar[int | None] = None
 
     def __init__(
         self, directory: Path, *, config: str | None = None, flags: Sequence[str] = (), **settings: object
@@ -113,8 +116,7 @@ class Serve:
 
     def dump(self, topic: str) -> list[dict[str, Any]]:
         """What the log of a topic holds, as its tool tells it, once the server has ended."""
-        command = [sys.executable, "-m", "penstock", "log", "dump", str(self.data), "--json", "--topic", topic]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = forks.run(["log", "dump", str(self.data), "--json", "--topic", topic], environment=os.environ)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -133,7 +135,7 @@ class Serve:
         assert ended.code == 0, ended.stderr
         assert "Traceback" not in ended.stderr, ended.stderr
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> forks.Process:
         self._starts += 1
         self._stderr_path = self.directory / f"stderr.{self._starts}"
         settings: dict[str, object] = {
@@ -147,12 +149,11 @@ class Serve:
         } | self._settings
         environment = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         with self._stderr_path.open("wb") as stderr:
-            return subprocess.Popen(
-                [sys.executable, "-m", "penstock", "serve", *self._flags],
-                env=clean_environment() | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+            return forks.start(
+                ["serve", *self._flags],
+                environment=clean_environment() | environment,
                 stderr=stderr,
+                descriptors_max=self.descriptors_max,
             )
 
     def _wait_ready(self) -> None:

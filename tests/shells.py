@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Self, cast
 
-from penstock.client.aio import AsyncClient, AsyncProducer, AsyncSubscription
+from penstock.client.aio import AsyncClient
+from penstock.client.producer import AsyncProducer
+from penstock.client.subscription import AsyncSubscription
 from penstock.client.sync import Client
 from penstock.client.transaction import AsyncStage, AsyncTransaction
 from tests.proxy import LoopThread

@@ -22,11 +22,13 @@ from unittest import mock
 
 from penstock.batch import Compression, encode
 from penstock.errors import AppendFailed, LogFailed, OutOfSequence, PenstockError
+from penstock.outcome import Outcome
 from penstock.storage import compaction
-from penstock.storage.log import Log, State
+from penstock.storage.appender import LogState
+from penstock.storage.log import Log
 from penstock.storage.meta import Meta
 from penstock.storage.policy import Cleanup, Durability, Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 
 DATA = Path("/data")
@@ -150,7 +152,7 @@ class Simulation:
         self._killed = False
 
     def _open(self) -> Store:
-        settings = Settings(
+        settings = StoreSettings(
             reader=self.random.choice(("pread", "mmap")), tail_bytes_max=self.random.choice((0, 2000, 1 << 20))
         )
         return Store(DATA, settings=settings, files=self.disk, clock=self.clock, meta=self.meta)
@@ -202,7 +204,7 @@ class Simulation:
         topic.purged = max(topic.purged, offset)
 
     def _append(self, log: Log, topic: Topic) -> None:
-        if log.state is not State.OPEN:
+        if log.state is not LogState.OPEN:
             return
         messages = [self._message() for _ in range(self.random.choice((1, 1, 2, 5, 20)))]
         producer = topic.producer if self.random.random() < 0.5 else None
@@ -219,7 +221,7 @@ class Simulation:
         )
         span = batch.span
 
-        def done(first: int, error: PenstockError | None) -> None:
+        def done(error: PenstockError | None) -> None:
             if error is None:
                 if producer is not None and producer.unacknowledged is messages:
                     producer.sequence += 1
@@ -231,11 +233,14 @@ class Simulation:
         if producer is not None:
             producer.unacknowledged = messages
         try:
-            first = log.append(batch, done=done)
+            outcome = Outcome()
+            first = log.append(batch, outcome=outcome)
         except OutOfSequence:
             assert topic.lost, "nothing was lost, and yet a producer's batch is missing"
             topic.producer = Producer(topic.producer.number + 1)
             return
+        # A duplicate may be settled already, so `done` is added when its offset is known.
+        outcome.then(done)
         for offset, message in zip(range(first, first + span), messages, strict=True):
             if message not in topic.given[offset]:
                 topic.given[offset].append(message)
@@ -251,7 +256,7 @@ class Simulation:
             if number in {known.id for known in store.topics}:
                 log = store.log(number)
                 fsync = topic.policy.durability is Durability.FSYNC
-                synced = {offset for offset in topic.acknowledged if fsync or offset < log.durable}
+                synced = {offset for offset in topic.acknowledged if fsync or offset < log.marks.durable}
                 topic.durable |= synced - topic.lost
 
     # The judge.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock import address
-from penstock.client.link import Address
+from penstock.client.servers import BrokerAddress
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_port_in_use_at_one_host_leaves_none_open() -> None:
     # Another test, or another program, may have the same port of 127.0.0.1.
     elsewhere = "127.0.0.77"
     with bound(["::1"]) as [(_, port)]:
-        with pytest.raises(OSError, match=rf"cannot listen at \[::1\]:{port}: Address already in use: another process"):
+        with pytest.raises(OSError, match=rf"cannot listen on \[::1\]:{port}: Address already in use: another process"):
             address.bind([elsewhere, "::1"], port)
         with bound([elsewhere], port):
             pass
@@ -118,7 +118,7 @@ def test_a_port_that_is_not_free_at_all_hosts_is_not_chosen(monkeypatch: pytest.
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(OSError, match=r"cannot listen at 192.0.2.1:7: .*: this machine has no such address: use"):
+    with pytest.raises(OSError, match=r"cannot listen on 192.0.2.1:7: .*: this machine does not have the address: use"):
         address.bind(["127.0.0.1", "192.0.2.1"], 7)
 
 
@@ -153,13 +153,13 @@ def test_addresses_of_a_name_that_the_machine_does_not_have_are_passed_over(monk
 
 def test_a_name_of_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _resolve_to(monkeypatch, "192.0.2.1")
-    with pytest.raises(OSError, match=r"cannot listen at 192.0.2.1:0 \(shop\)"):
+    with pytest.raises(OSError, match=r"cannot listen on 192.0.2.1:0 \(shop\)"):
         address.bind(["shop"], 0)
 
 
 def test_a_client_tries_all_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     async def dial(port: int) -> Any:
-        transport = await Address.read(f"shop:{port}").dial(asyncio.Protocol)
+        transport = await BrokerAddress.read(f"shop:{port}").dial(asyncio.Protocol)
         try:
             return transport.get_extra_info("peername")[0]
         finally:

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from penstock import errors
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
-from penstock.server.config import SETTINGS
 from penstock.server.http import endpoints
-from penstock.server.routes import BODY_BYTES_MAX, STATUSES, application, status_of
+from penstock.server.settings import SETTINGS
+from penstock.web.endpoints import BODY_BYTES_MAX, STATUSES, application, status_of
 from tests.server import PATIENCE_S, Flux, Serve
 from tests.web import ask, basic, get
 
@@ -81,7 +81,8 @@ def test_a_group_is_made_reset_and_deleted(tmp_path: Path) -> None:
         neither = ask(server, "POST", "/admin/groups", {"name": "neither"})
         both = ask(server, "POST", "/admin/groups", {"name": "both", "topic": "orders", "pattern": "orders"})
         ask(server, "DELETE", "/admin/groups/whole")
-        wrong = ask(server, "POST", "/admin/groups/clerks/reset", {"start": {"time": "soon"}})
+        bodies = ({}, *({"start": start} for start in ({"time": "soon"}, {"offset": True}, {"offset": 10**30})))
+        wrong = [ask(server, "POST", "/admin/groups/clerks/reset", body) for body in bodies]
         listed = get(server, "/admin/groups")
         deleted = ask(server, "DELETE", "/admin/groups/clerks")
         gone = get(server, "/admin/groups/clerks")
@@ -91,7 +92,8 @@ def test_a_group_is_made_reset_and_deleted(tmp_path: Path) -> None:
     assert (again.status, again.json["lag"]) == (200, 5)
     assert (whole.status, whole.json["pattern"]) == (201, "orders orders.>")
     assert [neither.status, both.status] == [400, 400]
-    assert (wrong.status, wrong.json["code"]) == (400, "BAD_REQUEST")
+    assert [(each.status, each.json["code"]) for each in wrong] == [(400, "BAD_REQUEST")] * 4
+    assert [group["lag"] for group in listed.json["groups"]] == [5], "nothing was reset"
     assert [group["name"] for group in listed.json["groups"]] == ["clerks"]
     assert deleted.status == 204
     assert (gone.status, gone.code) == (404, "UNKNOWN_GROUP")
@@ -206,7 +208,17 @@ def test_every_endpoint_that_tells_or_changes_is_guarded(tmp_path: Path) -> None
 
     free = {endpoint.path for endpoint in every if not endpoint.guarded}
 
-    assert free == {"/healthz", "/health", "/metrics", "/varz", "/connz", "/subsz", "/openapi.json", "/docs"}
+    assert free == {
+        "/healthz",
+        "/health",
+        "/metrics",
+        "/varz",
+        "/connz",
+        "/subsz",
+        "/openapi.json",
+        "/docs",
+        "/pipe/status",
+    }
     assert all(endpoint.guarded for endpoint in every if endpoint.method != "GET")
 
 
@@ -322,7 +334,7 @@ def test_every_error_has_a_status() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PenstockError)]
     statuses = {kind: status_of(kind.__new__(kind)) for kind in kinds}
 
-    assert set(statuses.values()) <= {400, 401, 403, 404, 409, 413, 500, 503, 507}
+    assert set(statuses.values()) <= {400, 401, 403, 404, 409, 410, 413, 500, 503, 507}
     assert statuses[errors.UnknownTopic] == 404
     assert statuses[errors.Overloaded] == 503
     assert statuses[errors.LogFailed] == 500
@@ -338,12 +350,13 @@ def _of_a_server(**settings: object) -> Any:
     from types import SimpleNamespace
 
     config = SimpleNamespace(server=SimpleNamespace(**settings))
-    return cast(Any, SimpleNamespace(version="1.2.3", config=config))
+    return cast(Any, SimpleNamespace(version="1.2.3", config=config, broker=None, pipes=None, settings={}))
 
 
 def test_every_route_is_described_and_nothing_else(tmp_path: Path) -> None:
     fake = _of_a_server(test_endpoints=True)
-    app = application(fake, endpoints(fake))
+    unused = cast(Any, None)
+    app = application(endpoints(fake), authorize=unused, read_json=unused, encode=unused, describe=unused)
     routed = {
         (method, re.sub(r":\w+\}", "}", route.path))
         for route in app.routes

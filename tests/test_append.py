@@ -8,12 +8,14 @@ from typing import Any, Final
 
 import pytest
 
+from penstock.awaiting import settled
 from penstock.batch import Batch, accept, encode
 from penstock.broker.intake import Receipt, Stored
-from penstock.broker.partition import Opened
+from penstock.broker.opened import Opened
 from penstock.broker.topic import check_lines, check_stored_lines
 from penstock.errors import BadHeader, OutOfSequence, PenstockError, StaleLayout, UnknownTopic
 from penstock.headers import hash_key
+from penstock.outcome import Outcome
 from penstock.run import Run
 from penstock.storage.policy import Dedup, Policy
 from penstock.testing import FaultyFiles
@@ -28,22 +30,14 @@ def made(*values: bytes, **columns: Any) -> Batch:
 
 async def append(life: Life, topic_id: int, batch: Batch, *, number: int = 0, partitions: int = 1) -> tuple[int, bool]:
     """Its offset, once it is stored, and whether it was there."""
-    settled: asyncio.Future[tuple[int, PenstockError | None]] = asyncio.get_running_loop().create_future()
-    was_there = life.broker.append(
-        topic_id, number, partitions, batch, lambda offset, error: settled.set_result((offset, error))
-    )
-
-    async def wait() -> tuple[int, PenstockError | None]:
-        return await settled
-
-    offset, error = await life.do(wait())
-    if error is not None:
-        raise error
-    return offset, was_there
+    outcome = Outcome()
+    appended = life.broker.intake.append(topic_id, number, partitions, batch, outcome)
+    await life.do(settled(outcome))
+    return appended
 
 
 async def made_topic(life: Life, name: bytes = b"orders", **options: Any) -> int:
-    return (await life.do(life.broker.create_topic(name, **options))).id
+    return (await life.do(life.broker.changes.create(name, **options))).id
 
 
 # Broker.append
@@ -71,7 +65,7 @@ async def test_batches_and_runs_are_stored_in_the_order_in_which_they_came() -> 
         receipts = []
         for number in range(0, 40, 2):
             receipts.append(life.offer(run_of(b"orders", b"%d" % number)))
-            life.broker.append(topic_id, 0, 1, made(b"%d" % (number + 1)), lambda *_: None)
+            life.broker.intake.append(topic_id, 0, 1, made(b"%d" % (number + 1)), Outcome())
         await asyncio.gather(*receipts)
         await life.settle()
         assert life.in_log(b"orders") == [b"%d" % number for number in range(40)]
@@ -97,7 +91,7 @@ async def test_a_repetition_is_one_also_after_the_topic_has_more_partitions() ->
     async with Life(FaultyFiles()) as life:
         topic_id = await made_topic(life)
         await append(life, topic_id, made(b"a", producer=7))
-        await life.do(life.broker.alter_topic(b"orders", partitions=2))
+        await life.do(life.broker.changes.alter(b"orders", partitions=2))
         assert await append(life, topic_id, made(b"a", producer=7)) == (0, True)
         with pytest.raises(StaleLayout):
             await append(life, topic_id, made(b"b", producer=7, sequence=1))
@@ -112,7 +106,7 @@ async def test_a_repetition_of_what_waits_for_the_disk_is_answered_with_it() -> 
         disk.fail("write", errno.ENOSPC, path_suffix=LOG)
         told: list[PenstockError | None] = []
         for _ in range(2):
-            life.broker.append(topic_id, 0, 1, made(b"a", producer=7), lambda _, error: told.append(error))
+            life.broker.intake.append(topic_id, 0, 1, made(b"a", producer=7), Outcome(told.append))
         await life.settle()
         assert len(told) == 2
         assert None not in told
@@ -136,7 +130,7 @@ async def test_a_batch_is_stored_as_it_came_unless_someone_must_look_into_it(
     dedup: Dedup, asks: bool, expected: bool
 ) -> None:
     async with Life(FaultyFiles()) as life:
-        topic = life.broker.public_topic(await made_topic(life, policy=Policy(dedup=dedup)))
+        topic = life.broker.topics.public(await made_topic(life, policy=Policy(dedup=dedup)))
         assert topic.takes_opaque(asks=asks) is expected
 
 
@@ -144,13 +138,13 @@ async def test_a_batch_is_stored_as_it_came_unless_someone_must_look_into_it(
 async def test_partitions_are_found_by_topic_and_number() -> None:
     async with Life(FaultyFiles()) as life:
         topic_id = await made_topic(life, partitions=2)
-        found = [life.broker.partition(topic_id, number) for number in range(2)]
+        found = [life.broker.topics.partition(topic_id, number) for number in range(2)]
         assert found == [life.partition(b"orders", number) for number in range(2)]
-        assert life.broker.partition(topic_id, 2) is None
-        assert life.broker.partition(topic_id + 1, 0) is None
-        assert len(life.broker.public_topic(topic_id).partitions) == 2
+        assert life.broker.topics.partition(topic_id, 2) is None
+        assert life.broker.topics.partition(topic_id + 1, 0) is None
+        assert len(life.broker.topics.public(topic_id).partitions) == 2
         with pytest.raises(UnknownTopic):
-            life.broker.public_topic(topic_id + 1)
+            life.broker.topics.public(topic_id + 1)
 
 
 # Receipts
@@ -260,7 +254,7 @@ async def test_who_waits_for_more_of_a_topic_that_is_deleted_is_woken() -> None:
         await life.stored(b"orders", b"a")
         waiting = asyncio.create_task(life.partition(b"orders").grown(1))
         await life.settle()
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
         await life.do(asyncio.wait_for(waiting, 20))
 
 
@@ -326,12 +320,12 @@ async def test_readers_with_little_room_do_not_open_a_batch_again_and_again() ->
     async with Life(FaultyFiles()) as life:
         await life.stored(b"orders", *(b"%d" % number for number in range(100)))
         partition = life.partition(b"orders")
-        whole = await life.do(partition.read(0))
+        whole = await life.do(partition.cursor(0).read())
         for offset in range(1, 100):
-            found = await life.do(partition.read(offset))
+            found = await life.do(partition.cursor(offset).read())
             assert found is not None
             assert found[0].values[0] == b"%d" % offset
-        again = await life.do(partition.read(0))
+        again = await life.do(partition.cursor(0).read())
         assert whole is not None
         assert again is not None
         assert again[0] is whole[0]

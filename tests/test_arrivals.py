@@ -8,11 +8,11 @@ from typing import Final, cast
 
 import pytest
 
-from penstock.server.arrivals import ARRIVING_BYTES_MAX, BYTES_PER_S, PATIENCE_S, Arrivals
-from penstock.server.connection import Connection
+from penstock.doors.arrivals import ARRIVING_BYTES_MAX, BYTES_PER_S, PATIENCE_S, Arrivals
+from penstock.doors.counters import Counters
+from penstock.doors.session import Session
+from penstock.doors.turns import MUCH_BYTES, TURN_S_MAX, Turns
 from penstock.server.memory import SELDOM_S, SOON_S, Memory
-from penstock.server.server import Counters
-from penstock.server.turns import MUCH_BYTES, TURN_S_MAX, Turns
 from penstock.wire import binary, prefixed
 from penstock.wire.binary import Type
 from tests.brokers import in_loop
@@ -112,20 +112,20 @@ async def test_a_connection_that_does_not_send_is_closed_only_while_others_wait(
     silent, slow, quick, busy, waiting = (Stand() for _ in range(5))
     busy.is_awaited = False  # its frame is here, and is being dealt with
     for connection in (silent, slow, quick, busy):
-        arrivals.claim(cast(Connection, connection), 30 << 20)
+        arrivals.claim(cast(Session, connection), 30 << 20)
     begun = asyncio.get_running_loop().time()
     quick.received_bytes += 10 * BYTES_PER_S
     slow.received_bytes += 9 * BYTES_PER_S
     arrivals.sweep(begun + PATIENCE_S + 9.5)
     assert counters.slow == 0, "nobody waits"
-    arrivals.claim(cast(Connection, waiting), 50 << 20)
+    arrivals.claim(cast(Session, waiting), 50 << 20)
     assert waiting.calls == ["hold"]
     arrivals.sweep(begun + PATIENCE_S - 0.5)
     assert counters.slow == 0, "all of them still have time"
     arrivals.sweep(begun + PATIENCE_S + 9.5)
     assert [each.calls for each in (silent, slow, quick, busy)] == [["read on", "abort"]] * 2 + [["read on"]] * 2
     assert counters.slow == 2
-    arrivals.release(cast(Connection, silent))
+    arrivals.release(cast(Session, silent))
     assert waiting.has_room
     assert waiting.calls == ["hold", "read on"]
 
@@ -135,8 +135,8 @@ async def test_the_smallest_frame_is_the_first_to_have_room() -> None:
     arrivals = Arrivals(Counters(), bytes_max=100)
     first, largest, large, small = (Stand() for _ in range(4))
     for connection, size in ((first, 100), (largest, 90), (large, 80), (small, 10)):
-        arrivals.claim(cast(Connection, connection), size)
-    arrivals.release(cast(Connection, first))
+        arrivals.claim(cast(Session, connection), size)
+    arrivals.release(cast(Session, first))
     assert [each.has_room for each in (largest, large, small)] == [False, True, True]
 
 
@@ -144,14 +144,14 @@ async def test_the_smallest_frame_is_the_first_to_have_room() -> None:
 async def test_a_turn_of_the_loop_reads_so_much_and_goes_on_in_the_next() -> None:
     turns = Turns(bytes_max=100, clock=lambda: 0.0)
     greedy, modest = Stand(), Stand()
-    turns.took(cast(Connection, modest), 50)
-    turns.took(cast(Connection, greedy), 60)
-    turns.took(cast(Connection, greedy), 60)
+    turns.took(cast(Session, modest), 50)
+    turns.took(cast(Session, greedy), 60)
+    turns.took(cast(Session, greedy), 60)
     assert (greedy.calls, modest.calls) == (["hold", "hold"], [])
     await asyncio.sleep(0)
     assert (greedy.calls, modest.calls) == (["hold", "hold", "read on"], [])
     for _ in range(3):
-        turns.took(cast(Connection, greedy), 100)
+        turns.took(cast(Session, greedy), 100)
         await asyncio.sleep(0)
     assert greedy.calls == ["hold", "hold", "read on"]
 
@@ -162,7 +162,7 @@ async def test_a_turn_of_the_loop_reads_for_so_long_and_each_connection_has_its_
     turns = Turns(bytes_max=1000, clock=lambda: now)
     greedy = [Stand() for _ in range(10)]
     for connection in greedy:
-        turns.took(cast(Connection, connection), 70)
+        turns.took(cast(Session, connection), 70)
         now += TURN_S_MAX / 2.1
     assert [each.calls for each in greedy] == [[]] * 3 + [["hold"]] * 7, "as long as there was time"
     served = []
@@ -172,7 +172,7 @@ async def test_a_turn_of_the_loop_reads_for_so_long_and_each_connection_has_its_
         await asyncio.sleep(0)
         served.append([greedy.index(each) for each in greedy if "read on" in each.calls])
         for number in served[-1]:
-            turns.took(cast(Connection, greedy[number]), 1)
+            turns.took(cast(Session, greedy[number]), 1)
             now += TURN_S_MAX / 2.1
     # Two have time in a turn, and whoever waits for longest comes first.
     assert served[:4] == [[3, 4], [5, 6], [7, 8], [9]]
@@ -200,13 +200,13 @@ async def test_a_turn_of_the_loop_sends_so_much_and_the_rest_waits_for_the_next(
     assert turns.may_send(much)
     assert not turns.may_send(much), "half of a turn is for connections that are sent little"
     for name in ("a", "b", "c"):
-        turns.wait(cast(Connection, Receiver(sent, name, much)), much)
+        turns.wait(cast(Session, Receiver(sent, name, much)), much)
     while turns.may_send(MUCH_BYTES):
         pass
-    turns.wait(cast(Connection, Receiver(sent, "little", 10)), 10)
+    turns.wait(cast(Session, Receiver(sent, "little", 10)), 10)
     publisher, other = Stand(), Stand()
-    turns.took(cast(Connection, publisher), MUCH_BYTES + 1)
-    turns.took(cast(Connection, other), 100)
+    turns.took(cast(Session, publisher), MUCH_BYTES + 1)
+    turns.took(cast(Session, other), 100)
     assert (publisher.calls, other.calls) == (["hold"], [])
     await asyncio.sleep(0)
     assert sent == ["a", "little"]
@@ -232,7 +232,7 @@ async def test_a_turn_of_the_loop_sends_more_while_it_has_time() -> None:
     assert not turns.may_send(MUCH_BYTES)
     sent: list[str] = []
     for name in ("a", "b", "c", "d"):
-        turns.wait(cast(Connection, Receiver(sent, name, much)), much)
+        turns.wait(cast(Session, Receiver(sent, name, much)), much)
     await asyncio.sleep(0)
     assert sent == ["a", "b", "c", "d"]
 

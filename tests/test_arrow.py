@@ -243,5 +243,5 @@ def test_more_than_a_batch_holds_is_refused(rows: Lists, monkeypatch: pytest.Mon
 def test_a_null_value_is_refused() -> None:
     value = pyarrow.array([None, b"a"], pyarrow.binary())
 
-    with pytest.raises(ValueError, match="a tombstone has an empty one"):
+    with pytest.raises(ValueError, match="use an empty value for a tombstone"):
         arrow.encode(pyarrow.RecordBatch.from_arrays([value], names=["value"]), timestamp=0)

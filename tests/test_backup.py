@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from penstock.backup import prune, restore
-from penstock.backup.create import Done, Plan, Source, Throttle, create, plan
-from penstock.backup.cut import Place, ToOffsets, ToTime
-from penstock.backup.manifest import Manifest
+from penstock.backup.create import BackupSource, Done, Plan, Throttle, create, plan
+from penstock.backup.cut import PartitionName, ToOffsets, ToTime
+from penstock.backup.manifest import BackupManifest
 from penstock.backup.restore import OFFSETS_AHEAD, TOPIC_IDS_AHEAD, Restore, Restored, check, choose, manifests
 from penstock.backup.target import DirectoryTarget, Target, TarTarget, open_target
 from penstock.batch import encode
@@ -43,7 +43,7 @@ def append(store: Store, topic_id: int, count: int, partition: int = 0, *, sourc
     store.flush()
 
 
-def back_up(store: Store, target: Target, source: Callable[[Source], Source] = lambda found: found) -> Done:
+def back_up(store: Store, target: Target, source: Callable[[BackupSource], BackupSource] = lambda found: found) -> Done:
     if isinstance(store._clock, ManualClock):
         store._clock.advance(1)  # so that backups have an order
     snapshot = store.snapshot_now()
@@ -169,7 +169,7 @@ def test_only_what_the_target_lacks_is_copied(store: Store, target: Target) -> N
 class Breaking:
     """A source that is gone after so many reads."""
 
-    def __init__(self, source: Source, reads: int) -> None:
+    def __init__(self, source: BackupSource, reads: int) -> None:
         self._source = source
         self._reads = reads
 
@@ -237,7 +237,7 @@ def test_a_tar_stream_that_is_cut_anywhere_is_refused(store: Store, tmp_path: Pa
     whole = len(data.rstrip(b"\0"))
     for end in [*range(0, whole, 61), *range(512, whole, 512), whole - 1]:
         for read in (restore.check_tar, lambda stream: Restore(tmp_path / "new").unpack(stream)):
-            with pytest.raises(BadBackup, match="the tar stream is damaged or cut short: "):
+            with pytest.raises(BadBackup, match="the tar stream is damaged or truncated: "):
                 read(io.BytesIO(data[:end]))
     # From where only zeros are missing.
     assert restore.check_tar(io.BytesIO(data[: whole + 512]))[1] == []
@@ -278,7 +278,7 @@ def test_a_tar_stream_that_cannot_be_written_is_one_error(store: Store) -> None:
     append(store, store.create_topic("t", policy=SMALL).id, 60)
     for room in (0, 10240):
         tar = TarTarget(Full(room))
-        with pytest.raises(BadBackup, match="the tar stream cannot be written: No space left on device"):
+        with pytest.raises(BadBackup, match="cannot write the tar stream: No space left on device"):
             back_up(store, tar)
         del tar
         gc.collect()
@@ -299,13 +299,13 @@ def test_a_target_that_is_full_is_named(store: Store, tmp_path: Path) -> None:
     append(store, store.create_topic("t").id, 30)
     sound = DirectoryTarget(tmp_path / "sound")
     back_up(store, sound)
-    reason = "cannot be written: File too large$"
-    with pytest.raises(BadDirectory, match=f"^{tmp_path}/full {reason}"), full_disk():
+    reason = "File too large$"
+    with pytest.raises(BadDirectory, match=f"^cannot write {tmp_path}/full: {reason}"), full_disk():
         back_up(store, DirectoryTarget(tmp_path / "full"))
     assert os.listdir(tmp_path / "full" / "partial") == []
-    with pytest.raises(BadDirectory, match=rf"/penstock-backup-\w+ {reason}"), full_disk():
+    with pytest.raises(BadDirectory, match=rf"/penstock-backup-\w+: {reason}"), full_disk():
         back_up(store, TarTarget(io.BytesIO()))
-    with pytest.raises(BadDirectory, match=rf"^{tmp_path}/new/.*\.log {reason}"), full_disk():
+    with pytest.raises(BadDirectory, match=rf"^cannot write {tmp_path}/new/.*\.log: {reason}"), full_disk():
         put_back(sound, tmp_path / "new")
 
 
@@ -316,7 +316,7 @@ def test_a_directory_that_holds_no_backups_is_refused(store: Store, tmp_path: Pa
     for data in ("data", "restored"):
         with pytest.raises(BadDirectory, match=f"{tmp_path}/{data} is the data directory of a broker: choose another"):
             open_target(f"{scheme}{tmp_path}/{data}", is_new=True)
-    with pytest.raises(BadDirectory, match=f"{tmp_path}/none: there is no such directory"):
+    with pytest.raises(BadDirectory, match=f"{tmp_path}/none does not exist"):
         open_target(f"{scheme}{tmp_path}/none")
     (tmp_path / "b.tar").touch()
     with pytest.raises(BadDirectory, match=r"b\.tar is not a directory"):
@@ -419,7 +419,7 @@ def test_damage_in_the_source_is_told_and_kept(store: Store, target: Target, tmp
 class Unreadable(Breaking):
     """A source whose disk has a bad sector in one file."""
 
-    def __init__(self, source: Source, file: int, at: int) -> None:
+    def __init__(self, source: BackupSource, file: int, at: int) -> None:
         super().__init__(source, 1 << 30)
         self._bad = file, at
 
@@ -533,13 +533,16 @@ def test_it_restores_to_an_offset_at_a_batch(store: Store, target: Target, tmp_p
     append(store, topic.id, 5, partition=1)
     back_up(store, target)
 
-    restored = put_back(target, tmp_path / "new", ToOffsets({Place("t", 0): 22}))
+    restored = put_back(target, tmp_path / "new", ToOffsets({PartitionName("t", 0): 22}))
 
     assert [(each.offset, each.messages) for each in restored.cuts] == [(20, 23)]
     with Store(tmp_path / "new") as again:
         assert list(values(again, topic.id)) == list(range(20))
         assert len(values(again, topic.id, 1)) == 5
-    for place, offset, said in ((Place("x", 0), 1, "has no x/0"), (Place("t", 0), 99, "which holds 0 to 43")):
+    for place, offset, said in (
+        (PartitionName("x", 0), 1, "has no x/0"),
+        (PartitionName("t", 0), 99, "t/0 has 0 to 43"),
+    ):
         with pytest.raises(BadBackup, match=said):
             put_back(target, tmp_path / f"other{offset}", ToOffsets({place: offset}))
 
@@ -562,8 +565,8 @@ def test_a_transaction_is_restored_whole_or_not_at_all(store: Store, target: Tar
     # The first transaction ends in the third partition, after that time, so its part in the first goes as well.
     assert [(str(each.place), each.offset) for each in restored.cuts] == [("t/0", 2), ("t/1", 1), ("t/2", 1)]
     with pytest.raises(BadBackup, match="give --offset t/0:2 as well"):
-        put_back(target, tmp_path / "other", ToOffsets({Place("t", 2): 1}))
-    put_back(target, tmp_path / "other", ToOffsets({Place("t", 2): 1, Place("t", 0): 2}))
+        put_back(target, tmp_path / "other", ToOffsets({PartitionName("t", 2): 1}))
+    put_back(target, tmp_path / "other", ToOffsets({PartitionName("t", 2): 1, PartitionName("t", 0): 2}))
 
 
 def test_a_transaction_that_was_decided_later_is_not_stored_when_the_broker_starts(
@@ -658,4 +661,4 @@ def test_a_manifest_cannot_lead_out_of_its_directory(store: Store, tmp_path: Pat
     for old, new in (('"topic_id": 0', '"topic_id": "../.."'), ("segments/", "segments/../../")):
         evil = manifest.encode().decode().replace(old, new)
         with pytest.raises(BadBackup, match="is damaged"):
-            Manifest.decode("x", evil.encode())
+            BackupManifest.decode("x", evil.encode())

@@ -283,7 +283,7 @@ def test_a_snapshot_belongs_to_its_connection_and_ends_with_it(tmp_path: Path) -
             snapshot = RemoteSnapshot(client)
             file, size = snapshot.listing
             assert json.loads(snapshot.read(file, 0, size + 5))["logs"]
-            with pytest.raises(BadRequest, match="none with number 999"):
+            with pytest.raises(BadRequest, match="invalid file 999"):
                 snapshot.read(999, 0, 1)
             assert len(os.listdir(server.data / "snapshots")) == 1
 
@@ -291,7 +291,7 @@ def test_a_snapshot_belongs_to_its_connection_and_ends_with_it(tmp_path: Path) -
                 return await other._async._link.ask(lambda number: read_frame(number, Read(1, file, 0, 10)), "steal")
 
             with pytest.raises(PenstockError, match="has no snapshot 1"):
-                other._run(steal())
+                other._loop.run(steal())
         wait_until(lambda: not os.listdir(server.data / "snapshots"))
 
 
@@ -322,8 +322,8 @@ def test_a_stdout_that_takes_no_tar_is_one_sentence(tmp_path: Path) -> None:
         told = subprocess.run(
             command("backup", "-", "--data", tmp_path / "data"), stdout=full, stderr=subprocess.PIPE, check=False
         )
-    reason = "No space left on device: the backup is not whole"
-    assert (told.returncode, told.stderr.decode()) == (1, f"error: the tar stream cannot be written: {reason}\n")
+    reason = "No space left on device: the backup is incomplete"
+    assert (told.returncode, told.stderr.decode()) == (1, f"error: cannot write the tar stream: {reason}\n")
 
 
 def test_a_target_or_source_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -333,10 +333,10 @@ def test_a_target_or_source_that_is_none_is_refused(tmp_path: Path) -> None:
     names = set(os.listdir(tmp_path / "data"))
     for words, reason in (
         (("backup", tmp_path / "data", "--data", tmp_path / "data"), "is the data directory of a broker"),
-        (("backup", "", "--data", tmp_path / "data"), "the name of the target is empty"),
-        (("backup", tmp_path / "none", "--list"), "none: there is no such directory"),
-        (("restore", tmp_path / "none", tmp_path / "new"), "none: there is no such directory"),
-        (("restore", "-", tmp_path / "new"), "the tar stream is damaged or cut short"),
+        (("backup", "", "--data", tmp_path / "data"), "the target is empty"),
+        (("backup", tmp_path / "none", "--list"), "none does not exist"),
+        (("restore", tmp_path / "none", tmp_path / "new"), "none does not exist"),
+        (("restore", "-", tmp_path / "new"), "the tar stream is damaged or truncated"),
     ):
         done = penstock(*words, stdin=tar[: len(tar) // 3])
         assert (done.returncode, done.stdout) == (1, b"")

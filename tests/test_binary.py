@@ -29,7 +29,7 @@ from penstock.wire.binary import (
     Messages,
     Read,
     Settle,
-    Stage,
+    StageTarget,
     Type,
     Verb,
     append_frame,
@@ -159,7 +159,7 @@ DRAWN: Final[dict[Type, Drawn]] = {
         spelled("a1a2a3a4a5a6a7a8 b1b2b3b4 01020304", b"batch"),
     ),
     Type.STAGE: Drawn(
-        stage_frame(2, Stage(Append(TOPIC_ID, PARTITION, 0x01020304), b"name", OFFSET), b"batch"),
+        stage_frame(2, StageTarget(Append(TOPIC_ID, PARTITION, 0x01020304), b"name", OFFSET), b"batch"),
         "1a 0000000000000002 00000023",
         spelled("a1a2a3a4a5a6a7a8 b1b2b3b4 01020304 c1c2c3c4c5c6c7c8 0004", b"namebatch"),
     ),
@@ -658,8 +658,8 @@ def test_an_append_comes_back(number: int, to: Append, batch: bytes) -> None:
     assert bytes(carried) == batch
 
 
-@given(U64, st.builds(Stage, st.builds(Append, U64, U32, U32), BYTES, U64), BYTES)
-def test_a_stage_comes_back(number: int, stage: Stage, batch: bytes) -> None:
+@given(U64, st.builds(StageTarget, st.builds(Append, U64, U32, U32), BYTES, U64), BYTES)
+def test_a_stage_comes_back(number: int, stage: StageTarget, batch: bytes) -> None:
     found, carried = read_stage(payload_of(stage_frame(number, stage, batch), Type.STAGE, number))
 
     assert found == stage

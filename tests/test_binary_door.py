@@ -1529,7 +1529,7 @@ BAD_CALLS: Final[list[tuple[str, dict[str, Any], str]]] = [
     ("commit", {"group": "there", "partition": 0, "offset": 0}, "topic"),
     ("commit", {"group": "there", "topic": "there", "offset": 0}, "partition"),
     ("commit", {"group": "there", "topic": "there", "partition": 0}, "offset"),
-    ("dead_letters", {}, "pattern"),
+    ("dead_letters", {"pattern": 7}, "pattern"),
     ("dead_letters", {"pattern": ">", "limit": -1}, "limit"),
     ("redrive", {}, "pattern"),
     ("redrive", {"pattern": ">", "count": "all"}, "count"),

@@ -42,7 +42,7 @@ def damage(disk: FaultyFiles, path: Path) -> None:
 async def test_topics_are_there_after_a_restart_with_their_partitions_policy_and_messages(tmp_path: Path) -> None:
     policy = Policy(segment_bytes=4096, dedup=Dedup.OFF)
     async with Life(tmp_path) as life:
-        made = await life.do(life.broker.create_topic(b"orders.eu", partitions=3, policy=policy))
+        made = await life.do(life.broker.changes.create(b"orders.eu", partitions=3, policy=policy))
         await life.stored(b"orders.eu.new", *NUMBERS)
         before = stored_in(life, b"orders.eu")
     async with Life(tmp_path) as life:
@@ -56,19 +56,19 @@ async def test_topics_are_there_after_a_restart_with_their_partitions_policy_and
 async def test_a_topic_is_altered_and_the_new_partitions_are_used() -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:
-        await life.do(life.broker.create_topic(b"orders"))
+        await life.do(life.broker.changes.create(b"orders"))
         await life.stored(b"orders", b"a")
         policy = Policy(ack_deadline_ms=1)
-        altered = await life.do(life.broker.alter_topic(b"orders", partitions=3, policy=policy))
+        altered = await life.do(life.broker.changes.alter(b"orders", partitions=3, policy=policy))
         assert (altered.partitions, altered.policy) == (3, policy)
         assert life.partition(b"orders").policy == policy
         for number in NUMBERS:
             await life.publish(b"orders." + number, number)
         assert all(stored_in(life, b"orders"))
         with pytest.raises(ValueError, match="fewer"):
-            await life.do(life.broker.alter_topic(b"orders", partitions=2))
+            await life.do(life.broker.changes.alter(b"orders", partitions=2))
         with pytest.raises(UnknownTopic):
-            await life.do(life.broker.alter_topic(b"bills", partitions=2))
+            await life.do(life.broker.changes.alter(b"bills", partitions=2))
     async with Life(disk) as life:
         assert sorted(value for values in stored_in(life, b"orders") for value in values) == sorted([b"a", *NUMBERS])
 
@@ -77,13 +77,13 @@ async def test_a_topic_is_altered_and_the_new_partitions_are_used() -> None:
 async def test_a_deleted_topic_is_gone_with_its_files() -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:
-        topic = await life.do(life.broker.create_topic(b"orders", partitions=2))
+        topic = await life.do(life.broker.changes.create(b"orders", partitions=2))
         await life.stored(b"orders", b"a")
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
         assert life.broker.topics.get(b"orders") is None
         assert str(topic.id) not in disk.sizes(DATA / "topics")
         with pytest.raises(UnknownTopic):
-            await life.do(life.broker.delete_topic(b"orders"))
+            await life.do(life.broker.changes.delete(b"orders"))
         await life.stored(b"orders", b"b")
         assert life.in_log(b"orders") == [b"b"]
     async with Life(disk) as life:
@@ -98,7 +98,7 @@ async def test_who_is_behind_in_a_topic_that_is_deleted_gets_nothing_more_and_go
         ann.is_open = False
         await life.stored(b"orders", b"a")
         await life.stored(b"bills", b"b")
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
         ann.is_open = True
         subscription.wake()
         await life.settle()
@@ -113,7 +113,7 @@ async def test_a_deletion_that_fails_leaves_the_topic_as_it_was() -> None:
         await life.stored(b"orders", b"a")
         disk.fail("write", errno.ENOSPC, path_suffix=STATE_LOG)
         with pytest.raises(PenstockError):
-            await life.do(life.broker.delete_topic(b"orders"))
+            await life.do(life.broker.changes.delete(b"orders"))
         await life.stored(b"orders", b"b")
         assert life.in_log(b"orders") == [b"a", b"b"]
         assert [topic.name for topic in life.store.topics].count("orders") == 1
@@ -128,25 +128,25 @@ async def test_a_deletion_that_fails_leaves_the_topic_as_it_was() -> None:
 async def test_a_topic_cannot_have_a_bad_or_reserved_name(name: bytes) -> None:
     async with Life(FaultyFiles()) as life:
         with pytest.raises(BadSubject):
-            await life.do(life.broker.create_topic(name))
+            await life.do(life.broker.changes.create(name))
 
 
 @in_loop
 async def test_no_topic_lies_at_above_or_below_another() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"a.b"))
+        await life.do(life.broker.changes.create(b"a.b"))
         for name in (b"a", b"a.b", b"a.b.c"):
             with pytest.raises(TopicConflict):
-                await life.do(life.broker.create_topic(name))
-        await life.do(life.broker.create_topic(b"a.bc"))
-        await life.do(life.broker.create_topic(b"a.c"))
+                await life.do(life.broker.changes.create(name))
+        await life.do(life.broker.changes.create(b"a.bc"))
+        await life.do(life.broker.changes.create(b"a.c"))
 
 
 @in_loop
 async def test_no_topic_lies_above_or_below_another_that_is_made_at_the_same_time() -> None:
     async with Life(FaultyFiles()) as life:
         results = await asyncio.gather(
-            life.broker.create_topic(b"a.b"), life.broker.create_topic(b"a"), return_exceptions=True
+            life.broker.changes.create(b"a.b"), life.broker.changes.create(b"a"), return_exceptions=True
         )
         assert [isinstance(result, TopicConflict) for result in results].count(True) == 1
 
@@ -154,7 +154,7 @@ async def test_no_topic_lies_above_or_below_another_that_is_made_at_the_same_tim
 @in_loop
 async def test_a_subject_whose_first_token_lies_above_a_topic_has_no_topic() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders.eu"))
+        await life.do(life.broker.changes.create(b"orders.eu"))
         error = (await life.publish(b"orders.us", b"a")).error
         assert isinstance(error, TopicConflict)
         await life.stored(b"orders.eu.new", b"a")
@@ -167,9 +167,9 @@ async def test_the_brokers_own_topics_cannot_be_written_altered_or_deleted() -> 
             assert (await life.publish(subject, b"a")).stored() == [Stored(b"_", -1, -1, False)]
         assert life.log(b"$delayed").end == 0
         with pytest.raises(PenstockError):
-            await life.do(life.broker.alter_topic(b"$delayed", partitions=2))
+            await life.do(life.broker.changes.alter(b"$delayed", partitions=2))
         with pytest.raises(PenstockError):
-            await life.do(life.broker.delete_topic(b"$delayed"))
+            await life.do(life.broker.changes.delete(b"$delayed"))
         assert [topic.name for topic in life.store.topics] == ["$delayed"]
 
 
@@ -201,7 +201,7 @@ async def test_no_topic_makes_itself_if_that_is_turned_off() -> None:
     async with Life(FaultyFiles(), settings=Settings(auto_create=False)) as life:
         error = (await life.publish(b"orders", b"a")).error
         assert isinstance(error, UnknownTopic)
-        await life.do(life.broker.create_topic(b"orders"))
+        await life.do(life.broker.changes.create(b"orders"))
         await life.stored(b"orders", b"a")
 
 
@@ -213,7 +213,7 @@ async def test_no_more_than_so_many_topics_make_themselves() -> None:
         made = [topic.name for topic in life.store.topics if not topic.name.startswith("$")]
         assert len(made) == len(NUMBERS) - refused
         assert len(made) in (3, 4)
-        await life.do(life.broker.create_topic(b"by.name"))
+        await life.do(life.broker.changes.create(b"by.name"))
         await life.stored(b"by.name", b"a")
 
 
@@ -238,7 +238,7 @@ async def test_a_topic_whose_log_cannot_be_opened_is_refused_with_the_reason_and
         await life.stored(b"orders", b"a", b"b")
         await life.stored(b"bills", b"c")
         refused = life.log(b"orders").segments[0].path
-        await life.do(life.broker.create_group(b"g", b">"))
+        await life.do(life.broker.groups.create(b"g", b">"))
     refuse(disk, refused)
     async with Life(disk) as life:
         assert life.broker.refused == ["orders"]
@@ -258,12 +258,12 @@ async def test_a_topic_whose_log_cannot_be_opened_is_refused_with_the_reason_and
 async def test_a_refused_topic_can_be_deleted_and_made_again() -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:
-        await life.do(life.broker.create_group(b"g", b">"))
+        await life.do(life.broker.groups.create(b"g", b">"))
         await life.stored(b"orders", b"a")
         refused = life.log(b"orders").segments[0].path
     refuse(disk, refused)
     async with Life(disk) as life:
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
         await life.stored(b"orders", b"b")
         ann = Recorder()
         await life.join(b"g", b">", ann)
@@ -293,7 +293,7 @@ async def test_a_topic_with_a_damaged_message_serves_the_others_and_takes_more()
     """The damaged one is named, and readers stop there with an error or skip it, as the topic says."""
     disk = FaultyFiles()
     async with Life(disk) as life:
-        await life.do(life.broker.create_group(b"g", b"orders"))
+        await life.do(life.broker.groups.create(b"g", b"orders"))
         for value in (b"a", b"b", b"c"):
             await life.stored(b"orders", value, headers=b"Msg-ID: %s\r\n" % value)
         damaged = life.log(b"orders").segments[0].path
@@ -319,14 +319,14 @@ async def test_a_topic_with_a_damaged_message_serves_the_others_and_takes_more()
         group.wake()
         await life.settle()
         assert ann.values == [b"a", b"c", b"d"]
-        assert life.log(b"orders").skipped_offsets == 1
+        assert life.log(b"orders").reader.skipped_offsets == 1
 
 
 @in_loop
 async def test_damage_stops_a_group_in_that_partition_only() -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:
-        await life.do(life.broker.create_group(b"g", b">"))
+        await life.do(life.broker.groups.create(b"g", b">"))
         for topic in (b"bills", b"orders"):
             for value in (b"a", b"b", b"c"):
                 await life.stored(topic, topic + b" " + value)
@@ -336,7 +336,7 @@ async def test_damage_stops_a_group_in_that_partition_only() -> None:
         ann, bob = Recorder(), Recorder()
         group, member = await life.join(b"g", b">", ann)
         assert [str(damaged) in str(error) for error in ann.errors] == [True], "it is told of it once"
-        life.broker.leave(group, member)
+        life.broker.groups.leave(group, member)
         await life.join(b"g", b">", bob)
         await life.stored(b"bills", b"bills d")
         assert b"bills d" in bob.values
@@ -369,7 +369,7 @@ def test_a_key_is_hashed_by_fnv_1a_with_64_bits(key: bytes, number: int) -> None
 async def test_a_key_decides_the_partition(by_header: bool) -> None:
     """RT-02"""
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=7))
+        await life.do(life.broker.changes.create(b"orders", partitions=7))
         ann = Recorder()
         life.subscribe(b"orders", ann)
         for key in NUMBERS:
@@ -386,7 +386,7 @@ async def test_a_key_decides_the_partition(by_header: bool) -> None:
 @in_loop
 async def test_a_publisher_may_choose_the_partition() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
         ann = Recorder()
         life.subscribe(b"orders", ann)
         for number, headers in [(2, b""), (0, b"Penstock-Key: k\r\n"), (2, b"Msg-ID: 1\r\n")]:
@@ -406,7 +406,7 @@ async def test_a_publisher_may_choose_the_partition() -> None:
 @in_loop
 async def test_without_a_key_the_subject_below_the_topics_name_decides() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=7))
+        await life.do(life.broker.changes.create(b"orders", partitions=7))
         ann = Recorder()
         life.subscribe(b"orders.>", ann)
         for number in NUMBERS:
@@ -421,7 +421,7 @@ async def test_without_a_key_the_subject_below_the_topics_name_decides() -> None
 async def test_at_the_topics_name_runs_go_to_each_partition_in_turn() -> None:
     """RT-03"""
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
         for number in range(6):
             await life.stored(b"orders", b"%d" % number, b"%d!" % number)
         assert stored_in(life, b"orders") == [
@@ -435,7 +435,7 @@ async def test_at_the_topics_name_runs_go_to_each_partition_in_turn() -> None:
 @in_loop
 async def test_messages_without_a_key_are_spread_evenly_over_the_partitions(headers: dict[int, bytes]) -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=4))
+        await life.do(life.broker.changes.create(b"orders", partitions=4))
         run = Run([b"orders"] * 1000, [b"%d" % number for number in range(1000)])
         run.headers = headers
         receipt = await life.publish_run(run)
@@ -448,7 +448,7 @@ async def test_messages_without_a_key_are_spread_evenly_over_the_partitions(head
 @in_loop
 async def test_runs_of_any_sizes_are_spread_evenly() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        await life.do(life.broker.changes.create(b"orders", partitions=2))
         for _ in range(20):
             for count in (1, 15, 40):
                 await life.publish_run(Run([b"orders"] * count, [b"x"] * count))
@@ -460,9 +460,9 @@ async def test_runs_of_any_sizes_are_spread_evenly() -> None:
 @in_loop
 async def test_new_partitions_are_not_given_everything() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        await life.do(life.broker.changes.create(b"orders", partitions=2))
         await life.publish_run(Run([b"orders"] * 100, [b"x"] * 100))
-        await life.do(life.broker.alter_topic(b"orders", partitions=4))
+        await life.do(life.broker.changes.alter(b"orders", partitions=4))
         await life.publish_run(Run([b"orders"] * 100, [b"x"] * 100))
         assert [len(values) for values in stored_in(life, b"orders")] == [75, 75, 25, 25]
 
@@ -470,7 +470,7 @@ async def test_new_partitions_are_not_given_everything() -> None:
 @in_loop
 async def test_with_headers_and_without_a_key_too() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
         for number in range(6):
             await life.stored(b"orders", b"%d" % number, headers=b"Colour: red\r\n")
         assert stored_in(life, b"orders") == [[b"0", b"3"], [b"1", b"4"], [b"2", b"5"]]
@@ -480,7 +480,7 @@ async def test_with_headers_and_without_a_key_too() -> None:
 async def test_one_run_may_go_to_many_places_and_each_keeps_its_order() -> None:
     async with Life(FaultyFiles()) as life:
         for name in (b"orders", b"bills"):
-            await life.do(life.broker.create_topic(name, partitions=3))
+            await life.do(life.broker.changes.create(name, partitions=3))
         ann = Recorder()
         life.subscribe(b">", ann)
         life.subscribe(b"_INBOX.>", ann, sid=b"2")
@@ -577,11 +577,11 @@ async def test_nor_what_was_published_before_in_a_write_of_its_own() -> None:
         await life.stored(b"orders", b"old")
         log = life.log(b"orders")
         before = life.offer(run_of(b"orders", b"on its way", b"this too"))
-        while not log.busy:
+        while not log.flusher.is_busy:
             await asyncio.sleep(0)
         ann = Recorder()
         life.subscribe(b"orders", ann)
-        assert log.busy
+        assert log.flusher.is_busy
         after = life.offer(run_of(b"orders", b"new"))
         await asyncio.gather(before, after)
         await life.settle()
@@ -610,7 +610,7 @@ async def test_after_it_is_over_a_subscriber_gets_nothing() -> None:
         subscription, member = life.subscribe(b"orders", ann)
         life.subscribe(b"orders", bob)
         await life.stored(b"orders", b"a")
-        life.broker.unsubscribe(subscription, member)
+        life.broker.subscriptions.unsubscribe(subscription, member)
         await life.stored(b"orders", b"b")
         assert (ann.values, bob.values) == ([b"a"], [b"a", b"b"])
 
@@ -634,7 +634,7 @@ async def test_who_wants_no_echo_gets_what_others_publish() -> None:
         life.subscribe(b"orders", ann)
         life.subscribe(b"orders", bob)
         await life.stored(b"orders", b"first")
-        receipt = life.broker.publish(run_of(b"orders", b"ann's", b"ann's too"), lambda _: None)
+        receipt = life.broker.intake.publish(run_of(b"orders", b"ann's", b"ann's too"))
         [(target, offset, indices)] = receipt.places
         ann.published |= {(target.topic_id, target.number, offset + index) for index in indices}
         await life.stored(b"orders", b"bob's")
@@ -730,7 +730,7 @@ async def test_who_reads_on_while_more_is_published_misses_and_doubles_nothing()
 @in_loop
 async def test_who_is_behind_in_several_partitions_keeps_the_order_of_each() -> None:
     async with Life(FaultyFiles(), tail_bytes_max=1) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
         ann = Recorder()
         subscription, _ = life.subscribe(b">", ann)
         ann.is_open = False
@@ -897,10 +897,10 @@ async def test_when_a_member_of_a_queue_leaves_the_others_get_its_share() -> Non
         subscription, member = life.subscribe(b"orders", ann, queue=b"q")
         _, last = life.subscribe(b"orders", bob, queue=b"q")
         await life.stored(b"orders", b"a", b"b")
-        life.broker.unsubscribe(subscription, member)
+        life.broker.subscriptions.unsubscribe(subscription, member)
         await life.stored(b"orders", b"c", b"d")
         assert bob.values[1:] == [b"c", b"d"]
-        life.broker.unsubscribe(subscription, last)
+        life.broker.subscriptions.unsubscribe(subscription, last)
         await life.stored(b"orders", b"gone with its last member")
         again = Recorder()
         life.subscribe(b"orders", again, queue=b"q")
@@ -959,10 +959,10 @@ async def test_whether_anyone_gets_what_is_published() -> None:
         subscription, member = life.subscribe(b"orders.*", ann)
         assert life.broker.is_served(b"orders.eu")
         assert not life.broker.is_served(b"orders")
-        life.broker.unsubscribe(subscription, member)
+        life.broker.subscriptions.unsubscribe(subscription, member)
         assert not life.broker.is_served(b"orders.eu")
         for name in (b"g", None):
             group, joined = await life.join(name, b"orders.>", ann)
             assert life.broker.is_served(b"orders.eu"), name
-            life.broker.leave(group, joined)
+            life.broker.groups.leave(group, joined)
             assert not life.broker.is_served(b"orders.eu"), name

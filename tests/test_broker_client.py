@@ -24,7 +24,8 @@ from penstock.client.qb import RESERVED, BrokerMessage
 from penstock.client.sync import Client
 from penstock.errors import BadRequest, ConnectionLost, NoBroker, TimedOut, Unauthorized
 from penstock.wire import prefixed
-from penstock.wire.prefixed import Kind, Message
+from penstock.wire import qb as wire_qb
+from penstock.wire.qb import Kind, QbMessage
 from tests.server import PATIENCE_S, Serve, clean_environment
 
 # Nobody listens there: it is never given out.
@@ -699,16 +700,16 @@ class Played:
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
         peer.settimeout(PATIENCE_S)
-        self._reader = prefixed.FrameReader()
-        self._messages: list[Message] = []
+        self._reader = prefixed.PrefixedReader()
+        self._messages: list[QbMessage] = []
 
-    def next(self, kind: Kind) -> Message:
+    def next(self, kind: Kind) -> QbMessage:
         """What it is asked next, which must be this; heartbeats are answered."""
         while True:
             while not self._messages:
                 data = self._socket.recv(1 << 16)
                 assert data, "the client ended the connection"
-                self._messages += [each for each in self._reader.feed(data) if isinstance(each, Message)]
+                self._messages += [each for each in self._reader.feed(data) if isinstance(each, QbMessage)]
             message = self._messages.pop(0)
             if message.kind == kind:
                 return message
@@ -720,7 +721,7 @@ class Played:
         self.send(Kind.HEARTBEAT if kind is Kind.HEARTBEAT else Kind.ACK, message.sequence, status="success")
 
     def send(self, kind: Kind, sequence: int, body: bytes = b"", **properties: object) -> None:
-        self._socket.sendall(prefixed.message(kind, sequence, 0, prefixed.properties(properties), body))
+        self._socket.sendall(wire_qb.message(kind, sequence, 0, wire_qb.properties(properties), body))
 
     def close(self) -> None:
         self._socket.close()
@@ -747,14 +748,14 @@ def test_requests_are_what_the_protocol_says() -> None:
     with played(client_id="me") as (client, broker), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.publish, "t", b"body", 2, colour="red")
         message = broker.next(Kind.PUBLISH)
-        properties = prefixed.read_properties(message.properties)
+        properties = wire_qb.read_properties(message.properties)
         assert float(properties.pop("created_at")) * 1000 == pytest.approx(message.timestamp_ms)
         assert properties == {"topic": "t", "partition": "2", "client_id": "me", "version": "1.0", "colour": "red"}
         assert message.body == b"body"
         # What was not asked for changes nothing, nor does what is not known.
         broker.send(Kind.ACK, message.sequence + 1, status="error", error="somebody else's")
         broker.send(Kind.HEARTBEAT, 0)
-        broker._socket.sendall(prefixed.message(99, message.sequence, 0))  # type: ignore[arg-type]
+        broker._socket.sendall(wire_qb.message(99, message.sequence, 0))  # type: ignore[arg-type]
         assert not asked.done()
         broker.send(Kind.ACK, message.sequence, status="success")
         assert asked.result(PATIENCE_S) is True
@@ -777,7 +778,7 @@ def test_a_message_is_acknowledged_in_its_own_words() -> None:
     with played(client_id="me") as (client, broker), ThreadPoolExecutor(1) as pool:
         joined = pool.submit(client.subscribe_to_subscription, "s", lambda _: None)
         asked = broker.next(Kind.SUBSCRIBE)
-        properties = prefixed.read_properties(asked.properties)
+        properties = wire_qb.read_properties(asked.properties)
         assert (properties["subscriber_id"], properties["auto_ack"]) == ("me", "false")
         place = {"subscription_id": "s", "topic": "t.below", "partition": 3}
         # It may come before the answer.
@@ -786,7 +787,7 @@ def test_a_message_is_acknowledged_in_its_own_words() -> None:
         assert joined.result(PATIENCE_S)
         ack = broker.next(Kind.ACK)
         assert ack.sequence == 17
-        assert prefixed.read_properties(ack.properties) == {name: str(value) for name, value in place.items()}
+        assert wire_qb.read_properties(ack.properties) == {name: str(value) for name, value in place.items()}
 
 
 def test_what_comes_again_while_it_waits_is_handled_once() -> None:
@@ -823,13 +824,13 @@ def test_the_broker_is_told_of_what_waits_until_it_is_done() -> None:
         told: set[int] = set()
         while told != {0, 1}:
             message = broker.next(Kind.ACK)
-            assert prefixed.read_properties(message.properties)["status"] == "pending"
+            assert wire_qb.read_properties(message.properties)["status"] == "pending"
             told.add(message.sequence)
         go_on.set()
         done: list[int] = []
         while len(done) < 2:
             message = broker.next(Kind.ACK)
-            if "status" not in prefixed.read_properties(message.properties):
+            if "status" not in wire_qb.read_properties(message.properties):
                 done.append(message.sequence)
         assert done == [0, 1]
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from hypothesis import settings
@@ -30,6 +31,7 @@ from penstock.broker.member import Member
 from penstock.broker.start import Start
 from penstock.broker.subscription import Subscription
 from penstock.errors import PenstockError
+from penstock.outcome import Outcome
 from penstock.storage.policy import Policy
 from penstock.subject import matches
 from penstock.testing import FaultyFiles, ManualClock
@@ -81,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.tail = tail
         self.start()
         for name, partitions in TOPICS.items():
-            self.run(self.life.broker.create_topic(name, partitions=partitions))
+            self.run(self.life.broker.changes.create(name, partitions=partitions))
 
     def start(self) -> None:
         async def start() -> Life:
@@ -89,7 +91,7 @@ class Machine(RuleBasedStateMachine):
             return await life.__aenter__()
 
         self.life = self.run(start())
-        assert self.life.broker.groups.keys() == self.groups.keys()
+        assert {group.name for group in self.life.broker.groups} == self.groups.keys()
         for group in self.groups.values():
             group.members = []
         self.plain = []
@@ -147,7 +149,7 @@ class Machine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def unsubscribe(self, pick: int) -> None:
         _, subscription, member, _, _ = self.plain.pop(pick % len(self.plain))
-        self.life.broker.unsubscribe(subscription, member)
+        self.life.broker.subscriptions.unsubscribe(subscription, member)
 
     @precondition(lambda self: self.plain)
     @rule(pick=PICK)
@@ -173,7 +175,7 @@ class Machine(RuleBasedStateMachine):
     def create_group(self, name: bytes, pattern: bytes, start: Start) -> None:
         if name in self.groups:
             return
-        self.run(self.life.broker.create_group(name, pattern, start=start))
+        self.run(self.life.broker.groups.create(name, pattern, start=start))
         group = self.groups[name] = Modelled(pattern)
         if start is Start.EARLIEST:
             group.published = {value for value, subject in self.stored.items() if matches(pattern, subject)}
@@ -193,7 +195,7 @@ class Machine(RuleBasedStateMachine):
         _, member = group.members.pop(pick % len(group.members))
 
         async def leave() -> None:
-            self.life.broker.leave(self.life.broker.groups[name], member)
+            self.life.broker.groups.leave(self.life.broker.groups[name], member)
             await self.life.settle()
 
         self.run(leave())
@@ -213,7 +215,7 @@ class Machine(RuleBasedStateMachine):
                 self.life.broker.groups[name].ack(
                     message.place,
                     message.offset,
-                    lambda error, message=message: ended(message, error),  # type: ignore[misc]
+                    Outcome(partial(ended, message)),
                 )
             if waits:
                 await self.life.settle()
@@ -231,7 +233,7 @@ class Machine(RuleBasedStateMachine):
             async def give_back() -> None:
                 served = self.life.broker.groups[name]
                 if kills and pick % 3 == 0:
-                    served.kill(message.place, message.offset)
+                    served.reject(message.place, message.offset)
                 else:
                     served.nack(message.place, message.offset, delay_us)
                 await self.life.settle()
@@ -325,7 +327,7 @@ class Machine(RuleBasedStateMachine):
             for message in sink.take():
                 assert message.value not in before, "acknowledged, and delivered again"
                 group.acknowledged.add(message.value)
-                assert served.ack(message.place, message.offset, lambda _: None)
+                assert served.ack(message.place, message.offset, Outcome())
             await self.life.advance(SECOND)
 
 

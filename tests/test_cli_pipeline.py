@@ -30,9 +30,9 @@ from penstock.pipelines.execution import run
 from penstock.pipelines.failure import Failure
 from penstock.pipelines.pipeline import KINDS
 from penstock.pipelines.pipeline_file import load
-from penstock.pipelines.progress import Progress, Reports, begin
+from penstock.pipelines.progress import PipelineProgress, Reports, begin
 from penstock.pipelines.state_directory import StateDirectory, status
-from penstock.spark.manifest import ArchivedFile, Entry, Manifest
+from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
 from penstock.spark.offsets import Offsets
 from penstock.spark.options import TopicPartition
 from tests.conftest import SparkBroker
@@ -536,7 +536,7 @@ def test_a_stop_ends_a_run_that_follows_and_the_next_goes_on(example: Example, b
     publish(broker, "endless", {"id": "first", "amount": 5.0})
     stop = threading.Event()
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: PipelineProgress) -> None:
         if progress.rows:
             stop.set()
 
@@ -736,7 +736,7 @@ def test_parquet_that_spark_would_not_write_again_is_refused(example: Example) -
 def test_an_archive_that_holds_what_would_be_read_is_refused(example: Example) -> None:
     example.change(('name = "archive-orders"', 'name = "archive-again"'))
     root = example.directory / "archive/orders"
-    manifest = Manifest(root)
+    manifest = ArchiveManifest(root)
     manifest.create()
     file = ArchivedFile("data/x.parquet", "orders", 0, 40, 1, 0, 39, 0, 0)
     manifest.commit(Entry("spark:lost", 7, ("topic",), (file,)))

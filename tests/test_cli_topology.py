@@ -102,7 +102,7 @@ def test_the_tree_is_drawn_with_the_health_and_lag_of_each(
     assert done.lines == [
         f"{tree.url}, version {tree.version}: 6 nodes",
         "island  LOCAL",
-        "the registry has no url of it",
+        "the registry has no url for it",
         "parent http://mainland:8222",
         f"root  ROOT  {root}  HEALTHY  version 1",
         f"├── eu  L2  {eu}  DEGRADED  version 1",
@@ -112,9 +112,9 @@ def test_the_tree_is_drawn_with_the_health_and_lag_of_each(
         f"│       eu does not answer, since {SINCE}",
         "│       follows http://spare:8222",
         f"└── us  L2  {NOBODY}  UNREACHABLE",
-        f"    nobody answers at {NOBODY}/pipe/status: All connection attempts failed",
+        f"    no answer from {NOBODY}/pipe/status: All connection attempts failed",
         "    └── shop-2  POS",
-        "        the registry has no url of it",
+        "        the registry has no url for it",
     ]
 
 
@@ -157,13 +157,13 @@ def test_health_is_coloured_in_a_terminal(penstock: Penstock, tree: Registry) ->
 
 
 JUNK: Final = {
-    "page": (Answer(b"<html>"), "URL/pipe/status answers with something that is no JSON"),
-    "nothing": (Answer(b"", 404), "URL/pipe/status answers with status 404"),
-    "list": (as_json([]), "it does not tell its health: is it a broker?"),
-    "fine": (as_json(status("fine", health="FINE")), "it does not tell its health: is it a broker?"),
+    "page": (Answer(b"<html>"), "URL/pipe/status replied with invalid JSON"),
+    "nothing": (Answer(b"", 404), "URL/pipe/status replied with status 404"),
+    "list": (as_json([]), "the reply has no health: is it a broker?"),
+    "fine": (as_json(status("fine", health="FINE")), "the reply has no health: is it a broker?"),
     "other": (as_json(status("another")), "URL is node another"),
-    "number": (as_json(status("number", topics=5)), "topics is 5: it must be a list of objects"),
-    "many": (as_json(status("many", topics=[lag("x", 0, lag="y")])), "lag is 'y': it must be a whole number"),
+    "number": (as_json(status("number", topics=5)), "invalid topics 5: it must be a list of objects"),
+    "many": (as_json(status("many", topics=[lag("x", 0, lag="y")])), "invalid lag 'y': it must be an integer"),
     "nowhere": (as_json(status("nowhere", parent="nowhere")), "parent is 'nowhere': it must be "),
     "stopping": (as_json({"code": "CLOSED", "text": "it is stopping"}, 503), "it is stopping"),
 }
@@ -217,9 +217,9 @@ def test_a_registry_that_tells_of_a_cycle_is_drawn_all_the_same(penstock: Pensto
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (as_json({"nodes": 5}), "the registry does not tell its nodes: is it a registry?"),
-        (as_json({"nodes": [{"nodeId": "a"}]}), "role is not there: it must be ROOT, L2, L3, POS or LOCAL"),
-        (Answer(b"x"), "URL/registry/nodes answers with something that is no JSON"),
+        (as_json({"nodes": 5}), "the reply has no list of nodes: is it a registry?"),
+        (as_json({"nodes": [{"nodeId": "a"}]}), "role is missing: it must be ROOT, L2, L3, POS or LOCAL"),
+        (Answer(b"x"), "URL/registry/nodes replied with invalid JSON"),
     ],
 )
 def test_a_registry_that_answers_junk_is_an_error(answer: Answer, reason: str, penstock: Penstock) -> None:
@@ -282,9 +282,9 @@ def test_a_broker_is_asked_before_the_registry_of_the_environment(brokers: Broke
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--registry", NOBODY, "--http", "127.0.0.1:1"], "give this or --http: one of them"),
-        (["--registry", "ftp://x"], "it must be a URL like http://host:8222"),
-        (["--http", "a b"], "it must be a URL like http://host:8222"),
+        (["--registry", NOBODY, "--http", "127.0.0.1:1"], "give --registry or --http, not both"),
+        (["--registry", "ftp://x"], "it must be a URL such as http://host:8222"),
+        (["--http", "a b"], "it must be a URL such as http://host:8222"),
     ],
 )
 def test_it_is_asked_the_wrong_way(options: list[str], reason: str, penstock: Penstock) -> None:
@@ -302,5 +302,5 @@ def test_nobody_answers(option: str, what: str, penstock: Penstock) -> None:
     done = penstock("topology", option, NOBODY)
 
     assert (done.code, done.out) == (1, "")
-    assert done.err.startswith(f"error: nobody answers at {NOBODY}/")
+    assert done.err.startswith(f"error: no answer from {NOBODY}/")
     assert what in done.err

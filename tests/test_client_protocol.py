@@ -15,13 +15,14 @@ import pytest
 from penstock import headers
 from penstock.batch import Batch, Compression, accept, encode, parse
 from penstock.broker.topic import ServedTopic as BrokersTopic
-from penstock.client.feed import Feed
+from penstock.client.batcher import Batcher
+from penstock.client.feed import Feed, SubscriptionOptions
+from penstock.client.lane import IN_FLIGHT_MAX, SealedBatch
 from penstock.client.ledger import Ledger
 from penstock.client.message import Delivery, Message
 from penstock.client.outgoing import ABSENT, Prepared, prepare
 from penstock.client.partitioner import PIECE_MESSAGES, Layout
-from penstock.client.producer import IN_FLIGHT_MAX, Batcher, Sealed
-from penstock.client.protocol import UNANSWERED_MAX, Answer, Batches, Connection, Request
+from penstock.client.protocol import UNANSWERED_MAX, Answer, Batches, ClientConnection, PendingRequest
 from penstock.client.values import read_headers
 from penstock.errors import (
     BadFrame,
@@ -72,7 +73,7 @@ class Wire:
     """A connection, and the broker's end of it."""
 
     def __init__(self, *, greeted: bool = True, **credentials: str) -> None:
-        self.connection = Connection(bytearray(SCRATCH_BYTES), credentials, now=0.0)
+        self.connection = ClientConnection(bytearray(SCRATCH_BYTES), credentials, now=0.0)
         self.now = 0.0
         self._reader = FrameReader(bytearray(SCRATCH_BYTES))
         if greeted:
@@ -92,7 +93,9 @@ class Wire:
     def ask(self, *, is_repeatable: bool = False) -> tuple[int, list[Answer]]:
         """The number of a new request, and where its answer will be."""
         answers: list[Answer] = []
-        request = Request(lambda number: json_frame(Type.CALL, number, {}), answers.append, is_repeatable=is_repeatable)
+        request = PendingRequest(
+            lambda number: json_frame(Type.CALL, number, {}), answers.append, is_repeatable=is_repeatable
+        )
         self.connection.request(request)
         return self.sent()[-1][1], answers
 
@@ -108,9 +111,8 @@ class Wire:
 def make_feed(
     *, group: str | None = None, mode: str = "shared", buffer: int = 10, wake: Callable[[], None] = nothing
 ) -> Feed:
-    return Feed(
-        "t.>", group, mode, "latest", buffer, lock=threading.Lock(), wake=wake, arrived=nothing, respond=lambda _: None
-    )
+    options = SubscriptionOptions(pattern="t.>", group=group, mode=mode, start="latest", buffer=buffer)
+    return Feed(options, lock=threading.Lock(), wake=wake, arrived=nothing, respond=lambda _: None)
 
 
 def delivered(subscription: int, *values: bytes, offset: int = 0, partition: int = 0, **fields: Any) -> bytes:
@@ -406,7 +408,7 @@ class TestSettling:
         other.ack()
         third.ack()
 
-        said = [(about.verb, about.partition, about.delay_us, offsets) for _, about, offsets in feed.settlements()]
+        said = [(about.verb, about.partition, about.delay_us, offsets) for _, about, offsets in feed.take_settlements()]
         assert said == [
             (Verb.ACK, 0, 0, [first.offset, third.offset]),
             (Verb.NACK, 0, 1_500_000, [second.offset]),
@@ -420,7 +422,7 @@ class TestSettling:
         for _ in range(SETTLE_MAX + 1):
             message.extend()
 
-        assert [len(offsets) for _, _, offsets in feed.settlements()] == [SETTLE_MAX, 1]
+        assert [len(offsets) for _, _, offsets in feed.take_settlements()] == [SETTLE_MAX, 1]
 
     def test_in_a_partitioned_group_the_last_acknowledgement_counts_for_all_before_it(self) -> None:
         feed, (first, second, third), _ = self._delivered(mode="partitioned")
@@ -428,7 +430,7 @@ class TestSettling:
         third.ack()
         first.ack()
 
-        ((_, about, offsets),) = feed.settlements()
+        ((_, about, offsets),) = feed.take_settlements()
         assert (about.verb, about.generation, offsets) == (Verb.COMMIT, 7, [third.offset + 1])
         for refused in (second.nack, second.extend, second.reject):
             with pytest.raises(TypeError, match="shared groups"):
@@ -448,50 +450,50 @@ class TestSettling:
     def test_what_the_broker_did_not_answer_is_said_again(self) -> None:
         feed, (first, second, _), _ = self._delivered()
         mark = self._say(feed, first)
-        ((since, about, offsets),) = feed.settlements()
+        ((since, about, offsets),) = feed.take_settlements()
         second.ack()
 
-        feed.unsaid(since, about, offsets)
+        feed.settlements.repeat(since, about, offsets)
 
-        assert not feed.is_settled(mark)
-        ((since, _, again),) = feed.settlements()
+        assert not feed.settlements.is_done(mark)
+        ((since, _, again),) = feed.take_settlements()
         assert sorted(again) == [first.offset, second.offset]
-        feed.settled(since, 0)
-        assert feed.is_settled(mark)
+        feed.settlements.settled(since, 0)
+        assert feed.settlements.is_done(mark)
 
     def test_a_flush_waits_for_what_was_said_before_it_and_for_nothing_later(self) -> None:
         feed, (first, second, _), _ = self._delivered()
         mark = self._say(feed, first)
-        (before,) = feed.settlements()
+        (before,) = feed.take_settlements()
         second.ack()
-        list(feed.settlements())
+        list(feed.take_settlements())
 
-        assert not feed.is_settled(mark)
-        feed.settled(before[0], 0)
+        assert not feed.settlements.is_done(mark)
+        feed.settlements.settled(before[0], 0)
 
-        assert feed.is_settled(mark)
+        assert feed.settlements.is_done(mark)
 
     def test_what_came_too_late_is_told_once(self) -> None:
         feed, (first, *_), _ = self._delivered()
         self._say(feed, first)
-        ((since, _, _),) = feed.settlements()
+        ((since, _, _),) = feed.take_settlements()
 
-        feed.settled(since, refused=1)
+        feed.settlements.settled(since, late=1)
 
         with pytest.raises(NotOutstanding, match="too late for 1 message"):
-            feed.check_settled()
-        feed.check_settled()
+            feed.settlements.check()
+        feed.settlements.check()
 
     def test_an_error_is_told_once(self) -> None:
         feed, (first, *_), _ = self._delivered()
         self._say(feed, first)
-        ((since, _, _),) = feed.settlements()
+        ((since, _, _),) = feed.take_settlements()
 
-        feed.settled(since, 0, LogFailed("disk"))
+        feed.settlements.settled(since, 0, LogFailed("disk"))
 
         with pytest.raises(LogFailed, match="disk"):
-            feed.check_settled()
-        feed.check_settled()
+            feed.settlements.check()
+        feed.settlements.check()
 
     def test_after_close_nothing_is_taken(self) -> None:
         feed, (first, *_), _ = self._delivered()
@@ -512,7 +514,7 @@ class TestSettling:
     @staticmethod
     def _say(feed: Feed, message: Message) -> int:
         message.ack()
-        return feed.mark()
+        return feed.settlements.mark()
 
     @staticmethod
     def _delivered(
@@ -604,7 +606,7 @@ class TestPreparing:
 
     @pytest.mark.parametrize("subject", ["", "a..b", "a b", "a.*", ">", "a\n", "\ud800", "x" * 2000])
     def test_what_is_no_subject_is_refused(self, subject: str) -> None:
-        with pytest.raises(BadSubject, match="no subject"):
+        with pytest.raises(BadSubject, match="invalid subject"):
             make(subject)
 
     @pytest.mark.parametrize("name", ["", "a b", "a:b", "a\r\nb", "ö"])
@@ -740,28 +742,28 @@ class Bench:
             else:
                 assert self.batcher.add_prepared(Prepared(subject, value, key, **fields))
 
-    def pump(self, after: float = 0.0, *, is_connected: bool = True) -> list[Sealed]:
+    def pump(self, after: float = 0.0, *, is_connected: bool = True) -> list[SealedBatch]:
         self.now += after
         return self.batcher.pump(self.now, is_connected=is_connected)
 
-    def seal(self, *values: bytes, **options: Any) -> Sealed:
+    def seal(self, *values: bytes, **options: Any) -> SealedBatch:
         """A batch of its own, and sent."""
         self.add(*values, **options)
         self.batcher.mark()
         return self.pump()[-1]
 
-    def answer(self, sealed: Sealed, error: PenstockError | None = None) -> None:
+    def answer(self, sealed: SealedBatch, error: PenstockError | None = None) -> None:
         self.batcher.answered(sealed, error, self.now)
 
     def _wake(self) -> None:
         self.woken += 1
 
 
-def values_of(sealed: Sealed) -> list[bytes]:
+def values_of(sealed: SealedBatch) -> list[bytes]:
     return accept(sealed.batch.data).columns().values()
 
 
-def numbers(*batches: Sealed) -> list[tuple[int, int]]:
+def numbers(*batches: SealedBatch) -> list[tuple[int, int]]:
     return [(each.batch.producer, each.batch.sequence) for each in batches]
 
 
@@ -892,7 +894,7 @@ class TestGathering:
         for number in range(70_000):
             bench.batcher.add(f"t.{number}", b"")
 
-        assert len(bench.batcher._routes) <= 65_536
+        assert len(bench.batcher._routes.known) <= 65_536
 
 
 class TestDelivery:
@@ -1016,7 +1018,7 @@ class TestDelivery:
 
         ((_, _, error),) = bench.batcher.take_failed()
         assert str(error) == (
-            "no answer within 5 s: it may or may not be stored" if is_sent else "it could not be sent within 5 s"
+            "no answer within 5 s: the message may or may not be stored" if is_sent else "not sent within 5 s"
         )
         assert bench.batcher.stored == 0
 
@@ -1212,10 +1214,10 @@ class Broker:
         self._identities: set[bytes] = set()
         self.partitions = [Partition(self._identities)]
         self.is_calm = False
-        self._requests: list[tuple[Sealed, bytes, int]] = []
-        self._answers: list[tuple[Sealed, PenstockError | None]] = []
+        self._requests: list[tuple[SealedBatch, bytes, int]] = []
+        self._answers: list[tuple[SealedBatch, PenstockError | None]] = []
 
-    def send(self, batches: list[Sealed]) -> None:
+    def send(self, batches: list[SealedBatch]) -> None:
         for each in batches:
             self._requests.append((each, bytes(each.batch.data), each.lane.topic.layout.partitions))
 

@@ -157,7 +157,7 @@ def test_what_is_refused_is_told(client: Client, topics: tuple[str, str]) -> Non
     stage.append(orders, 0, late)
     with pytest.raises(BadHeader, match="delayed"):
         stage.close()
-    with pytest.raises(BadRequest, match="no topic itself"):
+    with pytest.raises(BadRequest, match="invalid topic"):
         client.stage(bills, 0).append(f"{orders}.eu", 0, encode([b"1"], timestamp=1))
     with pytest.raises(StageLost):
         client.commit_transaction(bills, 0, [1_000_000])

@@ -11,14 +11,18 @@ from typing import Any, Final, cast
 import pytest
 
 from penstock import Broker
-from penstock.server import cursus
-from penstock.server.binary import BinarySession
-from penstock.server.cursus import Cursus as CursusSpeaker
-from penstock.server.pending_replies import PendingReplies
-from penstock.server.provider import Provider
-from penstock.server.qb import Qb as QbSpeaker
+from penstock.doors import publishing
+from penstock.doors.binary.dialect import Binary
+from penstock.doors.cursus import dialect as cursus
+from penstock.doors.cursus.consuming import Consuming
+from penstock.doors.cursus.dialect import Cursus as CursusDialect
+from penstock.doors.provider.dialect import Provider
+from penstock.doors.qb.dialect import Qb as QbDialect
+from penstock.doors.session import Session
+from penstock.doors.text.dialect import Text
+from penstock.doors.text.publisher import TextPublisher
+from penstock.doors.text.reading import Reading
 from penstock.server.server import Server
-from penstock.server.session import Session
 from penstock.wire import binary, text
 from penstock.wire.binary import Type
 from tests.frames import Bare, Frames
@@ -40,7 +44,7 @@ def broker() -> Iterator[Broker]:
 
 @pytest.fixture(scope="module")
 def inside(broker: Broker) -> Server:
-    server = broker._embedded._server
+    server = broker._server_thread._server
     assert server is not None
     return server
 
@@ -91,35 +95,35 @@ def ends(client: Raw) -> str:
 
 
 def test_the_parser(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, text.Parser, "feed")
+    breaks(monkeypatch, text.TextParser, "feed")
     with Flux(server) as client:
         client.send("BOOM\r\n")
         ends(client)
 
 
 def test_a_command(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, Session, "_do")
+    breaks(monkeypatch, Text, "do")
     with Flux(server) as client:
         client.send("PING\r\nSTATS BOOM\r\n")
         ends(client)
 
 
 def test_a_command_behind_one_that_waits(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, Session, "_do")
+    breaks(monkeypatch, Text, "do")
     with Flux(server) as client:
         client.send("SUB a 1 g\r\nSTATS BOOM\r\n")
         ends(client)
 
 
 def test_a_command_that_waits(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, Session, "_join")
+    breaks(monkeypatch, Reading, "_join")
     with Flux(server) as client:
         client.send("SUB BOOM 1 g\r\n")
         ends(client)
 
 
 def test_frames(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, BinarySession, "_do")
+    breaks(monkeypatch, Binary, "do")
     with Frames(server) as client:
         client.request(Type.CALL, {"call": BOOM})
         ends(client)
@@ -133,7 +137,7 @@ def test_frames(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_call(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, BinarySession, "_call")
+    breaks(monkeypatch, Binary, "_call")
     with Frames(server) as client:
         client.request(Type.CALL, {"call": BOOM})
         ends(client)
@@ -147,7 +151,7 @@ def test_the_provider(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cursus(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, CursusSpeaker, "_run")
+    breaks(monkeypatch, CursusDialect, "_run")
     breaks(monkeypatch, cursus, "_read")
     with Cursus(server) as client:
         client.command("BOOM")
@@ -159,7 +163,7 @@ def test_cursus(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cursus_while_it_follows(server: Serve, broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, CursusSpeaker, "_write_slowly", lambda *_: True)
+    breaks(monkeypatch, Consuming, "_write", lambda *_: True)
     broker.publish(topic, b"BOOM")
     with Cursus(server) as client:
         client.command(f"STREAM {topic} 0 0")
@@ -167,8 +171,8 @@ def test_cursus_while_it_follows(server: Serve, broker: Broker, topic: str, monk
 
 
 def test_qb(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, QbSpeaker, "_create_topic")
-    breaks(monkeypatch, QbSpeaker, "_publish")
+    breaks(monkeypatch, QbDialect, "_create_topic")
+    breaks(monkeypatch, QbDialect, "_publish")
     with Qb(server) as client:
         client.begin(CREATE_TOPIC, topic=BOOM)
         ends(client)
@@ -198,8 +202,8 @@ def test_a_delivery(server: Serve, broker: Broker, topic: str, monkeypatch: pyte
 def test_a_delivery_to_qb_and_cursus(
     server: Serve, broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    breaks(monkeypatch, QbSpeaker, "send", lambda *_: True)
-    breaks(monkeypatch, CursusSpeaker, "send", lambda *_: True)
+    breaks(monkeypatch, QbDialect, "send", lambda *_: True)
+    breaks(monkeypatch, CursusDialect, "send", lambda *_: True)
     with Qb(server) as qb, Cursus(server) as cursus:
         qb.done(CREATE_SUBSCRIPTION, subscription_id=topic, topic=topic)
         qb.done(SUBSCRIBE, subscription_id=topic, subscriber_id="me")
@@ -210,7 +214,7 @@ def test_a_delivery_to_qb_and_cursus(
 
 
 def test_the_end_of_a_group(server: Serve, broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, QbSpeaker, "fail", lambda *_: True)
+    breaks(monkeypatch, QbDialect, "fail", lambda *_: True)
     with Qb(server) as qb:
         qb.done(CREATE_SUBSCRIPTION, subscription_id=topic, topic=topic)
         qb.done(SUBSCRIBE, subscription_id=topic, subscriber_id="me")
@@ -219,8 +223,8 @@ def test_the_end_of_a_group(server: Serve, broker: Broker, topic: str, monkeypat
 
 
 def test_the_answer_to_a_publish(server: Serve, broker: Broker, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, Session, "_told", lambda *_: True)
-    breaks(monkeypatch, PendingReplies, "end", lambda replies, _: not isinstance(replies._session, Session))
+    breaks(monkeypatch, TextPublisher, "_lines", lambda *_: True)
+    breaks(monkeypatch, publishing, "_decided", lambda *_: True)
     with Flux(server) as flux:
         flux.send(f"PUB {topic} 1\r\nx\r\n")
         ends(flux)
@@ -234,7 +238,7 @@ def test_the_answer_to_an_acknowledgement(server: Serve, topic: str, monkeypatch
         flux.subscribe(topic, "1", "g")
         assert flux.publish(topic, b"x") == "+OK"
         message = flux.message()
-        breaks(monkeypatch, Session, "_ok_line", lambda *_: True)
+        breaks(monkeypatch, Text, "ok_line", lambda *_: True)
         flux.send(f"ACK {message.sequence}\r\n")
         ends(flux)
 
@@ -245,13 +249,13 @@ def test_the_answer_to_an_acknowledgement(server: Serve, topic: str, monkeypatch
 def test_a_ping(server: Serve, inside: Server) -> None:
     with Nats(server, name="victim") as nats:
         [session] = [each for each in inside.sessions if each.name == "victim"]
-        session.unanswered = "x"  # type: ignore[attr-defined]
+        session.unanswered = "x"  # type: ignore[assignment]
         ends(nats)
 
 
 def test_words_that_cannot_be_said(server: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks(monkeypatch, Session, "_do")
-    breaks(monkeypatch, Session, "tell_fault", lambda *_: True)
+    breaks(monkeypatch, Text, "do")
+    breaks(monkeypatch, Text, "disconnect", lambda *_: True)
     with Flux(server) as client:
         client.send("STATS BOOM\r\n")
         assert client.rest() == ""
@@ -260,7 +264,7 @@ def test_words_that_cannot_be_said(server: Serve, monkeypatch: pytest.MonkeyPatc
 def test_an_end_that_fails_takes_the_connection_off_the_table(
     server: Serve, inside: Server, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    breaks(monkeypatch, Session, "_unsubscribe", lambda *_: True)
+    breaks(monkeypatch, Session, "unsubscribe", lambda *_: True)
     with Nats(server, name="victim") as nats:
         nats.send(f"SUB {topic} 1\r\n")
         assert nats.ask("PING") == "PONG"

@@ -30,20 +30,18 @@ def penstock(home: Path, **environment: str) -> Penstock:
 def test_a_context_has_the_address_and_the_credentials(tmp_path: Path, server: Serve) -> None:
     cli = penstock(tmp_path)
     url = f"nats://127.0.0.1:{server.port}"
-    assert cli("context", "add", "here", url, "--user", "ann", "--password", "s3cret").out.endswith(", in use\n")
+    assert cli("context", "add", "here", url, "--user", "ann", "--password", "s3cret").out.endswith(", current\n")
     assert cli("context", "add", "there", f"nats://ann:s3cret@{NOBODY}").code == 0
 
     assert cli("topic", "list").code == 0
     assert cli("topic", "list", "--context", "there").err.startswith(f"error: no broker at {NOBODY}: ")
     assert penstock(tmp_path, PENSTOCK_CONTEXT="there")("topic", "list").code == 1
-    assert cli("context", "use", "there").out == "in use: there\n"
+    assert cli("context", "use", "there").out == "current context: there\n"
     assert cli("topic", "list").code == 1
     assert cli("context", "remove", "there").code == 0
     assert [each["name"] for each in cli("context", "list", "--json").json["contexts"]] == ["here"]
     unknown = cli("topic", "list", "--context", "there")
-    assert unknown == Done(
-        1, "", "error: unknown context 'there': there are here; add it with `penstock context add`\n"
-    )
+    assert unknown == Done(1, "", "error: unknown context 'there' (known: here): add it with `penstock context add`\n")
 
 
 def test_secrets_are_not_shown_and_nobody_else_can_read_them(tmp_path: Path) -> None:
@@ -75,7 +73,7 @@ def test_an_address_goes_before_a_context_and_the_command_line_before_the_enviro
     assert penstock(tmp_path, PENSTOCK_SERVERS=NOBODY)("topic", "list", "--context", "here").code == 0
     assert penstock(tmp_path, PENSTOCK_CONTEXT="here")("topic", "list", "--servers", NOBODY).code == 1
     both = cli("topic", "list", "--servers", NOBODY, "--context", "here")
-    assert (both.code, "give a context or servers, not both" in both.err) == (2, True)
+    assert (both.code, "give --context or --servers, not both" in both.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -97,4 +95,4 @@ def test_a_file_that_is_damaged_is_told(tmp_path: Path) -> None:
     (tmp_path / "penstock").mkdir()
     (tmp_path / "penstock" / "contexts.json").write_text("[")
     done = penstock(tmp_path)("topic", "list")
-    assert (done.code, "contexts.json is not a file of contexts" in done.err) == (1, True)
+    assert (done.code, "contexts.json is not a valid file of contexts" in done.err) == (1, True)

@@ -8,11 +8,12 @@ import errno
 
 import pytest
 
-from penstock.broker import group as groups
-from penstock.broker import sources
+from penstock.broker import dead_letter_writer, sources
 from penstock.broker.broker import Settings
-from penstock.broker.deadletters import Wanted
+from penstock.broker.cursor import Cursor
+from penstock.broker.deadletters import DeadLetterFilter
 from penstock.errors import BadRequest, PenstockError, ReadFailed, UnknownGroup
+from penstock.outcome import Outcome
 from penstock.run import Run
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
@@ -28,13 +29,13 @@ async def die(life: Life, *messages: tuple[bytes, bytes], headers: bytes = b"") 
     """Publish (subject, value), and let nobody acknowledge it."""
     for name, pattern in GROUPS.items():
         if name not in life.broker.groups:
-            await life.do(life.broker.create_group(name, pattern))
+            await life.do(life.broker.groups.create(name, pattern))
     for subject, value in messages:
         await life.stored(subject, value, headers=headers)
     for name, pattern in GROUPS.items():
         group, member = await life.join(name, pattern, Recorder())
         await life.advance(DEADLINE)
-        life.broker.leave(group, member)
+        life.broker.groups.leave(group, member)
     await life.settle()
 
 
@@ -191,7 +192,7 @@ async def test_many_redrives_are_folded_and_nothing_is_forgotten() -> None:
     values = [b"%d" % number for number in range(many)]
     kept = [values[3], *values[many - 20 :]]
     async with Life(disk, settings=SETTINGS) as life:
-        await life.do(life.broker.create_group(b"orders", b"orders.>"))
+        await life.do(life.broker.groups.create(b"orders", b"orders.>"))
         for value in kept:
             await life.stored(b"orders.kept", value)
         await life.stored(b"orders.eu", *(value for value in values if value not in kept))
@@ -247,7 +248,7 @@ async def test_one_that_cannot_be_sent_anywhere_does_not_hold_up_the_others() ->
     disk = FaultyFiles()
     async with Life(disk, settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
     async with Life(disk, settings=Settings(policy=Policy(deliveries_max=1), auto_create=False)) as life:
         with pytest.raises(PenstockError):
             await life.redrive(b"orders.>")
@@ -273,14 +274,14 @@ async def test_a_redrive_to_several_partitions_doubles_nothing_after_a_restart()
     """The last move is made once more at the next start, and must find its messages where it put them."""
     disk = FaultyFiles()
     async with Life(disk, settings=SETTINGS) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
-        await life.do(life.broker.create_group(b"g", b"orders"))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
+        await life.do(life.broker.groups.create(b"g", b"orders"))
         for value in (b"a", b"b"):
             await life.stored(b"orders", value)
         await life.join(b"g", b"orders", Recorder())
         await life.advance(DEADLINE)
         # Nobody takes them again, and lets them die once more.
-        await life.do(life.broker.delete_group(b"g"))
+        await life.do(life.broker.groups.delete(b"g"))
         assert await life.redrive() == 2
     async with Life(disk, settings=SETTINGS) as life:
         await life.redrive()
@@ -295,7 +296,7 @@ async def test_a_redrive_doubles_nothing_when_partitions_are_added_afterwards() 
     async with Life(disk, settings=SETTINGS) as life:
         await die(life, *((b"orders.%s" % value, value) for value in values))
         await life.redrive()
-        await life.do(life.broker.alter_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.alter(b"orders", partitions=3))
     async with Life(disk, settings=SETTINGS) as life:
         await life.redrive()
         stored = [value for number in range(3) for value in life.in_log(b"orders", number)]
@@ -308,7 +309,7 @@ async def test_a_redriven_message_does_not_come_back_from_a_topic_that_was_delet
     async with Life(disk, settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"))
         await life.redrive()
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
     async with Life(disk, settings=SETTINGS) as life:
         await life.redrive()
         assert life.in_log(b"orders") == []
@@ -321,12 +322,12 @@ async def test_a_redriven_message_does_not_come_back_from_a_topic_that_was_delet
 async def test_more_than_a_batch_can_hold_die_together_and_are_redriven_together() -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         values = [bytes([number]) * 2_000_000 for number in range(35)]
-        await life.do(life.broker.create_group(b"orders", b"orders.>"))
+        await life.do(life.broker.groups.create(b"orders", b"orders.>"))
         for value in values:
             await life.publish(b"orders.eu", value)
         group, member = await life.join(b"orders", b"orders.>", Recorder())
         await life.advance(DEADLINE)
-        life.broker.leave(group, member)
+        life.broker.groups.leave(group, member)
         assert (life.log(b"DLQ").end, group.lag()) == (35, 0)
         assert await life.redrive() == 35
         assert life.in_log(b"orders")[35:] == values
@@ -361,7 +362,7 @@ async def test_letters_are_listed_until_they_are_redriven() -> None:
 
 @in_loop
 async def test_a_message_that_has_no_room_in_a_dead_letter_leaves_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "BATCH_BYTES_MAX", 5000)
+    monkeypatch.setattr(dead_letter_writer, "BATCH_BYTES_MAX", 5000)
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", bytes(4000)), (b"orders.eu", bytes(4900)), (b"orders.eu", b"c"))
         assert [letter.value for letter in await life.letters()] == [bytes(4000), b"", b"c"]
@@ -379,17 +380,17 @@ async def test_a_message_that_has_no_room_in_a_dead_letter_leaves_an_empty_one(m
 @in_loop
 async def test_a_message_that_cannot_be_read_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
-        await life.do(life.broker.create_group(b"orders", b"orders"))
+        await life.do(life.broker.groups.create(b"orders", b"orders"))
         await life.stored(b"orders", b"a", b"b", b"c")
         partition = life.partition(b"orders")
-        message = type(partition).message
+        read_message = Cursor.read_message
 
-        async def damaged(self: object, offset: int) -> Run | None:
-            if self is partition and offset == 1:
+        async def damaged(cursor: Cursor) -> Run | None:
+            if cursor.partition is partition and cursor.offset == 1:
                 raise ReadFailed("damaged")
-            return await message(partition if self is partition else self, offset)  # type: ignore[arg-type]
+            return await read_message(cursor)
 
-        monkeypatch.setattr(type(partition), "message", damaged)
+        monkeypatch.setattr(Cursor, "read_message", damaged)
         await life.join(b"orders", b"orders", Recorder())
         await life.advance(DEADLINE)
         assert life.in_log(b"DLQ") == [b"a", b"c"]
@@ -404,7 +405,7 @@ async def test_a_message_that_cannot_be_read_does_not_hold_up_the_others(monkeyp
 async def test_an_unexpected_error_is_counted_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         with monkeypatch.context() as patched:
-            patched.setattr(groups.Group, "_letter", lambda *_: 1 / 0)
+            patched.setattr(dead_letter_writer.DeadLetterWriter, "_letter", lambda *_: 1 / 0)
             await die(life, (b"orders.eu", b"a"))
             assert life.store.health.faults["dead letters"]
             assert list(life.store.health.problems) == ["dead letters of group orders"]
@@ -415,11 +416,11 @@ async def test_an_unexpected_error_is_counted_and_tried_again(monkeypatch: pytes
 
 @in_loop
 async def test_a_problem_of_a_group_is_forgotten_with_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups.Group, "_letter", lambda *_: 1 / 0)
+    monkeypatch.setattr(dead_letter_writer.DeadLetterWriter, "_letter", lambda *_: 1 / 0)
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"))
         assert life.store.health.problems
-        await life.do(life.broker.delete_group(b"orders"))
+        await life.do(life.broker.groups.delete(b"orders"))
         assert life.store.health.problems == {}
 
 
@@ -428,7 +429,7 @@ async def test_a_redrive_goes_on_while_the_topic_of_dead_letters_is_altered() ->
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))
         before = await life.do(life.broker.dead_letters())
-        await life.do(life.broker.alter_topic(b"DLQ", partitions=2))
+        await life.do(life.broker.changes.alter(b"DLQ", partitions=2))
         assert await life.do(life.broker.dead_letters()) is before
         assert await life.redrive() == 2
         assert (life.in_log(b"orders"), life.in_log(b"bills")) == ([b"a", b"a"], [b"b", b"b"])
@@ -440,20 +441,20 @@ async def test_a_redrive_goes_on_while_the_topic_of_dead_letters_is_altered() ->
 @pytest.mark.parametrize(
     ("wanted", "values"),
     [
-        (Wanted(), b"abcd"),
-        (Wanted(b"*.us"), b"c"),
-        (Wanted(group=b"bills"), b"b"),
-        (Wanted(group=b"nobody"), b""),
-        (Wanted(reason="BANK"), b"ab"),
-        (Wanted(reason="bank is away", group=b"orders"), b"a"),
-        (Wanted(partition=0, offsets=frozenset({1, 3, 9})), b"bd"),
-        (Wanted(partition=1), b""),
-        (Wanted(since_us=1), b"abcd"),
-        (Wanted(until_us=1), b""),
+        (DeadLetterFilter(), b"abcd"),
+        (DeadLetterFilter(b"*.us"), b"c"),
+        (DeadLetterFilter(group=b"bills"), b"b"),
+        (DeadLetterFilter(group=b"nobody"), b""),
+        (DeadLetterFilter(reason="BANK"), b"ab"),
+        (DeadLetterFilter(reason="bank is away", group=b"orders"), b"a"),
+        (DeadLetterFilter(partition=0, offsets=frozenset({1, 3, 9})), b"bd"),
+        (DeadLetterFilter(partition=1), b""),
+        (DeadLetterFilter(since_us=1), b"abcd"),
+        (DeadLetterFilter(until_us=1), b""),
     ],
 )
 @in_loop
-async def test_letters_are_chosen_by_every_condition(wanted: Wanted, values: bytes) -> None:
+async def test_letters_are_chosen_by_every_condition(wanted: DeadLetterFilter, values: bytes) -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         for name, subject, value, reason in (
             (b"orders", b"orders.eu", b"a", "The bank is away"),
@@ -465,14 +466,14 @@ async def test_letters_are_chosen_by_every_condition(wanted: Wanted, values: byt
             group, joined = await life.join(name, name + b".>", member)
             await life.stored(subject, value)
             [message] = member.take()
-            assert group.kill(message.place, message.offset, reason=reason)
+            assert group.reject(message.place, message.offset, reason=reason)
             await life.settle()
-            life.broker.leave(group, joined)
+            life.broker.groups.leave(group, joined)
         letters = await life.broker.dead_letters()
         assert letters is not None
         assert b"".join([letter.value async for letter in letters.list(wanted)]) == values
         times = {letter.value: letter.time_us for letter in await life.letters()}
-        since = Wanted(since_us=times[b"c"], until_us=times[b"d"] + 1)
+        since = DeadLetterFilter(since_us=times[b"c"], until_us=times[b"d"] + 1)
         assert [letter.value async for letter in letters.list(since)] == [
             value for value, time_us in times.items() if time_us >= times[b"c"]
         ]
@@ -488,7 +489,7 @@ async def test_a_purged_letter_is_gone_for_good() -> None:
         await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"), (b"orders.eu", b"c"))
         letters = await life.broker.dead_letters()
         assert letters is not None
-        assert await life.do(letters.purge(Wanted(b"*.eu"), 1)) == 1
+        assert await life.do(letters.purge(DeadLetterFilter(b"*.eu"), 1)) == 1
         assert [letter.value for letter in await life.letters()] == [b"b", b"c"]
     async with Life(disk, settings=SETTINGS) as life:
         assert [letter.value for letter in await life.letters(redriven=True)] == [b"b", b"c"]
@@ -531,7 +532,7 @@ async def test_a_letter_that_goes_to_its_group_reaches_nobody_else() -> None:
         group, _ = await life.join(b"orders", b"orders.>", ann)
         [message] = ann.take()
         assert (message.value, message.attempts, message.offset) == (b"a", 1, 0)
-        assert group.ack(message.place, message.offset, lambda _: None)
+        assert group.ack(message.place, message.offset, Outcome())
         await life.settle()
         assert (group.lag(), life.in_log(b"orders")) == (0, [b"a", b"b"])
         assert (everybody.got, other.got) == ([], [])
@@ -552,13 +553,13 @@ async def test_one_that_fails_again_after_it_went_to_its_group_is_a_dead_letter_
 async def test_a_letter_cannot_go_to_a_group_that_is_gone_or_a_message_that_is_another_one() -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"), (b"bills.eu", b"b"))
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
         with pytest.raises(BadRequest, match="not a shared group that reads orders"):
             await life.redrive(b"orders.>", to_group=True)
         await life.stored(b"orders.eu", b"another one")
         with pytest.raises(BadRequest, match="not in its topic any more"):
             await life.redrive(b"orders.>", to_group=True)
-        await life.do(life.broker.delete_group(b"bills"))
+        await life.do(life.broker.groups.delete(b"bills"))
         with pytest.raises(UnknownGroup):
             await life.redrive(b"bills.>", to_group=True)
         assert len(await life.letters()) == 2
@@ -578,8 +579,8 @@ async def test_giving_letters_back_that_is_cut_anywhere_loses_nothing() -> None:
         async with Life(disk, clock=clock, settings=SETTINGS) as life:
             listed = {letter.value for letter in await life.letters()}
             back = [
-                await life.do(position.partition.message(offset))
-                for group in life.broker.groups.values()
+                await life.do(position.partition.cursor(offset).read_message())
+                for group in life.broker.groups
                 for position in group.positions.values()
                 for offset in position.inflight.back(life.clock.monotonic_us(), 10)
             ]
@@ -678,7 +679,7 @@ async def test_a_redrive_that_is_killed_anywhere_loses_nothing_and_doubles_nothi
 
 async def prepare_dying(disk: FaultyFiles, clock: ManualClock) -> None:
     async with Life(disk, clock=clock, settings=SETTINGS) as life:
-        await life.do(life.broker.create_group(b"orders", b"orders.>"))
+        await life.do(life.broker.groups.create(b"orders", b"orders.>"))
         for value in (b"a", b"b", b"c"):
             await life.stored(b"orders.eu", value)
 
@@ -687,7 +688,7 @@ async def let_die(life: Life) -> None:
     ann = Recorder()
     group, _ = await life.join(b"orders", b"orders.>", ann)
     second = ann.got[1]
-    assert group.kill(second.place, second.offset)
+    assert group.reject(second.place, second.offset)
     await life.settle()
     await life.advance(DEADLINE)
 

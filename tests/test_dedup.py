@@ -9,30 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.broker.dedup import ENTRY_BYTES, Dedup, DedupBudget
+from penstock.broker.dedup import ENTRY_BYTES, DedupBudget, DedupWindow
 from penstock.errors import Overloaded, PenstockError
+from penstock.outcome import Outcome
 from tests.batches import peak_bytes
 
 WINDOW_US: Final = 100
 FAILURE: Final = Overloaded("the disk is full")
 
 
-class Waiting:
-    """One who waits for a message, and what it was told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, PenstockError | None]] = []
-
-    def __call__(self, offset: int, error: PenstockError | None) -> None:
-        self.told.append((offset, error))
-
-
 def test_an_id_that_never_came_is_not_found() -> None:
-    assert Dedup(WINDOW_US).find(b"a", 0) is None
+    assert DedupWindow(WINDOW_US).find(b"a", 0) is None
 
 
 def test_an_id_is_found_where_it_is_stored() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.add(b"b", 8, 0)
 
@@ -40,14 +31,14 @@ def test_an_id_is_found_where_it_is_stored() -> None:
 
 
 def test_an_id_at_offset_zero_is_found() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 0, 0)
 
     assert dedup.find(b"a", 0) == 0
 
 
 def test_an_id_is_found_until_its_window_ends() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 1000)
 
     assert dedup.find(b"a", 1000 + WINDOW_US - 1) == 7
@@ -55,7 +46,7 @@ def test_an_id_is_found_until_its_window_ends() -> None:
 
 
 def test_asking_does_not_make_the_window_longer() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.find(b"a", 90)
 
@@ -63,7 +54,7 @@ def test_asking_does_not_make_the_window_longer() -> None:
 
 
 def test_an_id_that_comes_again_within_the_window_stays_where_it_was() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.add(b"a", 9, 50)
 
@@ -72,7 +63,7 @@ def test_an_id_that_comes_again_within_the_window_stays_where_it_was() -> None:
 
 
 def test_an_id_that_comes_again_behind_the_window_is_new() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.add(b"a", 9, 150)
 
@@ -80,7 +71,7 @@ def test_an_id_that_comes_again_behind_the_window_is_new() -> None:
 
 
 def test_of_too_many_ids_the_oldest_are_forgotten() -> None:
-    dedup = Dedup(WINDOW_US, entries_max=3)
+    dedup = DedupWindow(WINDOW_US, entries_max=3)
     for number in range(5):
         dedup.add(b"%d" % number, number, number)
 
@@ -89,7 +80,7 @@ def test_of_too_many_ids_the_oldest_are_forgotten() -> None:
 
 
 def test_ids_whose_window_has_ended_take_no_room() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     for number in range(5):
         dedup.add(b"%d" % number, number, number)
     dedup.find(b"", 1000)
@@ -98,7 +89,7 @@ def test_ids_whose_window_has_ended_take_no_room() -> None:
 
 
 def test_what_was_taken_back_is_new_again() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     for number, identity in enumerate([b"a", b"b", b"c"]):
         dedup.add(identity, number, 0)
 
@@ -108,7 +99,7 @@ def test_what_was_taken_back_is_new_again() -> None:
 
 
 def test_what_was_taken_back_and_came_again_has_its_own_window() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 0, 0)
     dedup.settle([b"a"], FAILURE)
     dedup.add(b"a", 5, 50)
@@ -118,7 +109,7 @@ def test_what_was_taken_back_and_came_again_has_its_own_window() -> None:
 
 
 def test_what_was_taken_back_does_not_push_out_others() -> None:
-    dedup = Dedup(WINDOW_US, entries_max=2)
+    dedup = DedupWindow(WINDOW_US, entries_max=2)
     dedup.add(b"a", 0, 0)
     dedup.add(b"b", 1, 0)
     dedup.settle([b"b"], FAILURE)
@@ -128,7 +119,7 @@ def test_what_was_taken_back_does_not_push_out_others() -> None:
 
 
 def test_what_was_stored_stays_known() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.expect([b"a"])
     dedup.settle([b"a"], None)
@@ -140,37 +131,37 @@ def test_what_was_stored_stays_known() -> None:
 
 
 def test_nobody_waits_for_what_is_not_on_its_way() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
-    waiting = Waiting()
+    waiting = Outcome()
 
     assert not dedup.wait(b"a", waiting)
-    assert waiting.told == []
+    assert not waiting.is_settled
 
 
-@pytest.mark.parametrize(("error", "offset"), [(None, 7), (FAILURE, 0)])
-def test_all_who_wait_are_told_what_became_of_the_message(error: PenstockError | None, offset: int) -> None:
-    dedup = Dedup(WINDOW_US)
+@pytest.mark.parametrize("error", [None, FAILURE])
+def test_all_who_wait_are_told_what_became_of_the_message(error: PenstockError | None) -> None:
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.expect([b"a", b"b"])
-    waiting, another, other = Waiting(), Waiting(), Waiting()
+    waiting, another, other = Outcome(), Outcome(), Outcome()
     assert dedup.wait(b"a", waiting)
     assert dedup.wait(b"a", another)
     assert dedup.wait(b"b", other)
 
     dedup.settle([b"a"], error)
 
-    assert waiting.told == another.told == [(offset, error)]
-    assert other.told == []
-    assert not dedup.wait(b"a", waiting)
+    assert (waiting.is_settled, waiting.error) == (another.is_settled, another.error) == (True, error)
+    assert not other.is_settled
+    assert not dedup.wait(b"a", Outcome())
 
 
 def test_what_was_taken_back_is_new_again_when_those_who_waited_are_told() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.expect([b"a"])
     found: list[int | None] = []
-    dedup.wait(b"a", lambda offset, error: found.append(dedup.find(b"a", 0)))
+    dedup.wait(b"a", Outcome(lambda _: found.append(dedup.find(b"a", 0))))
 
     dedup.settle([b"a"], FAILURE)
 
@@ -178,10 +169,10 @@ def test_what_was_taken_back_is_new_again_when_those_who_waited_are_told() -> No
 
 
 def test_who_waits_is_told_even_if_the_window_ends_meanwhile_and_the_id_comes_anew() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 7, 0)
     dedup.expect([b"a"])
-    waiting = Waiting()
+    waiting = Outcome()
     assert dedup.wait(b"a", waiting)
 
     if dedup.find(b"a", 2 * WINDOW_US) is None:
@@ -190,14 +181,14 @@ def test_who_waits_is_told_even_if_the_window_ends_meanwhile_and_the_id_comes_an
         dedup.settle([b"a"], None)
     dedup.settle([b"a"], None)
 
-    assert len(waiting.told) == 1
+    assert waiting.is_settled
 
 
 # ---- figures
 
 
 def test_it_counts_what_it_was_asked_and_what_it_found() -> None:
-    dedup = Dedup(WINDOW_US)
+    dedup = DedupWindow(WINDOW_US)
     dedup.add(b"a", 0, 0)
     for identity in (b"a", b"b", b"a"):
         dedup.find(identity, 0)
@@ -206,7 +197,7 @@ def test_it_counts_what_it_was_asked_and_what_it_found() -> None:
 
 
 def test_a_full_window_takes_as_much_memory_as_it_says() -> None:
-    dedup = Dedup(10**9)
+    dedup = DedupWindow(10**9)
 
     def fill() -> None:
         for number in range(150_000):
@@ -218,7 +209,7 @@ def test_a_full_window_takes_as_much_memory_as_it_says() -> None:
 
 def test_all_topics_share_their_room_and_the_largest_gives_first() -> None:
     budget = DedupBudget(3000 * ENTRY_BYTES)
-    large, small = (Dedup(1_000_000, budget=budget) for _ in range(2))
+    large, small = (DedupWindow(1_000_000, budget=budget) for _ in range(2))
     for number in range(500):
         small.add(b"s%d" % number, number, number)
     for number in range(20_000):
@@ -235,7 +226,7 @@ def test_all_topics_share_their_room_and_the_largest_gives_first() -> None:
 
 
 def test_an_entry_takes_no_more_than_it_counts_for() -> None:
-    dedup = Dedup(1 << 62)
+    dedup = DedupWindow(1 << 62)
     ids = [b"%065d" % number for number in range(20_000)]
 
     def fill() -> None:
@@ -255,7 +246,7 @@ STEPS: Final = st.lists(
 @settings(max_examples=300, deadline=None)
 def test_any_steps_find_what_a_list_finds(steps: list[tuple[str, bytes, int]], entries_max: int) -> None:
     """A message is published as a broker does it: asked for, and added when it is not found."""
-    dedup = Dedup(WINDOW_US, entries_max)
+    dedup = DedupWindow(WINDOW_US, entries_max)
     stored: list[tuple[bytes, int, int]] = []
     now_us = 0
     for offset, (step, identity, passed_us) in enumerate(steps):

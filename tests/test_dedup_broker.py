@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.batch import Batch
-from penstock.broker import intake, partition
+from penstock.broker import intake, opened
 from penstock.broker.broker import Settings
 from penstock.broker.intake import Receipt
 from penstock.run import Run
@@ -128,11 +128,11 @@ async def test_an_id_is_forgotten_when_the_window_is_over(restarts: bool) -> Non
 @in_loop
 async def test_the_window_is_the_topics() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", policy=Policy(dedup_window_ms=1000)))
+        await life.do(life.broker.changes.create(b"orders", policy=Policy(dedup_window_ms=1000)))
         await send(life, b"1")
         life.clock.advance(SECOND)
         assert list((await send(life, b"1")).duplicates) == []
-        await life.do(life.broker.alter_topic(b"orders", policy=Policy(dedup_window_ms=10_000)))
+        await life.do(life.broker.changes.alter(b"orders", policy=Policy(dedup_window_ms=10_000)))
         life.clock.advance(SECOND)
         assert list((await send(life, b"1")).duplicates) == [0]
 
@@ -148,7 +148,7 @@ async def test_topics_are_independent() -> None:
 @in_loop
 async def test_in_a_topic_of_several_partitions_too() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
         await send(life, b"1")
         assert list((await send(life, b"1")).duplicates) == [0]
         stored = [value for number in range(3) for value in life.in_log(b"orders", number)]
@@ -255,7 +255,7 @@ async def test_by_payload_after_a_restart_too(end: End) -> None:
 async def test_by_payload_from_the_moment_on_that_the_topic_asks_for_it() -> None:
     async with Life(FaultyFiles()) as life:
         await send(life, b"1", b"a")
-        await life.do(life.broker.alter_topic(b"orders", policy=Policy(dedup=Dedup.PAYLOAD)))
+        await life.do(life.broker.changes.alter(b"orders", policy=Policy(dedup=Dedup.PAYLOAD)))
         assert list((await send(life, b"2", b"a")).duplicates) == [0]
         assert list((await send(life, b"1", b"b")).duplicates) == []
 
@@ -353,7 +353,7 @@ async def test_a_large_batch_is_read_in_another_thread_after_a_restart(settings:
         disk = await stop(life)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intake, "_read_identities", watched)
-        patch.setattr(partition, "LARGE_MESSAGES", 5)
+        patch.setattr(opened, "LARGE_MESSAGES", 5)
         async with Life(disk, settings=settings) as life:
             assert list((await life.publish_run(numbered())).duplicates) == list(range(10))
             assert (await send(life, b"10", b"10")).duplicates
@@ -366,7 +366,7 @@ async def test_a_large_batch_is_read_in_another_thread_after_a_restart(settings:
 async def test_of_more_ids_than_are_known_the_newest_are_after_a_restart() -> None:
     clock = ManualClock()
     async with Life(FaultyFiles(), clock=clock) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        await life.do(life.broker.changes.create(b"orders", partitions=2))
         for number in range(40):
             # In turn to each partition, and not in the order of their ids.
             await send(life, b"%d" % (number * 7 % 40), subject=b"orders.%d" % (number % 2))

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.broker import delay
 from penstock.broker.broker import Settings
-from penstock.broker.delay import Delayed, DelayedWanted
+from penstock.broker.delay import Delayed, DelayedFilter
 from penstock.errors import BadHeader, Overloaded, PenstockError
 from penstock.run import Run
 from penstock.storage.policy import Durability, Policy
@@ -272,9 +272,9 @@ async def test_one_that_cannot_be_appended_does_not_hold_up_the_others() -> None
     """Its topic was deleted, and none is made by itself."""
     async with Life(FaultyFiles(), settings=Settings(auto_create=False)) as life:
         for name in (b"gone", b"orders"):
-            await life.do(life.broker.create_topic(name))
+            await life.do(life.broker.changes.create(name))
             await life.stored(name, b"a", headers=b"Delay: 5s\r\n")
-        await life.do(life.broker.delete_topic(b"gone"))
+        await life.do(life.broker.changes.delete(b"gone"))
         for _ in range(10):
             await life.advance(SECOND)
         assert life.in_log(b"orders") == [b"a"]
@@ -306,7 +306,7 @@ async def test_one_that_was_appended_is_not_appended_to_another_partition_after_
     """The last move is made once more at the next start, and must find its messages where it put them."""
     disk = FaultyFiles()
     async with Life(disk) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
         await life.stored(b"orders", b"a")
         await life.stored(b"orders", b"b", headers=b"Delay: 5s\r\n")
         await life.advance(5 * SECOND)
@@ -323,7 +323,7 @@ async def test_one_that_was_appended_does_not_come_back_after_its_topic_was_dele
     async with Life(disk) as life:
         await life.stored(b"orders", b"a", headers=b"Delay: 5s\r\n")
         await life.advance(5 * SECOND)
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
     async with Life(disk) as life:
         await life.settle()
         assert life.in_log(b"orders") == []
@@ -450,7 +450,7 @@ async def test_under_flush_they_are_appended_once_after_a_kill() -> None:
 # Listed and cancelled
 
 
-async def waiting(life: Life, *wanted: DelayedWanted) -> list[Delayed]:
+async def waiting(life: Life, *wanted: DelayedFilter) -> list[Delayed]:
     async def find() -> list[Delayed]:
         assert life.broker.delays is not None
         return [message async for message in life.broker.delays.find(*wanted)]
@@ -458,7 +458,7 @@ async def waiting(life: Life, *wanted: DelayedWanted) -> list[Delayed]:
     return await life.do(find())
 
 
-async def cancel(life: Life, wanted: DelayedWanted) -> int:
+async def cancel(life: Life, wanted: DelayedFilter) -> int:
     assert life.broker.delays is not None
     return await life.do(life.broker.delays.cancel(wanted))
 
@@ -472,9 +472,9 @@ async def test_what_waits_is_listed_in_the_order_in_which_it_is_due() -> None:
         assert (soon.value, soon.subject, soon.message_id, soon.key) == (b"soon", b"orders.us", b"7", None)
         assert (late.value, late.key, late.headers) == (b"late", b"k", b"Colour: red\r\nPenstock-Key: k\r\n")
         assert late.due_us - soon.due_us == HOUR
-        assert await waiting(life, DelayedWanted(b"*.eu")) == [late]
-        assert await waiting(life, DelayedWanted(message_id=b"7")) == [soon]
-        assert await waiting(life, DelayedWanted(offsets=frozenset({late.offset, 99}))) == [late]
+        assert await waiting(life, DelayedFilter(b"*.eu")) == [late]
+        assert await waiting(life, DelayedFilter(message_id=b"7")) == [soon]
+        assert await waiting(life, DelayedFilter(offsets=frozenset({late.offset, 99}))) == [late]
         await life.advance(HOUR + SECOND)
         assert await waiting(life) == [late]
 
@@ -485,16 +485,16 @@ async def test_a_cancelled_message_is_never_published_also_not_after_a_restart()
     async with Life(disk) as life:
         for value in (b"a", b"b", b"c"):
             await life.stored(b"orders", value, headers=b"Delay: 1h\r\nMsg-ID: %b\r\n" % value)
-        assert await cancel(life, DelayedWanted(message_id=b"b")) == 1
-        assert await cancel(life, DelayedWanted(message_id=b"b")) == 0
+        assert await cancel(life, DelayedFilter(message_id=b"b")) == 1
+        assert await cancel(life, DelayedFilter(message_id=b"b")) == 0
         assert life.broker.delays is not None
         assert len(life.broker.delays) == 2
     async with Life(disk) as life:
         assert [message.value for message in await waiting(life)] == [b"a", b"c"]
-        assert await cancel(life, DelayedWanted(b"bills")) == 0
+        assert await cancel(life, DelayedFilter(b"bills")) == 0
         await life.advance(HOUR + SECOND)
         assert life.in_log(b"orders") == [b"a", b"c"]
-        assert await cancel(life, DelayedWanted()) == 0
+        assert await cancel(life, DelayedFilter()) == 0
 
 
 @in_loop
@@ -505,7 +505,7 @@ async def test_a_cancellation_that_is_cut_anywhere_cancels_all_or_nothing() -> N
                 await life.stored(b"orders", value, headers=b"Delay: 1h\r\n")
 
     async def work(life: Life) -> None:
-        await cancel(life, DelayedWanted())
+        await cancel(life, DelayedFilter())
 
     outcomes = set()
     async for disk, clock, cut in each_cut(prepare, work):

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 import pytest
 
 from penstock.batch import encode
+from penstock.broker import cursor, opened
 from penstock.broker import member as members
-from penstock.broker import partition as partitions
 from penstock.broker.broker import Broker
 from penstock.broker.member import Member, Place
 from penstock.errors import PenstockError
+from penstock.outcome import Outcome
 from penstock.run import Run, batch_bytes
 from penstock.testing import FaultyFiles
 from tests.brokers import Life, Recorder, in_loop, run_of
@@ -76,8 +77,8 @@ async def test_a_timer_and_a_task_that_raise_end_alone() -> None:
 
 @in_loop
 async def test_a_large_batch_is_delivered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitions, "LARGE_MESSAGES", 100)
-    monkeypatch.setattr(partitions, "_PART_MESSAGES", 64)
+    monkeypatch.setattr(opened, "LARGE_MESSAGES", 100)
+    monkeypatch.setattr(cursor, "_PART_MESSAGES", 64)
     parts: list[int] = []
 
     class Counting(Recorder):
@@ -94,7 +95,7 @@ async def test_a_large_batch_is_delivered_in_parts(monkeypatch: pytest.MonkeyPat
         subjects = [b"orders.odd" if number % 2 else b"orders.even" for number in range(1000)]
         settled: list[PenstockError | None] = []
         batch = encode(values, timestamp=1, subjects=subjects)
-        life.partition(b"orders").append_batch(batch, 0, 0, lambda _, error: settled.append(error))
+        life.partition(b"orders").append_batch(batch, 0, 0, Outcome(settled.append))
         await life.settle()
         await life.publish_run(Run(list(subjects), list(values)))
         await life.settle()
@@ -142,7 +143,7 @@ async def test_a_subscription_that_ends_gets_what_is_on_its_way_and_nothing_behi
         sink, done = Recorder(), asyncio.Event()
         subscription, member = life.subscribe(b"orders", sink)
         first = life.offer(run_of(b"orders", b"a", b"b"))
-        life.broker.finish(subscription, member, done.set)
+        life.broker.subscriptions.finish(subscription, member, done.set)
         second = life.offer(run_of(b"orders", b"c"))
         assert not done.is_set()
         assert not life.broker.is_served(b"orders")
@@ -164,7 +165,7 @@ async def test_a_subscription_that_ends_does_not_wait_for_what_is_taken_back() -
         subscription, member = life.subscribe(b"orders", sink)
         disk.fail("write", errno.ENOSPC, path_suffix=str(life.log(b"orders").segments[0].path))
         refused = life.offer(run_of(b"orders", b"a"))
-        life.broker.finish(subscription, member, done.set)
+        life.broker.subscriptions.finish(subscription, member, done.set)
         assert (await refused).failed
         await life.stored(b"orders", b"b")  # at the offset that was a's
         assert done.is_set()
@@ -179,10 +180,10 @@ async def test_a_subscription_that_ends_does_not_wait_for_a_topic_that_is_delete
         subscription, member = life.subscribe(b"orders", sink)
         sink.is_open = False
         await life.stored(b"orders", b"a")
-        life.broker.finish(subscription, member, done.set)
+        life.broker.subscriptions.finish(subscription, member, done.set)
         await life.settle()
         assert not done.is_set()
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
         sink.is_open = True
         subscription.wake()
         await life.settle()
@@ -198,7 +199,7 @@ async def test_a_connection_that_is_lost_ends_its_subscriptions_at_once() -> Non
         subscription, member = life.subscribe(b"orders", sink)
         sink.is_open = False
         await life.stored(b"orders", b"a")
-        life.broker.finish(subscription, member, done.set)
-        life.broker.unsubscribe(subscription, member)
+        life.broker.subscriptions.finish(subscription, member, done.set)
+        life.broker.subscriptions.unsubscribe(subscription, member)
         assert done.is_set()
         assert not life.broker.usage()["subscriptions"].used

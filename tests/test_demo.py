@@ -25,9 +25,9 @@ def test_the_demo_shows_what_is_so_and_leaves_it(
     assert demo.run(2000, home, spark)
 
     shown = capsys.readouterr().out
-    assert "2,000 are stored, 20 were there already" in shown
-    assert "5 messages were no orders" in shown
-    assert "3,000 rows, of which 1,000 came after it was archived" in shown
+    assert "2,000 stored, 20 duplicates dropped" in shown
+    assert "5 malformed messages" in shown
+    assert "3,000 rows, 1,000 of them published after archiving" in shown
     assert (home / "revenue.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in home.glob("*.toml")} == {"transform.toml", "aggregate.toml", "archive.toml"}
     with penstock.Broker(home / "data") as broker:
@@ -48,14 +48,14 @@ def test_the_demo_says_so_if_something_is_wrong(
 
     assert not demo.run(1000, tmp_path / "demo", spark)
 
-    assert "This is wrong: there should be 2." in capsys.readouterr().out
+    assert "Wrong result: there should be 2." in capsys.readouterr().out
 
 
 def test_a_directory_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     result = CliRunner().invoke(app, ["demo", "--directory", str(tmp_path)])
     assert result.exit_code == 1
-    assert "is not empty: name another directory" in str(result.exception)
+    assert "is not empty: choose another directory" in str(result.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 

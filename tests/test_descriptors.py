@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import resource
 import stat
 import urllib.request
 from pathlib import Path
@@ -14,12 +13,13 @@ import pytest
 
 from penstock.batch import Batch, encode
 from penstock.errors import AppendFailed, LogFailed, PenstockError, TooManyTopics
+from penstock.outcome import Outcome
 from penstock.replica.copies import Copies, OriginTopic
 from penstock.run import Run
-from penstock.storage.log import State
+from penstock.storage.appender import LogState
 from penstock.storage.meta import Meta
 from penstock.storage.policy import Durability, Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock
 from tests.logs import append, values
 from tests.server import Flux, Serve
@@ -31,7 +31,7 @@ SPARE = 4
 
 
 def open_store(files: FaultyFiles, **settings: Any) -> Store:
-    return Store(DATA, files=files, meta=Meta(None), clock=ManualClock(), settings=Settings(**settings))
+    return Store(DATA, files=files, meta=Meta(None), clock=ManualClock(), settings=StoreSettings(**settings))
 
 
 @pytest.mark.parametrize("policy", [Policy(), FLUSH])
@@ -68,7 +68,7 @@ def test_a_segment_with_unsynced_bytes_stays_open_so_that_its_fsync_error_is_tol
         assert unsynced.segments[-1].file is file, "it was not closed"
         disk.fail("sync", errno.EIO, path_suffix=f"{unsynced.directory.parent.name}/0/{0:020d}.log")
         store.flush()
-        assert unsynced.state is State.FAILED
+        assert unsynced.state is LogState.FAILED
         # Nobody waits for its sync any more, so it does not take a descriptor from the others.
         for log in others * 2:
             log.segments[-1].file.size()
@@ -86,7 +86,7 @@ def test_without_descriptors_idle_segments_are_closed_and_appends_go_on() -> Non
         store._open_segments.drop(logs[0].segments[-1])
         disk.descriptors_max -= 1
         outcomes: list[PenstockError | None] = []
-        logs[0].append(_batch(b"x"), done=lambda _, error: outcomes.append(error))
+        logs[0].append(_batch(b"x"), outcome=Outcome(outcomes.append))
         store.flush()
         assert outcomes == [None]
 
@@ -98,7 +98,7 @@ def test_an_append_that_finds_no_descriptor_is_refused_and_the_log_goes_on() -> 
         store._open_segments.drop(log.segments[-1])
         disk.descriptors_max = 0
         outcomes: list[PenstockError | None] = []
-        log.append(_batch(b"x"), done=lambda _, error: outcomes.append(error))
+        log.append(_batch(b"x"), outcome=Outcome(outcomes.append))
         store.flush()
         assert [type(error) for error in outcomes] == [AppendFailed]
         disk.descriptors_max = None
@@ -134,7 +134,7 @@ def test_partitions_are_limited_whoever_makes_them() -> None:
     disk = FaultyFiles()
     with open_store(disk, partitions_max=4) as store:
         topic = store.create_topic("orders", partitions=3)
-        with pytest.raises(TooManyTopics, match="topic bills cannot get 2 partitions: there are 3, and 4 "):
+        with pytest.raises(TooManyTopics, match="topic bills cannot get 2 more partitions: there are 3 of at most 4 "):
             store.create_topic("bills", partitions=2)
         with pytest.raises(TooManyTopics, match=r"storage\.partitions_max"):
             store.alter_topic(type(topic)(topic.id, topic.name, 5, topic.policy))
@@ -154,13 +154,7 @@ def _batch(value: bytes) -> Batch:
 class _Few(Serve):
     """A server that may have few files open."""
 
-    descriptors = 64
-
-    def _start(self) -> Any:
-        process = super()._start()
-        # Its own limit, not that of the tests; before it has opened anything.
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (self.descriptors, self.descriptors))
-        return process
+    descriptors_max = 64
 
 
 def _get(server: Serve, path: str) -> Any:
@@ -173,7 +167,7 @@ def test_a_server_with_few_descriptors_makes_and_reopens_many_topics(tmp_path: P
         with Flux(server) as flux:
             for number in range(60):
                 assert flux.publish(f"topic{number}.x", b"%d" % number).startswith("+OK")
-        assert len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= server.descriptors
+        assert len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())) <= server.descriptors_max
         server.kill()
         server.restart()
         with Flux(server) as flux:

@@ -12,7 +12,8 @@ import pytest
 
 from penstock.errors import BadRequest, PenstockError
 from penstock.server.calls import call
-from penstock.server.config import SETTINGS, load
+from penstock.server.config import load
+from penstock.server.settings import SETTINGS
 from penstock.wire.binary import Type, Verb
 from tests.docs import DOCS, DOCUMENTS, PAGES, README, ROOT, blocks, parts, table, told
 from tests.nats.python_client import CHECKS
@@ -89,7 +90,7 @@ def test_every_setting_can_be_set_as_its_page_says() -> None:
 def some(setting: str) -> str:
     """What may be set where nothing is by default."""
     known = SETTINGS[setting]
-    return "http://127.0.0.1:1" if known.pattern else str(known.low or 1)
+    return "http://127.0.0.1:1" if getattr(known.base, "pattern", None) else str(known.low or 1)
 
 
 def test_the_names_of_other_brokers_are_known(tmp_path: Path) -> None:

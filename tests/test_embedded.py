@@ -171,7 +171,7 @@ def test_a_forked_child_is_told_that_the_broker_is_not_in_it() -> None:
         child.start()
         child.join(PATIENCE_S)
         assert child.exitcode == 0
-        assert "let it listen" in results.get()
+        assert "start it with listen=" in results.get()
         assert broker.publish("orders", b"from the parent").offset == 1
 
 

@@ -107,5 +107,5 @@ async def test_the_producer_that_is_silent_for_longest_is_forgotten(monkeypatch:
 async def test_a_producer_has_a_short_name() -> None:
     async with Life(FaultyFiles()) as life:
         await life.do(publish(life, "p" * PRODUCER_BYTES_MAX, 1))
-        with pytest.raises(BadRequest, match="257 bytes: 256 are allowed"):
+        with pytest.raises(BadRequest, match="257 bytes is too long: 256 are allowed"):
             await publish(life, "p" * (PRODUCER_BYTES_MAX + 1), 1)

@@ -143,7 +143,7 @@ def test_an_offset_out_of_range_says_where_the_log_is() -> None:
     error = OffsetOutOfRange(7, 10, 20)
 
     assert (error.offset, error.start, error.end) == (7, 10, 20)
-    assert str(error) == "offset 7 is not in the log, which holds 10 to 20"
+    assert str(error) == "offset 7 is out of range: the log holds 10 to 20"
 
 
 def test_a_failed_delivery_says_which_messages_and_why() -> None:
@@ -152,4 +152,4 @@ def test_a_failed_delivery_says_which_messages_and_why() -> None:
     error = DeliveryFailed(failed)
 
     assert error.failed == failed
-    assert str(error) == "2 messages are not stored; the first, to orders: stopping"
+    assert str(error) == "2 messages were not stored; the first, to orders: stopping"

@@ -56,7 +56,7 @@ async def test_what_is_older_than_its_reader_and_what_comes_again_is_not_timed()
         await life.stored(b"orders", b"old")
         await life.advance(SECOND)
         sink = Recorder()
-        await life.do(life.broker.create_group(b"clerks", b"orders", start=Start.EARLIEST))
+        await life.do(life.broker.groups.create(b"clerks", b"orders", start=Start.EARLIEST))
         group, _ = await life.join(b"clerks", b"orders", sink)
         assert sink.values == [b"old"]
         assert life.broker.figures.delivery_seconds.cumulative()[-1] == 0
@@ -87,14 +87,14 @@ async def test_rounds_are_counted_with_their_messages() -> None:
     async with Life(FaultyFiles()) as life:
         before = life.store.rounds.sync_seconds.cumulative()[-1], life.store.rounds.round_messages.total
         await life.stored(b"orders", b"a", b"b", b"c")
-        partition = life.broker.topic(b"orders").partitions[0]
+        partition = life.broker.topics.named(b"orders").partitions[0]
 
         # The topic itself is a message of the state topic.
         assert life.store.rounds.sync_seconds.cumulative()[-1] > before[0]
         assert life.store.rounds.round_messages.total >= before[1] + 3
         assert life.store.rounds.write_seconds.cumulative()[-1] == life.store.rounds.round_messages.cumulative()[-1]
-        assert (partition.received, partition.log.stored_messages) == (3, 3)
-        assert partition.log.stored_bytes > 0
+        assert (partition.received, partition.log.flusher.stored_messages) == (3, 3)
+        assert partition.log.flusher.stored_bytes > 0
 
 
 @in_loop
@@ -104,13 +104,13 @@ async def test_a_topic_whose_sync_failed_is_named_until_it_is_deleted() -> None:
         await life.stored(b"orders", b"a")
         await life.stored(b"refunds", b"a")
         assert life.broker.failed == []
-        path = life.broker.topic(b"orders").partitions[0].log.segments[0].path
+        path = life.broker.topics.named(b"orders").partitions[0].log.segments[0].path
         disk.fail("sync", errno.EIO, path_suffix=str(path))
 
         assert (await life.publish(b"orders", b"b")).error is not None
 
         assert life.broker.failed == [f"orders ({path}: fsync failed: Input/output error)"]
-        await life.do(life.broker.delete_topic(b"orders"))
+        await life.do(life.broker.changes.delete(b"orders"))
         assert life.broker.failed == []
 
 

@@ -13,10 +13,11 @@ from typing import Final
 import pytest
 
 from penstock.batch import Compression, encode
-from penstock.server.pending_replies import SLICE_MESSAGES
+from penstock.doors.publishing import SLICE_MESSAGES
 from penstock.wire import binary, prefixed
+from penstock.wire import cursus as wire_cursus
 from penstock.wire.binary import Append, Type
-from penstock.wire.prefixed import Record
+from penstock.wire.cursus import Record
 from tests.frames import Bare, Frames
 from tests.lengths import CREATE_TOPIC, PUBLISH, Cursus, Qb, consume
 from tests.server import Flux, Nats, Serve, hpub, pub
@@ -60,10 +61,10 @@ def test_a_qb_message_counts_its_properties(server: Serve, topic: str) -> None:
 def test_a_record_counts_its_producer_and_its_key(server: Serve, topic: str) -> None:
     with Cursus(server) as client:
         record = Record(0, b"v" * (LIMIT // 2), b"", b"p" * (LIMIT // 2), 1, 1)
-        told = client.ask(prefixed.batch(topic.encode(), 0, [record], "1", is_idempotent=True))
+        told = client.ask(wire_cursus.batch(topic.encode(), 0, [record], "1", is_idempotent=True))
         assert f"{LIMIT} are allowed" in told
         record = Record(0, b"v" * (LIMIT // 2), b"k" * (LIMIT // 2 + 1))
-        assert f"{LIMIT} are allowed" in client.ask(prefixed.batch(topic.encode(), 0, [record], "1"))
+        assert f"{LIMIT} are allowed" in client.ask(wire_cursus.batch(topic.encode(), 0, [record], "1"))
         key = "k" * (LIMIT // 2)
         command = f"PUBLISH topic={topic} key={key} producerId={key} message=x"
         assert f"{LIMIT} are allowed" in client.ask(command)
@@ -75,13 +76,13 @@ def test_producer_ids_are_limited_before_they_are_repeated_in_headers(server: Se
 
     def packet(size: int, count: int) -> bytes:
         records = [Record(0, b"v", b"", b"p" * size, 1, number) for number in range(1, count + 1)]
-        return prefixed.batch(topic.encode(), 0, records, "1", is_idempotent=True)
+        return wire_cursus.batch(topic.encode(), 0, records, "1", is_idempotent=True)
 
     with Cursus(server) as client:
         client.send(prefixed.frame(gzip.compress(packet(65_535, 400))))
         assert "unpacks to more than" in client.frame().decode()
         client.send(prefixed.frame(packet(65_535, 200)))
-        assert client.frame().decode() == "ERROR: a producer id of 65535 bytes: 256 are allowed"
+        assert client.frame().decode() == "ERROR: a producer ID of 65535 bytes is too long: 256 are allowed"
         client.send(prefixed.frame(packet(256, 5000)))
         assert json.loads(client.frame())["status"] == "OK"
     assert len(consume(server, topic)) == 5000
@@ -126,7 +127,7 @@ def test_a_command_is_limited(server: Serve, topic: str) -> None:
 def test_a_bomb_is_refused_and_the_connection_goes_on(server: Serve, topic: str, size: int) -> None:
     with Cursus(server) as client:
         # A batch that is all zeros from the number of its messages on.
-        bomb = gzip.compress(prefixed.batch(topic.encode(), 0, [], "1") + bytes(size))
+        bomb = gzip.compress(wire_cursus.batch(topic.encode(), 0, [], "1") + bytes(size))
         client.send(prefixed.frame(bomb))
         assert "unpacks to more than" in client.frame().decode()
         assert client.ask("HELP").startswith("Available")
@@ -139,7 +140,7 @@ def test_a_bomb_is_refused_and_the_connection_goes_on(server: Serve, topic: str,
 def test_a_batch_of_records_is_published_in_order(server: Serve, topic: str) -> None:
     records = [Record(0, b"%d" % number, b"", b"p", 1, number) for number in range(1, LONG + 1)]
     with Cursus(server) as client:
-        data = prefixed.batch(topic.encode(), 0, records, "1", is_idempotent=True)
+        data = wire_cursus.batch(topic.encode(), 0, records, "1", is_idempotent=True)
         client.send(prefixed.frame(gzip.compress(data)) + prefixed.frame(f"PUBLISH {topic} last".encode()))
         told = json.loads(gzip.decompress(client.frame()))
         assert (told["status"], told["last_offset"]) == ("OK", LONG - 1)

@@ -12,8 +12,9 @@ from random import Random
 import pytest
 
 from penstock.errors import AppendFailed, PenstockError
+from penstock.outcome import Outcome
 from penstock.storage.policy import Durability, Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 from tests.logs import values
 from tests.server import Nats, Serve
 from tests.test_store import append_flushed, batch, drive, running
@@ -55,7 +56,7 @@ def test_a_full_disk_refuses_appends_loses_nothing_and_works_again(small_disk: P
                 refusals.append(error)
 
     async def main() -> None:
-        with Store(small_disk / "data", settings=Settings(upkeep_ms=1)) as store:
+        with Store(small_disk / "data", settings=StoreSettings(upkeep_ms=1)) as store:
             for place, policy in enumerate(policies):
                 store.create_topic(f"topic {place}", policy=policy)
             async with running(store):
@@ -82,13 +83,13 @@ def test_a_store_that_was_killed_on_a_full_disk_opens_when_there_is_room(small_d
     acknowledged = 0
     full = False
 
-    def done(_: int, error: PenstockError | None) -> None:
+    def done(error: PenstockError | None) -> None:
         nonlocal acknowledged, full
         acknowledged += error is None
         full |= error is not None
 
     while not full:
-        log.append(batch(Random(acknowledged).randbytes(5000)), done=done)
+        log.append(batch(Random(acknowledged).randbytes(5000)), outcome=Outcome(done))
         store.flush()
     shutil.copytree(small_disk / "data", tmp_path / "killed")
     with Store(tmp_path / "killed") as found:

@@ -13,15 +13,13 @@ import lz4.frame
 import pytest
 
 from penstock.batch import encode
-from penstock.server.binary import BinarySession
-from penstock.server.connection import ENTRIES, Connection
-from penstock.server.door import Door
-from penstock.server.gate import HANDSHAKE_BYTES_MAX
-from penstock.server.prefixed import PrefixedSession
-from penstock.server.session import Session
+from penstock.doors.gate import HANDSHAKE_BYTES_MAX
+from penstock.doors.session import Session
 from penstock.wire import binary, prefixed
+from penstock.wire import cursus as wire_cursus
+from penstock.wire import qb as wire_qb
 from penstock.wire.binary import Append, Type
-from penstock.wire.prefixed import Record
+from penstock.wire.cursus import Record
 from tests.frames import Frames
 from tests.lengths import CREATE_TOPIC, PUBLISH, Cursus, Qb
 from tests.server import PATIENCE_S, Nats, Raw, Serve
@@ -49,7 +47,7 @@ def bystander(server: Serve) -> Iterator[Frames]:
 
 
 def _record(size: int = 1) -> bytes:
-    return prefixed.batch(b"private", 0, [Record(0, b"x" * size)], "1")
+    return wire_cursus.batch(b"private", 0, [Record(0, b"x" * size)], "1")
 
 
 def _named(topic: bytes) -> bytes:
@@ -57,8 +55,8 @@ def _named(topic: bytes) -> bytes:
 
 
 def _qb(kind: int, **properties: object) -> bytes:
-    block = prefixed.properties(properties)
-    return prefixed.message(prefixed.Kind(kind), 1, 0, block, b"body")
+    block = wire_qb.properties(properties)
+    return wire_qb.message(wire_qb.Kind(kind), 1, 0, block, b"body")
 
 
 _BATCH = encode([b"x"], timestamp=0, subjects=[b"private"]).data
@@ -109,7 +107,7 @@ QB = {
     "PUBLISH to no topic": _qb(PUBLISH, topic="unknown", publisher_id="me"),
     "CREATE_TOPIC": _qb(CREATE_TOPIC, topic="mine"),
     "no credentials": _qb(3) + _qb(PUBLISH, topic="private", publisher_id="me"),
-    "no text": prefixed.message(prefixed.Kind.HEARTBEAT, 1, 0, b"\xff\xff"),
+    "no text": wire_qb.message(wire_qb.Kind.HEARTBEAT, 1, 0, b"\xff\xff"),
     "too long": struct.pack(">II", HANDSHAKE_BYTES_MAX + 1, 3),
 }
 _CASES: Final = [
@@ -189,7 +187,7 @@ def test_what_follows_the_credentials_is_processed(server: Serve) -> None:
         assert cursus.ask(f"AUTH token={TOKEN}") == "OK"
         assert cursus.ask("LIST") == "private"
     with Qb(server) as qb:
-        assert qb.heartbeat(token=TOKEN).kind == prefixed.Kind.HEARTBEAT
+        assert qb.heartbeat(token=TOKEN).kind == wire_qb.Kind.HEARTBEAT
         assert qb.refused(PUBLISH, b"x", topic="unknown", client_id="me") == "Topic 'unknown' does not exist"
 
 
@@ -235,10 +233,11 @@ def test_a_name_that_is_no_text_is_shown_as_text(tmp_path_factory: pytest.TempPa
         assert ask(server, "GET", "/admin/groups").status == 200
 
 
-def test_every_entry_is_guarded() -> None:
-    """Entries of the session classes are wrapped when the class is made."""
-    for kind in (Door, Session, BinarySession, PrefixedSession):
-        assert issubclass(kind, Connection)
-        for name in ENTRIES:
-            if name in kind.__dict__:
-                assert hasattr(kind.__dict__[name], "__wrapped__"), f"{kind.__name__}.{name}"
+@pytest.mark.parametrize("entry", ["connection_made", "data_received", "buffer_updated", "pause_writing"])
+def test_every_entry_of_the_transport_is_guarded(entry: str) -> None:
+    assert hasattr(getattr(Session, entry), "__wrapped__")
+
+
+@pytest.mark.parametrize("entry", ["resume_writing", "read_on", "ping", "expire", "tell_lame_duck", "stop"])
+def test_every_entry_of_the_server_is_guarded(entry: str) -> None:
+    assert hasattr(getattr(Session, entry), "__wrapped__")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from pathlib import Path
 
 from penstock.batch import Batch, encode
 from penstock.errors import AppendFailed, PenstockError
+from penstock.outcome import Outcome
 from penstock.run import Run
-from penstock.storage.log import GATHER_BYTES, Log
+from penstock.storage.appender import GATHER_BYTES
+from penstock.storage.log import Log
 from penstock.storage.policy import Durability, Policy
 from penstock.testing import FaultyFiles
 from tests.logs import messages, open_log
@@ -28,9 +31,9 @@ def watch(log: Log) -> list[tuple[int, list[bytes]]]:
         for item in fresh:
             values = item.values if isinstance(item, Run) else item.columns().values()
             seen.append((item.base_offset, values))
-        log.tell(log.committed)
+        log.confirm(log.committed)
 
-    log.on_commit = on_commit
+    log.attach(b"", on_commit, lambda _: None)
     return seen
 
 
@@ -74,7 +77,7 @@ def test_a_run_that_is_larger_than_a_batch_should_be_is_a_batch_of_its_own() -> 
 
 def test_keys_replies_and_headers_stay_with_their_messages() -> None:
     log = open_log(DIRECTORY, files=FaultyFiles())
-    log.subject = b"orders"
+    log.attach(b"orders", lambda _: None, lambda _: None)
     first, second = run(b"a"), run(b"b", b"c", subject=b"orders.eu")
     second.keys[1], second.replies[0], second.headers[1] = b"key", b"reply", b"A: b\r\n"
     log.gather(first)
@@ -90,18 +93,18 @@ def test_keys_replies_and_headers_stay_with_their_messages() -> None:
 def test_whoever_serves_the_log_is_given_each_message_once_and_before_its_publisher_is_told() -> None:
     log = open_log(DIRECTORY, files=FaultyFiles())
     seen = watch(log)
-    told: list[int] = []
+    told: list[str] = []
 
-    def done(offset: int, error: PenstockError | None) -> None:
+    def done(name: str, error: PenstockError | None) -> None:
         assert error is None
         assert seen == [(0, [b"a", b"b"]), (2, [b"c"])]
-        told.append(offset)
+        told.append(name)
 
-    log.gather(run(b"a", b"b"), done)
-    log.append(encode([b"c"], timestamp=0), done=done)
+    log.gather(run(b"a", b"b"), Outcome(partial(done, "gathered")))
+    log.append(encode([b"c"], timestamp=0), outcome=Outcome(partial(done, "appended")))
     assert not seen
     log.flush()
-    assert told == [0, 2]
+    assert told == ["gathered", "appended"]
     assert seen == [(0, [b"a", b"b"]), (2, [b"c"])]
     log.flush()
     assert len(seen) == 2
@@ -113,10 +116,10 @@ def test_under_flush_it_is_given_what_is_written_though_not_synced() -> None:
     log.flush()  # from here on offsets are reserved
     seen = watch(log)
     log.gather(run(b"second"))
-    write = log.begin_write()
+    write = log.flusher.begin_write()
     assert write is not None
     write.run()
-    log.finish_write(write)
+    log.flusher.finish_write(write)
     assert seen == [(1, [b"second"])]
 
 
@@ -137,7 +140,7 @@ def test_what_the_disk_refuses_is_given_to_nobody() -> None:
     log.gather(run(b"a"))
     log.flush()
     files.fail("write", errno.ENOSPC)
-    log.gather(run(b"lost"), lambda _, error: errors.append(error))
+    log.gather(run(b"lost"), Outcome(errors.append))
     log.flush()
     assert [type(error).__name__ for error in errors] == ["AppendFailed"]
     assert log.gather(run(b"b")) == 1
@@ -173,10 +176,10 @@ def test_what_is_appended_to_a_held_log_is_durable_and_not_read() -> None:
     log.gather(run(b"a"))
     log.hold()
     told: list[PenstockError | None] = []
-    log.gather(run(b"b"), lambda _, error: told.append(error))
-    log.when_durable(lambda _, error: told.append(error))
+    log.gather(run(b"b"), Outcome(told.append))
+    log.when_durable(Outcome(told.append))
     log.flush()
-    assert (log.durable, log.committed, messages(log), seen) == (2, 1, {0: b"a"}, [(0, [b"a"])])
+    assert (log.marks.durable, log.committed, messages(log), seen) == (2, 1, {0: b"a"}, [(0, [b"a"])])
     assert told == [None]
     log.release()
     assert (log.committed, messages(log), seen) == (2, {0: b"a", 1: b"b"}, [(0, [b"a"]), (1, [b"b"])])
@@ -190,7 +193,7 @@ def test_a_log_that_is_held_stays_so_when_what_came_before_is_taken_back() -> No
     log.hold()
     told: list[PenstockError | None] = []
     log.append(encode([b"b"], timestamp=0))
-    log.when_durable(lambda _, error: told.append(error))
+    log.when_durable(Outcome(told.append))
     disk.fail("write", errno.ENOSPC)
     log.flush()
     assert isinstance(told[0], AppendFailed)

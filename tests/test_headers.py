@@ -15,7 +15,7 @@ from penstock.headers import (
     DELAY_US_MAX,
     KEY_BYTES_MAX,
     REASON_BYTES_MAX,
-    Asked,
+    HeaderOptions,
     check_key_size,
     hash_key,
     identity,
@@ -39,24 +39,24 @@ DAY_US: Final = 24 * 3600 * SECOND_US
 @pytest.mark.parametrize(
     ("block", "asked"),
     [
-        (b"", Asked()),
-        (b"Trace-ID: 7\r\nContent-Type: text/plain\r\n", Asked()),
-        (b"Msg-ID: 7\r\n", Asked(identity=b"7")),
-        (b"Nats-Msg-Id: 7\r\n", Asked(identity=b"7")),
-        (b"MSG-id: 7\r\n", Asked(identity=b"7")),
-        (b"Penstock-Key: customer 7\r\n", Asked(key=b"customer 7")),
-        (b"penstock-key: \xff\xfe\r\n", Asked(key=b"\xff\xfe")),
-        (b"Delay: 5s\r\n", Asked(due_us=NOW_US + 5 * SECOND_US)),
-        (b"Deliver-At: 1700000001\r\n", Asked(due_us=NOW_US + SECOND_US)),
-        (b"Penstock-Timestamp: 1500000000.25\r\n", Asked(time_us=1_500_000_000_250_000)),
-        (b"penstock-timestamp: 2017-07-14T02:40:00Z\r\n", Asked(time_us=1_500_000_000_000_000)),
+        (b"", HeaderOptions()),
+        (b"Trace-ID: 7\r\nContent-Type: text/plain\r\n", HeaderOptions()),
+        (b"Msg-ID: 7\r\n", HeaderOptions(identity=b"7")),
+        (b"Nats-Msg-Id: 7\r\n", HeaderOptions(identity=b"7")),
+        (b"MSG-id: 7\r\n", HeaderOptions(identity=b"7")),
+        (b"Penstock-Key: customer 7\r\n", HeaderOptions(key=b"customer 7")),
+        (b"penstock-key: \xff\xfe\r\n", HeaderOptions(key=b"\xff\xfe")),
+        (b"Delay: 5s\r\n", HeaderOptions(due_us=NOW_US + 5 * SECOND_US)),
+        (b"Deliver-At: 1700000001\r\n", HeaderOptions(due_us=NOW_US + SECOND_US)),
+        (b"Penstock-Timestamp: 1500000000.25\r\n", HeaderOptions(time_us=1_500_000_000_250_000)),
+        (b"penstock-timestamp: 2017-07-14T02:40:00Z\r\n", HeaderOptions(time_us=1_500_000_000_000_000)),
         (
             b"Trace-ID: 1\r\nMsg-ID: 2\r\nPenstock-Key: 3\r\nDelay: 4\r\nUser-ID: 5\r\n",
-            Asked(b"2", b"3", NOW_US + 4 * SECOND_US),
+            HeaderOptions(b"2", b"3", NOW_US + 4 * SECOND_US),
         ),
     ],
 )
-def test_a_header_asks_for_what_it_names(block: bytes, asked: Asked) -> None:
+def test_a_header_asks_for_what_it_names(block: bytes, asked: HeaderOptions) -> None:
     assert read(block, NOW_US) == asked
 
 
@@ -67,7 +67,7 @@ def test_a_header_asks_for_what_it_names(block: bytes, asked: Asked) -> None:
 def test_blanks_around_a_value_and_the_end_of_a_line_do_not_matter(line: bytes, before: bytes, behind: bytes) -> None:
     block = before + line + behind
 
-    assert read(block, NOW_US) == Asked(identity=b"7")
+    assert read(block, NOW_US) == HeaderOptions(identity=b"7")
     assert identity(block) == value_of(block, b"Msg-ID") == b"7"
 
 
@@ -75,7 +75,7 @@ def test_blanks_around_a_value_and_the_end_of_a_line_do_not_matter(line: bytes, 
     "line", [b"X-Msg-ID: 7\r\n", b"Msg-ID-2: 7\r\n", b"A: Msg-ID: 7\r\n", b" Msg-ID: 7\r\n", b"Msg-ID 7"]
 )
 def test_a_name_is_the_whole_name(line: bytes) -> None:
-    assert read(line, NOW_US) == Asked()
+    assert read(line, NOW_US) == HeaderOptions()
     assert identity(line) is None
     assert value_of(line, b"Msg-ID") is None
 
@@ -95,7 +95,7 @@ def test_an_empty_key_is_a_key() -> None:
 
 
 def test_an_empty_value_does_not_take_the_next_line() -> None:
-    assert read(b"Penstock-Key:\r\nMsg-ID: 7\r\n", NOW_US) == Asked(b"7", b"")
+    assert read(b"Penstock-Key:\r\nMsg-ID: 7\r\n", NOW_US) == HeaderOptions(b"7", b"")
     assert value_of(b"A:\r\nB: c\r\n", b"A") == b""
 
 
@@ -163,7 +163,7 @@ def test_a_delay_is_a_number_and_a_unit(delay: bytes, us: int) -> None:
     "delay", [b"", b"x", b"-5s", b"+5s", b"5 s", b"5S", b"5w", b"s", b"5.s", b".5s", b"1e3", b"inf", b"9" * 13, b"\xff"]
 )
 def test_any_other_delay_is_refused(delay: bytes) -> None:
-    with pytest.raises(BadHeader, match=r"Delay: .* is not a time such as 500ms, 5s, 2m, 1h or 1d"):
+    with pytest.raises(BadHeader, match=r"Delay: .* is not a duration such as 500ms, 5s, 2m, 1h or 1d"):
         read(b"Delay: " + delay + b"\r\n", NOW_US)
 
 
@@ -210,7 +210,7 @@ def test_any_other_moment_is_refused(moment: bytes) -> None:
     "line", [b"Delay: 367d", b"Delay: 999999999999d", b"Deliver-At: 367d", b"Deliver-At: 9999-01-01"]
 )
 def test_more_than_a_year_is_refused(line: bytes) -> None:
-    with pytest.raises(BadHeader, match="a year at the most"):
+    with pytest.raises(BadHeader, match="at most a year"):
         read(line + b"\r\n", NOW_US)
 
 

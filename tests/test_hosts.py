@@ -152,15 +152,15 @@ def test_a_port_in_use_at_one_host_leaves_nothing_open(tmp_path: Path, port: str
         ended = refused(tmp_path, server_host="127.0.0.2,::1", **{port: number})
     assert ended.code == 1
     assert ended.stderr == (
-        f"error: cannot listen at [::1]:{number}: Address already in use: another process listens there: "
-        "end it, or choose another port (0: any free one)\n"
+        f"error: cannot listen on [::1]:{number}: Address already in use: another process uses the port: "
+        "stop it, or choose another port (0: any free one)\n"
     )
 
 
 @pytest.mark.parametrize(
     ("host", "error"),
     [
-        ("192.0.2.1", "cannot listen at 192.0.2.1:0: Cannot assign requested address: this machine has no such"),
+        ("192.0.2.1", "cannot listen on 192.0.2.1:0: Cannot assign requested address: this machine does not have"),
         ("127.0.0.1,nobody.invalid", "unknown host 'nobody.invalid' ("),
     ],
 )

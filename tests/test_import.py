@@ -117,21 +117,21 @@ def test_what_parquet_has_and_json_does_not_is_text() -> None:
 @pytest.mark.parametrize(
     ("data", "name", "how", "reason"),
     [
-        (json_lines({"a": 1}), "f.jsonl", {"subject": ""}, "line 1: a plain object has no subject: give a SUBJECT, or"),
-        (json_lines({"a": 1}), "f.jsonl", {"key_field": "id"}, "line 1: it has no field 'id', which --key-field names"),
+        (json_lines({"a": 1}), "f.jsonl", {"subject": ""}, "line 1: a plain object has no subject: give SUBJECT or"),
+        (json_lines({"a": 1}), "f.jsonl", {"key_field": "id"}, "line 1: no field 'id', given by --key-field"),
         (
             json_lines({"a": None}),
             "f.jsonl",
             {"key_field": "a"},
-            "its field 'a', which --key-field names, is None",
+            "field 'a', given by --key-field, is None",
         ),
-        (b'{"a": 1}\n[]\n', "f.jsonl", {}, "line 2: this is not a JSON object"),
-        (b"a,b\n1,2\n3\n", "f.csv", {}, "line 3: it has another number of columns"),
-        (b"a\n\xff\n", "f.csv", {}, "this is not CSV in UTF-8"),
-        (b"\xff\n1\n", "f.csv", {}, "line 1: this is not CSV in UTF-8"),
-        (b"id,name,id\n1,2,3\n", "f.csv", {}, "line 1: several columns are called 'id'"),
-        (b'{"a": NaN}\n', "f.jsonl", {}, "line 1: this is not JSON: NaN is not a value of JSON"),
-        (b"PAR1", "f.parquet", {}, "this is not a Parquet file"),
+        (b'{"a": 1}\n[]\n', "f.jsonl", {}, "line 2: not a JSON object"),
+        (b"a,b\n1,2\n3\n", "f.csv", {}, "line 3: the number of columns differs"),
+        (b"a\n\xff\n", "f.csv", {}, "invalid CSV in UTF-8"),
+        (b"\xff\n1\n", "f.csv", {}, "line 1: invalid CSV in UTF-8"),
+        (b"id,name,id\n1,2,3\n", "f.csv", {}, "line 1: duplicate column 'id'"),
+        (b'{"a": NaN}\n', "f.jsonl", {}, "line 1: invalid JSON: NaN is not allowed in JSON"),
+        (b"PAR1", "f.parquet", {}, "invalid Parquet file"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(data: bytes, name: str, how: dict[str, Any], reason: str) -> None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from penstock.broker.inflight import Inflight, Record
+from penstock.broker.inflight import Inflight, PositionRecord
 
 ANN, BOB = 1, 2
 LONG = 1 << 60
@@ -41,9 +41,9 @@ def restarted(inflight: Inflight, now_us: int = 0, then_us: int = 0) -> Inflight
     return Inflight.restore([as_json(inflight.snapshot(now_us))], then_us)
 
 
-def as_json(record: Record | None) -> Record:
+def as_json(record: PositionRecord | None) -> PositionRecord:
     assert record is not None
-    found: Record = json.loads(json.dumps(record))
+    found: PositionRecord = json.loads(json.dumps(record))
     return found
 
 
@@ -104,7 +104,7 @@ def test_messages_that_went_to_several_members_are_out_with_each() -> None:
     check(inflight)
     assert [inflight.owner(offset) for offset in range(6)] == [ANN, BOB, None, ANN, BOB, BOB]
     assert (inflight.floor, inflight.next, inflight.held(ANN), inflight.held(BOB)) == (0, 9, 2, 3)
-    assert inflight.release(BOB, 5) == 3
+    assert inflight.release_all(BOB, 5) == 3
     assert (inflight.held(ANN), inflight.held(BOB)) == (2, 0)
     assert inflight.expire(100) == 2
 
@@ -241,14 +241,14 @@ def test_a_part_of_what_came_back_together_is_delivered_again() -> None:
     assert inflight.back(100, 9) == [3, 4]
     inflight.retake([3, 4], ANN, 200)
     check(inflight)
-    assert inflight.release(BOB, 150) == 3
+    assert inflight.release_all(BOB, 150) == 3
 
 
 def test_messages_of_different_attempts_are_delivered_again_together() -> None:
     inflight = took(0, 1)
     inflight.nack(0, 0)
     inflight.retake([0], ANN, 100)
-    inflight.release(ANN, 5)
+    inflight.release_all(ANN, 5)
     inflight.retake(inflight.back(5, 10), BOB, 200)
     assert [inflight.attempts(offset) for offset in (0, 1)] == [3, 2]
 
@@ -274,7 +274,7 @@ def test_back_gives_a_message_once_however_often_it_came_back() -> None:
         inflight.nack(0, 10)
         assert inflight.back(10, 5) == [0]
         inflight.retake([0], ANN, 100)
-    inflight.release(ANN, 10)
+    inflight.release_all(ANN, 10)
     assert inflight.back(10, 5) == [0, 1]
 
 
@@ -319,15 +319,15 @@ def test_a_member_that_leaves_gives_back_what_it_has_and_no_more() -> None:
     inflight.take([3], 4, BOB, 100)
     inflight.ack(0)
     inflight.nack(1, LONG)
-    assert inflight.release(ANN, 5) == 1
-    assert inflight.release(ANN, 5) == 0
+    assert inflight.release_all(ANN, 5) == 1
+    assert inflight.release_all(ANN, 5) == 0
     assert inflight.back(5, 10) == [2]
     assert inflight.owner(3) == BOB
 
 
 def test_what_a_member_gave_back_does_not_expire() -> None:
     inflight = took(0, due_us=100)
-    inflight.release(ANN, 5)
+    inflight.release_all(ANN, 5)
     inflight.retake([0], BOB, 300)
     assert inflight.expire(100) == 0
     assert inflight.owner(0) == BOB
@@ -338,9 +338,9 @@ def test_the_last_try_dooms_a_message_that_is_back_due_or_not() -> None:
     inflight.nack(0, 10)
     inflight.retake([0], ANN, 100)
     inflight.nack(1, 10)
-    assert inflight.doom(2) == []
+    assert inflight.kill_exhausted(2) == []
     inflight.nack(0, LONG)
-    assert inflight.doom(2) == [(0, 2)]
+    assert inflight.kill_exhausted(2) == [(0, 2)]
     assert inflight.back(LONG, 10) == [1]
     assert inflight.dead() == [(0, 2)]
 
@@ -351,13 +351,13 @@ def test_the_doomed_are_told_in_order_and_once() -> None:
         inflight.nack(offset, 10)
     inflight.retake([0], ANN, 100)
     inflight.nack(0, 10)
-    assert inflight.doom(1) == [(0, 2), (1, 1), (2, 1)]
-    assert inflight.doom(1) == []
+    assert inflight.kill_exhausted(1) == [(0, 2), (1, 1), (2, 1)]
+    assert inflight.kill_exhausted(1) == []
 
 
 def test_a_last_try_that_is_still_out_may_yet_succeed() -> None:
     inflight = took(0)
-    assert inflight.doom(1) == []
+    assert inflight.kill_exhausted(1) == []
     assert inflight.ack(0)
 
 
@@ -380,7 +380,7 @@ def test_only_its_stored_letter_ends_a_dead_message() -> None:
     assert not inflight.nack(0, 0)
     assert not inflight.extend(0, LONG)
     assert inflight.floor == 0
-    assert inflight.bury([0, 1]) == 1
+    assert inflight.finish_dead([0, 1]) == 1
     assert (inflight.floor, len(inflight), inflight.dead()) == (1, 1, [])
 
 
@@ -430,7 +430,7 @@ def test_a_reset_goes_anywhere_and_forgets_what_was_pending() -> None:
     assert (inflight.floor, inflight.next, len(inflight), inflight.next_us()) == (3, 3, 0, None)
     assert inflight.back(LONG, 10) == []
     assert inflight.dead() == []
-    assert inflight.doom(0) == []
+    assert inflight.kill_exhausted(0) == []
     assert not inflight.ack(5)
     inflight.take([5], 6, BOB, 100)
     assert (inflight.owner(5), inflight.attempts(5)) == (BOB, 1)
@@ -493,7 +493,7 @@ def test_changes_contain_only_what_changed_since_the_mark() -> None:
     }
     inflight.mark()
     inflight.ack_upto(400)
-    inflight.bury([700])
+    inflight.finish_dead([700])
     records.append(as_json(inflight.changes(50)))
     assert records[-1] == {"floor": 401, "next": 1010, "lots": [], "done": [299, 1]}, "what is below `floor` is done"
     again = Inflight.restore(records, 1000)
@@ -518,7 +518,7 @@ def test_acks_of_messages_that_are_not_pending_are_not_remembered() -> None:
     for turn in range(100):
         inflight.ack_many([5000 + turn])
         inflight.ack(9000 + turn)
-        inflight.bury([1])
+        inflight.finish_dead([1])
     assert inflight._changed == set()
 
 
@@ -551,7 +551,7 @@ def test_what_is_revived_is_delivered_as_if_for_the_first_time_and_the_next_reco
     inflight.ack_many([0, 1, 2, 3])
     inflight.take([4], 5, ANN, 100)
     inflight.mark()
-    inflight.revive([2, 4, 7], 50)
+    inflight.requeue([2, 4, 7], 50)
     check(inflight)
     assert (inflight.floor, inflight.next, inflight.back(50, 9), inflight.owner(4)) == (2, 5, [2], ANN)
     assert inflight.changes(50) is None
@@ -567,7 +567,7 @@ def test_after_a_restart_the_dead_still_wait_for_their_letters() -> None:
     again = restarted(inflight)
     assert again.dead() == [(0, 1)]
     assert again.floor == 0
-    again.bury([0])
+    again.finish_dead([0])
     assert again.floor == 1
 
 
@@ -629,7 +629,7 @@ def _flow_past(inflight: Inflight, turn: int) -> None:
 
 def _flow_past_and_release(inflight: Inflight, turn: int) -> None:
     inflight.take([inflight.next], inflight.next + 1, BOB, LONG)
-    inflight.release(BOB, turn)
+    inflight.release_all(BOB, turn)
     inflight.ack_many(inflight.back(turn, 10)[:1])
 
 
@@ -684,7 +684,7 @@ class InflightMachine(RuleBasedStateMachine):
         super().__init__()
         self.inflight: Inflight
         self.pending: dict[int, Message] = {}
-        self.records: list[Record] = []
+        self.records: list[PositionRecord] = []
         self.floor = self.next = self.now_us = 0
         self.taken = self.acked = self.buried = self.lost = 0
 
@@ -816,7 +816,7 @@ class InflightMachine(RuleBasedStateMachine):
     @rule(member=st.integers(0, 3))
     def release(self, member: int) -> None:
         had = [message for message in self.pending.values() if message.member == member]
-        assert self.inflight.release(member, self.now_us) == len(had)
+        assert self.inflight.release_all(member, self.now_us) == len(had)
         for message in had:
             message.turn_back(self.now_us)
 
@@ -834,7 +834,7 @@ class InflightMachine(RuleBasedStateMachine):
     @rule(deliveries_max=st.sampled_from((3, 2, 4, 1)))
     def doom(self, deliveries_max: int) -> None:
         tried = {offset: message for offset, message in self._back().items() if message.attempts >= deliveries_max}
-        doomed = self.inflight.doom(deliveries_max)
+        doomed = self.inflight.kill_exhausted(deliveries_max)
         assert doomed == [(offset, tried[offset].attempts) for offset in sorted(tried)]
         for message in tried.values():
             message.dead = True
@@ -855,7 +855,7 @@ class InflightMachine(RuleBasedStateMachine):
         if all_dead:
             offsets += [offset for offset, _ in self.inflight.dead()]
         dead = set(offsets) & (self.pending.keys() - self._living().keys())
-        assert self.inflight.bury(offsets) == len(dead)
+        assert self.inflight.finish_dead(offsets) == len(dead)
         for offset in dead:
             del self.pending[offset]
         self.buried += len(dead)
@@ -863,7 +863,7 @@ class InflightMachine(RuleBasedStateMachine):
     @rule(picks=PICKS)
     def revive(self, picks: list[int]) -> None:
         offsets = [self._offset(pick) for pick in picks]
-        self.inflight.revive(offsets, self.now_us)
+        self.inflight.requeue(offsets, self.now_us)
         revived = {offset for offset in offsets if offset < self.next and offset not in self.pending}
         self.pending |= {offset: Message(0, self.now_us) for offset in revived}
         self.taken += len(revived)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from penstock.broker.broker import Settings
-from penstock.broker.group import Group, Mode
+from penstock.broker.group import Group
+from penstock.broker.group_state import Mode
 from penstock.broker.start import Start
 from penstock.errors import BadSubject, TooManyGroups, TooManySources, TooManySubscriptions, TooManyTopics
 from penstock.health import Usage
+from penstock.outcome import Outcome
 from penstock.storage import producers
 from penstock.testing import FaultyFiles
 from tests.brokers import Life, Recorder, in_loop
@@ -21,24 +23,24 @@ from tests.server import Flux, Serve
 async def test_no_more_than_groups_max_are_created() -> None:
     async with Life(FaultyFiles(), settings=Settings(groups_max=2)) as life:
         for name in (b"a", b"b"):
-            await life.do(life.broker.create_group(name, b"orders"))
+            await life.do(life.broker.groups.create(name, b"orders"))
         with pytest.raises(TooManyGroups, match=r"there are 2 groups, so c is not .*: delete .* server\.groups_max"):
-            await life.do(life.broker.create_group(b"c", b"orders"))
+            await life.do(life.broker.groups.create(b"c", b"orders"))
         with pytest.raises(TooManyGroups):
             await life.join(b"c", b"orders", Recorder())
         await life.join(b"a", b"orders", Recorder())
         await life.join(None, b"orders", Recorder())
         assert life.broker.usage()["groups"] == Usage(2, 2)
-        await life.do(life.broker.delete_group(b"a"))
-        await life.do(life.broker.create_group(b"c", b"orders"))
+        await life.do(life.broker.groups.delete(b"a"))
+        await life.do(life.broker.groups.create(b"c", b"orders"))
 
 
 @in_loop
 async def test_a_group_name_has_a_limit() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_group(b"n" * 4096, b"orders"))
+        await life.do(life.broker.groups.create(b"n" * 4096, b"orders"))
         with pytest.raises(BadSubject, match="4097 bytes is too long: at most 4096"):
-            await life.do(life.broker.create_group(b"n" * 4097, b"orders"))
+            await life.do(life.broker.groups.create(b"n" * 4097, b"orders"))
 
 
 @in_loop
@@ -56,11 +58,11 @@ async def test_no_more_than_subscriptions_max_are_opened() -> None:
             await life.join(b"other", b"orders", sink)
         with pytest.raises(TooManySubscriptions):
             await life.join(None, b"orders", sink)
-        assert [*life.broker.groups] == [b"g"], "a group that nobody can join is not made"
-        life.broker.unsubscribe(plain, member)
-        life.broker.leave(group, of_group)
-        life.broker.leave(group, of_group)
-        life.broker.leave(alone, without_name)
+        assert [group.name for group in life.broker.groups] == [b"g"], "a group that nobody can join is not made"
+        life.broker.subscriptions.unsubscribe(plain, member)
+        life.broker.groups.leave(group, of_group)
+        life.broker.groups.leave(group, of_group)
+        life.broker.groups.leave(alone, without_name)
         assert life.broker.usage()["subscriptions"] == Usage(1, 4)
         await life.join(b"other", b"orders", sink, mode=Mode.PARTITIONED)
 
@@ -77,46 +79,46 @@ async def test_names_of_subscriptions_are_limited_in_bytes() -> None:
         with pytest.raises(TooManySubscriptions, match=r"\d+ bytes, and 1048576 are the most: use shorter subjects"):
             life.subscribe(b"b", sink, queue=b"q" * 4000)
         for subscription, member in opened:
-            life.broker.unsubscribe(subscription, member)
+            life.broker.subscriptions.unsubscribe(subscription, member)
         assert life.broker.usage()["subscription_name_bytes"] == Usage(0, 1 << 20)
 
 
 @in_loop
 async def test_positions_of_groups_are_limited_in_bytes() -> None:
     async with Life(FaultyFiles(), settings=Settings(position_bytes_max=100_000)) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=10))
-        await life.do(life.broker.create_group(b"a", b"orders"))
-        await life.do(life.broker.create_group(b"b", b">"))
+        await life.do(life.broker.changes.create(b"orders", partitions=10))
+        await life.do(life.broker.groups.create(b"a", b"orders"))
+        await life.do(life.broker.groups.create(b"b", b">"))
         used = life.broker.usage()["position_bytes"].used
         assert 20 * 3000 < used < 25 * 3000
         # Groups: with a name and without.
-        await life.do(life.broker.create_group(b"c", b"orders"))
+        await life.do(life.broker.groups.create(b"c", b"orders"))
         with pytest.raises(TooManyGroups, match=r"10 positions .* reads orders: .* server\.position_bytes_max"):
-            await life.do(life.broker.create_group(b"d", b"orders"))
+            await life.do(life.broker.groups.create(b"d", b"orders"))
         with pytest.raises(TooManyGroups):
             await life.join(None, b"orders", Recorder())
-        assert [*life.broker.groups] == [b"a", b"b", b"c"]
+        assert [group.name for group in life.broker.groups] == [b"a", b"b", b"c"]
         # Topics that these groups would read.
         with pytest.raises(TooManyTopics, match=r"payments cannot get 4 .*: 1 groups read it, .*position_bytes_max"):
-            await life.do(life.broker.create_topic(b"payments", partitions=4))
+            await life.do(life.broker.changes.create(b"payments", partitions=4))
         with pytest.raises(TooManyTopics):
-            await life.do(life.broker.alter_topic(b"orders", partitions=12))
-        await life.do(life.broker.create_topic(b"payments", partitions=3))
+            await life.do(life.broker.changes.alter(b"orders", partitions=12))
+        await life.do(life.broker.changes.create(b"payments", partitions=3))
         # What goes gives its room back.
-        await life.do(life.broker.delete_group(b"c"))
-        await life.do(life.broker.delete_topic(b"payments"))
+        await life.do(life.broker.groups.delete(b"c"))
+        await life.do(life.broker.changes.delete(b"payments"))
         assert life.broker.usage()["position_bytes"] == Usage(used, 100_000)
         _, member = await life.join(None, b"orders", Recorder())
-        life.broker.leave(_, member)
+        life.broker.groups.leave(_, member)
         for name in (b"a", b"b"):
-            await life.do(life.broker.delete_group(name))
+            await life.do(life.broker.groups.delete(name))
         assert life.broker.usage()["position_bytes"] == Usage(0, 100_000)
 
 
 @in_loop
 async def test_a_group_that_acknowledges_nothing_leaves_room_for_others() -> None:
     async with Life(FaultyFiles(), settings=Settings(position_bytes_max=100_000)) as life:
-        await life.do(life.broker.create_topic(b"orders"))
+        await life.do(life.broker.changes.create(b"orders"))
         slow, good = Recorder(), Recorder()
         greedy, _ = await life.join(b"greedy", b"orders", slow)
         group, _ = await life.join(b"good", b"orders", good)
@@ -125,12 +127,12 @@ async def test_a_group_that_acknowledges_nothing_leaves_room_for_others() -> Non
             await life.publish(b"orders", b"%d" % offset)
             await life.settle()
             assert len(good.got) == offset + 1, "it keeps up"
-            assert group.ack(place, offset, lambda _: None)
+            assert group.ack(place, offset, Outcome())
         assert 16 < len(slow.got) < 100
         assert life.broker.usage()["position_bytes"].used < 60_000
         # Its messages are not lost: when it acknowledges, it gets the next ones.
         for offset in range(300):
-            assert greedy.ack(place, offset, lambda _: None)
+            assert greedy.ack(place, offset, Outcome())
             await life.settle()
         assert len(slow.got) == 300
 
@@ -148,7 +150,7 @@ def test_a_client_is_told_that_there_are_too_many_subscriptions(tmp_path: Path) 
 async def bury(life: Life, group: Group) -> None:
     """Store a dead letter of the group's first message."""
     place = next(iter(group.positions))
-    assert group.kill(place, 0)
+    assert group.reject(place, 0)
     await life.settle()
 
 
@@ -159,14 +161,14 @@ async def test_dead_letters_of_too_many_sources_wait_until_a_group_is_deleted(mo
         await life.stored(b"orders", b"0")
         groups = []
         for name in (b"a", b"b", b"c"):
-            await life.do(life.broker.create_group(name, b"orders", start=Start.EARLIEST))
+            await life.do(life.broker.groups.create(name, b"orders", start=Start.EARLIEST))
             groups.append((await life.join(name, b"orders", Recorder()))[0])
             await bury(life, groups[-1])
         assert len(life.in_log(b"DLQ")) == 2
         assert life.store.usage()["sources"].used == 2
         assert groups[2].positions[next(iter(groups[2].positions))].inflight.dead() == [(0, 1)], "it is not lost"
         with pytest.raises(TooManySources, match="of 2 sources, the limit"):
-            life.log(b"DLQ")._producers.find(None, 77, 1)  # type: ignore[arg-type]
-        await life.do(life.broker.delete_group(b"a"))
+            life.log(b"DLQ").producers.find(None, 77, 1)  # type: ignore[arg-type]
+        await life.do(life.broker.groups.delete(b"a"))
         await life.advance(10_000_000)
         assert len(life.in_log(b"DLQ")) == 3

@@ -24,12 +24,16 @@ from penstock.errors import (
     PenstockError,
     ReadFailed,
 )
-from penstock.storage.log import RESERVE_AHEAD, Log, State
+from penstock.outcome import Outcome
+from penstock.storage.appender import LogState
+from penstock.storage.flusher import RESERVE_AHEAD
+from penstock.storage.log import Log
+from penstock.storage.log_files import start_name
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.producers import IN_FLIGHT_MAX
-from penstock.storage.recovery import start_name
-from penstock.storage.segment import Damage, Found, Reader
-from penstock.storage.store import Settings, Store
+from penstock.storage.scan import Damage, Found
+from penstock.storage.segment import ReadMode
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import append, memory_meta, messages, open_log, values
 from tests.watched import Call, WatchedFiles
@@ -40,7 +44,7 @@ FLUSH = Policy(segment_bytes=4096, durability=Durability.FLUSH)
 COMPACT = Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT, tombstone_ms=1000)
 # Two of these do not fit into one small segment.
 LARGE = Random(0).randbytes(3000)
-READERS: tuple[Reader, ...] = ("pread", "mmap")
+READERS: tuple[ReadMode, ...] = ("pread", "mmap")
 
 Answers = list[tuple[int, PenstockError | None]]
 
@@ -53,7 +57,9 @@ def append_told(log: Log, *items: bytes, source: int = 0, position: int = 0, **c
     """Append, and return a list of what its producer is told, as it is told."""
     answers: Answers = []
     batch = encode(items, timestamp=0, **columns)
-    log.append(batch, source=source, position=position, done=lambda *answer: answers.append(answer))
+    outcome = Outcome()
+    offset = log.append(batch, source=source, position=position, outcome=outcome)
+    outcome.then(lambda error: answers.append((offset, error)))
     return answers
 
 
@@ -76,10 +82,10 @@ def numbers(log: Log, start: int | None = None) -> list[int]:
 
 def write(log: Log) -> None:
     """Write all that waits, without a sync."""
-    round_ = log.begin_write()
+    round_ = log.flusher.begin_write()
     assert round_ is not None
     round_.run()
-    log.finish_write(round_)
+    log.flusher.finish_write(round_)
 
 
 def bytes_on(disk: FaultyFiles) -> int:
@@ -121,7 +127,8 @@ def test_producers_are_told_in_the_order_in_which_they_appended() -> None:
     log = open_small(FaultyFiles())
     told: list[int] = []
     for number in range(20):
-        log.append(encode([b"%d" % number], timestamp=0), done=lambda offset, _: told.append(offset))
+        outcome = Outcome(lambda _, number=number: told.append(number))  # type: ignore[misc]
+        log.append(encode([b"%d" % number], timestamp=0), outcome=outcome)
     log.flush()
     assert told == list(range(20))
 
@@ -192,7 +199,7 @@ def test_readers_see_only_what_is_committed() -> None:
         assert values(log) == [b"committed"]
         write(log)
         assert values(log) == [b"committed"]
-        assert (log.committed, log.written, log.end) == (1, 2, 2)
+        assert (log.committed, log.marks.written, log.end) == (1, 2, 2)
         append(log, b"behind it")
         assert [values(log), log.read_disk(1, 1000), log.read(2, 1000)] == [[b"committed"], [], []]
         log.flush()
@@ -223,7 +230,7 @@ def test_under_flush_what_is_written_is_committed_once_offsets_are_reserved() ->
     assert second == []
     write(log)
     assert (second, values(log)) == ([(1, None)], [b"a", b"b"])
-    assert log.durable == 1
+    assert log.marks.durable == 1
 
 
 def test_under_flush_an_offset_that_was_read_is_not_given_out_again_after_a_power_cut() -> None:
@@ -254,6 +261,29 @@ def test_under_flush_offsets_have_no_hole_after_a_clean_stop() -> None:
     assert append(open_small(disk, FLUSH), b"b") == 1
 
 
+def test_under_flush_syncing_a_later_write_makes_the_reservation_durable() -> None:
+    log = open_small(FaultyFiles(), FLUSH)
+    append_told(log, b"a")
+    write = log.flusher.begin_write()
+    assert write is not None
+    write.run()
+    log.flusher.finish_write(write)
+    append_told(log, b"b")
+    write = log.flusher.begin_write()
+    assert write is not None
+    write.run()
+    sync = write.sync()
+    sync.file.sync()
+    log.flusher.finish_write(write)
+    log.flusher.finish_sync(sync, None)
+    append_told(log, b"c")
+    write = log.flusher.begin_write()
+    assert write is not None
+    write.run()
+    log.flusher.finish_write(write)
+    assert values(log) == [b"a", b"b", b"c"]
+
+
 def test_under_flush_offsets_are_reserved_anew_before_they_run_out() -> None:
     log = open_small(FaultyFiles(), FLUSH)
     append_flushed(log, b"a")
@@ -272,21 +302,21 @@ def test_under_flush_a_sync_is_due_after_so_many_messages_or_so_long() -> None:
     clock = ManualClock()
     log = open_small(FaultyFiles(), FLUSH, clock=clock)
     append_flushed(log, b"a")
-    assert log.sync_due_us(500, 100_000) is None
+    assert log.flusher.sync_due_us(500, 100_000) is None
     clock.advance(7)
     append(log, b"b")
-    assert log.sync_due_us(500, 100_000) is None
+    assert log.flusher.sync_due_us(500, 100_000) is None
     write(log)
-    assert log.sync_due_us(500, 100_000) == 100_007
+    assert log.flusher.sync_due_us(500, 100_000) == 100_007
     clock.advance(50)
     append(log, *[b"c"] * 498)
     write(log)
-    assert log.sync_due_us(500, 100_000) == 100_007
+    assert log.flusher.sync_due_us(500, 100_000) == 100_007
     append(log, b"d")
     write(log)
-    assert log.sync_due_us(500, 100_000) == 0
+    assert log.flusher.sync_due_us(500, 100_000) == 0
     log.flush()
-    assert log.sync_due_us(500, 100_000) is None
+    assert log.flusher.sync_due_us(500, 100_000) is None
 
 
 # Rounds: who waits for whom
@@ -297,19 +327,19 @@ def test_what_is_appended_while_a_write_is_under_way_goes_into_the_next() -> Non
     log = open_small(FaultyFiles())
     append(log, b"a")
     append(log, b"b")
-    round_ = log.begin_write()
+    round_ = log.flusher.begin_write()
     assert round_ is not None
     append(log, b"c")
-    assert log.begin_write() is None
+    assert log.flusher.begin_write() is None
     round_.run()
     append(log, b"d")
-    log.finish_write(round_)
-    assert (log.written, log.end) == (2, 4)
-    following = log.begin_write()
+    log.flusher.finish_write(round_)
+    assert (log.marks.written, log.end) == (2, 4)
+    following = log.flusher.begin_write()
     assert following is not None
     following.run()
-    log.finish_write(following)
-    assert log.written == 4
+    log.flusher.finish_write(following)
+    assert log.marks.written == 4
     log.flush()
     assert values(log) == [b"a", b"b", b"c", b"d"]
 
@@ -339,27 +369,27 @@ def test_a_log_has_one_sync_under_way_at_the_most() -> None:
     log = open_small(FaultyFiles(), FLUSH)
     append(log, b"a")
     write(log)
-    sync = log.begin_sync()
+    sync = log.flusher.begin_sync()
     assert sync is not None
     append(log, b"b")
     write(log)
-    assert log.begin_sync() is None
+    assert log.flusher.begin_sync() is None
     sync.file.sync()
-    log.finish_sync(sync, None)
-    assert log.durable == 1
-    assert log.begin_sync() is not None
+    log.flusher.finish_sync(sync, None)
+    assert log.marks.durable == 1
+    assert log.flusher.begin_sync() is not None
 
 
 def test_a_roll_waits_for_the_sync_that_is_under_way() -> None:
     log = open_small(FaultyFiles(), FLUSH)
     append(log, LARGE)
     write(log)
-    sync = log.begin_sync()
+    sync = log.flusher.begin_sync()
     assert sync is not None
     append(log, LARGE)
-    assert log.begin_write() is None
+    assert log.flusher.begin_write() is None
     sync.file.sync()
-    log.finish_sync(sync, None)
+    log.flusher.finish_sync(sync, None)
     write(log)
     assert values(log) == [LARGE, LARGE]
 
@@ -368,13 +398,13 @@ def test_what_is_written_during_a_sync_is_not_durable_by_it() -> None:
     log = open_small(FaultyFiles(), FLUSH)
     append(log, b"a")
     write(log)
-    sync = log.begin_sync()
+    sync = log.flusher.begin_sync()
     assert sync is not None
     sync.file.sync()
     append(log, b"b")
     write(log)
-    log.finish_sync(sync, None)
-    assert (log.durable, log.written) == (1, 2)
+    log.flusher.finish_sync(sync, None)
+    assert (log.marks.durable, log.marks.written) == (1, 2)
 
 
 # Segments
@@ -540,7 +570,7 @@ def test_an_index_that_cannot_be_saved_is_missed_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_reads_cross_segment_boundaries_from_any_offset_in_any_steps(reader: Reader) -> None:
+def test_reads_cross_segment_boundaries_from_any_offset_in_any_steps(reader: ReadMode) -> None:
     """ST-09, ST-23, ST-27, ST-33"""
     for tail_bytes in (0, 5000, 1 << 20):
         disk = FaultyFiles()
@@ -579,7 +609,7 @@ def test_a_read_gives_at_least_one_batch_and_else_no_more_than_bytes_max() -> No
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_read_at_the_end_returns_at_once_with_nothing(reader: Reader) -> None:
+def test_a_read_at_the_end_returns_at_once_with_nothing(reader: ReadMode) -> None:
     """ST-26, ST-28, ST-29: the end of the active segment, whether it is empty, full or just begun."""
     log = open_small(FaultyFiles(), reader=reader)
     assert log.read(0, 1000) == log.read_disk(0, 1000) == []
@@ -591,7 +621,7 @@ def test_a_read_at_the_end_returns_at_once_with_nothing(reader: Reader) -> None:
 def test_an_offset_that_the_log_does_not_hold_is_refused() -> None:
     log = open_small(FaultyFiles(), Policy(segment_bytes=4096, retain_bytes=1))
     fill(log, 3)
-    log.retain()
+    log.upkeep.retain()
     assert (log.start, log.end) == (2, 3)
     for read in (log.read, log.read_disk):
         for offset in (-1, 0, 1, 4, 1 << 60):
@@ -632,7 +662,7 @@ def test_what_was_read_stays_readable_when_its_segment_is_dropped() -> None:
         log = open_small(FaultyFiles(), Policy(segment_bytes=4096, retain_bytes=1), reader=reader)
         fill(log, 3)
         held = log.read_disk(0, 1)
-        log.retain()
+        log.upkeep.retain()
         assert held[0].columns().values() == [b"0:" + LARGE]
 
 
@@ -640,7 +670,9 @@ def test_what_was_read_stays_readable_when_its_segment_is_dropped() -> None:
 
 
 def open_store(files: Any, **settings: Any) -> Store:
-    return Store(Path("/data"), files=files, clock=ManualClock(), meta=memory_meta(), settings=Settings(**settings))
+    return Store(
+        Path("/data"), files=files, clock=ManualClock(), meta=memory_meta(), settings=StoreSettings(**settings)
+    )
 
 
 def test_a_reader_who_keeps_up_never_touches_the_disk() -> None:
@@ -684,10 +716,10 @@ def test_bytes_that_wait_for_the_disk_are_bounded_over_all_logs() -> None:
         append(one, LARGE)
         with pytest.raises(Overloaded):
             append(other, LARGE)
-        assert store.rounds.unflushed_bytes <= 10_000
+        assert store.rounds.unflushed.used <= 10_000
         append(other, b"this still fits")
         store.flush()
-        assert store.rounds.unflushed_bytes == 0
+        assert store.rounds.unflushed.used == 0
         assert append(other, LARGE) == 2
         store.flush()
         assert (len(values(one)), len(values(other))) == (2, 3)
@@ -697,9 +729,9 @@ def test_a_batch_above_the_bound_is_taken_when_no_more_than_half_of_it_waits() -
     with open_store(FaultyFiles(), unflushed_bytes_max=1000) as store:
         log = store.log(store.create_topic("t").id)
         append(log, b"a")
-        assert not store.rounds.is_crowded
+        assert not store.rounds.unflushed.is_crowded
         append(log, LARGE)
-        assert store.rounds.is_crowded
+        assert store.rounds.unflushed.is_crowded
         with pytest.raises(Overloaded):
             append(log, b"b")
         store.flush()
@@ -714,7 +746,7 @@ def test_refused_batches_do_not_wait_any_more() -> None:
         append(log, LARGE)
         append(log, LARGE)
         store.flush()
-        assert store.rounds.unflushed_bytes == 0
+        assert store.rounds.unflushed.used == 0
 
 
 # Time
@@ -805,7 +837,7 @@ def test_a_gap_in_the_sequence_is_refused_and_changes_nothing() -> None:
 def test_a_producer_that_is_not_known_begins_at_sequence_0() -> None:
     """DD-06"""
     log = open_small(FaultyFiles())
-    with pytest.raises(OutOfSequence, match="new producer id"):
+    with pytest.raises(OutOfSequence, match="new producer ID"):
         append(log, b"a", producer=7, sequence=1)
     assert append(log, b"a", producer=7, sequence=0) == 0
 
@@ -862,7 +894,7 @@ def test_a_producer_is_known_when_its_batches_were_rolled_and_dropped() -> None:
     append_told(log, b"b", source=9, position=50)
     log.flush()
     fill(log, 4)
-    log.retain()
+    log.upkeep.retain()
     assert log.start > 1
     for _ in range(2):
         assert append_told(log, b"a", producer=7, sequence=0) == [(0, None)]
@@ -877,7 +909,7 @@ def test_a_producer_is_known_when_compaction_dropped_its_batch() -> None:
     append_flushed(log, b"old", keys=[b"k"], producer=7, sequence=0)
     append_flushed(log, b"new", keys=[b"k"])
     fill(log, 3)
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     log = kill(log, disk)
     assert append_told(log, b"old", keys=[b"k"], producer=7, sequence=0) == [(0, None)]
 
@@ -949,7 +981,7 @@ def test_a_full_disk_refuses_what_it_has_no_room_for_and_keeps_the_rest() -> Non
     assert isinstance(error, AppendFailed)
     assert "No space left" in str(error)
     assert str(log.segments[-1].path) in str(error)
-    assert (log.state, values(log), bytes_on(disk)) == (State.OPEN, [b"a"], size)
+    assert (log.state, values(log), bytes_on(disk)) == (LogState.OPEN, [b"a"], size)
     disk.capacity = None
     assert append_flushed(log, LARGE) == 1
     assert values(log) == [b"a", LARGE]
@@ -963,17 +995,17 @@ def test_a_full_disk_refuses_all_that_waits_in_order_and_each_once() -> None:
     disk.capacity = bytes_on(disk)
     told: list[tuple[int, bool]] = []
 
-    def done(offset: int, error: PenstockError | None) -> None:
-        told.append((offset, isinstance(error, AppendFailed)))
+    def outcome(offset: int) -> Outcome:
+        return Outcome(lambda error: told.append((offset, isinstance(error, AppendFailed))))
 
-    for _ in range(3):
-        log.append(encode([b"b"], timestamp=0), done=done)
-    round_ = log.begin_write()
+    for offset in (1, 2, 3):
+        assert log.append(encode([b"b"], timestamp=0), outcome=outcome(offset)) == offset
+    round_ = log.flusher.begin_write()
     assert round_ is not None
-    log.append(encode([b"appended during the write"], timestamp=0), done=done)
+    log.append(encode([b"appended during the write"], timestamp=0), outcome=outcome(4))
     round_.run()
     assert told == []
-    log.finish_write(round_)
+    log.flusher.finish_write(round_)
     assert told == [(1, True), (2, True), (3, True), (4, True)]
     disk.capacity = None
     log.flush()
@@ -1007,7 +1039,7 @@ def test_a_roll_that_fails_refuses_the_batch_and_the_log_goes_on(call: str, suff
     log.flush()
     [(_, error)] = refused
     assert isinstance(error, AppendFailed)
-    assert (log.state, numbers(log), len(log.segments)) == (State.OPEN, [0], 1)
+    assert (log.state, numbers(log), len(log.segments)) == (LogState.OPEN, [0], 1)
     small = append_told(log, b"1:")
     log.flush()
     assert small == [(1, None)]
@@ -1083,7 +1115,7 @@ def test_a_write_that_cannot_be_taken_back_fails_the_log() -> None:
     answers = append_told(log, b"b")
     log.flush()
     assert isinstance(answers[0][1], LogFailed)
-    assert (log.state, values(log)) == (State.FAILED, [b"a"])
+    assert (log.state, values(log)) == (LogState.FAILED, [b"a"])
     assert values(kill(log, disk))[:1] == [b"a"]
 
 
@@ -1107,7 +1139,7 @@ def test_a_failed_sync_is_final(policy: Policy) -> None:
         assert answers == [(1, None)]
         assert values(log) == [b"committed", b"lost?"]
     assert len(answers) == 1
-    assert log.state is State.FAILED
+    assert log.state is LogState.FAILED
     assert log.failure is not None
     assert "fsync failed" in str(log.failure)
     files.calls.clear()
@@ -1125,18 +1157,18 @@ def test_all_that_waits_is_told_when_a_sync_fails() -> None:
     log = open_small(disk)
     written = append_told(log, b"a")
     write(log)
-    sync = log.begin_sync()
+    sync = log.flusher.begin_sync()
     assert sync is not None
     writing = append_told(log, b"b")
-    round_ = log.begin_write()
+    round_ = log.flusher.begin_write()
     assert round_ is not None
     waiting = append_told(log, b"c")
-    log.finish_sync(sync, OSError(errno.EIO, "a bad disk"))
+    log.flusher.finish_sync(sync, OSError(errno.EIO, "a bad disk"))
     for answers in (written, writing, waiting):
         [(_, error)] = answers
         assert isinstance(error, LogFailed)
     round_.run()
-    log.finish_write(round_)
+    log.flusher.finish_write(round_)
     assert [len(answers) for answers in (written, writing, waiting)] == [1, 1, 1]
     assert (values(log), log.committed) == ([], 0)
 
@@ -1149,7 +1181,7 @@ def test_a_sync_that_fails_when_a_segment_is_sealed_fails_the_log() -> None:
     answers = [append_told(log, b"small"), append_told(log, LARGE)]
     log.flush()
     assert all(isinstance(told[0][1], LogFailed) for told in answers)
-    assert (log.state, numbers(log), len(log.segments)) == (State.FAILED, [0], 1)
+    assert (log.state, numbers(log), len(log.segments)) == (LogState.FAILED, [0], 1)
 
 
 def test_a_failed_log_works_again_after_a_restart() -> None:
@@ -1179,12 +1211,12 @@ def test_segments_go_when_all_in_them_is_older_than_the_policy_keeps() -> None:
         append_flushed(log, b"%d:" % number + LARGE)
         clock.advance(1_000_000)
     # The messages are 6 s to 1 s old. The head of a segment is as old as the last message of the one before it.
-    assert log.retain() == 0
+    assert log.upkeep.retain() == 0
     clock.advance(5_000_000)
-    assert (log.retain(), log.start) == (2, 2)
+    assert (log.upkeep.retain(), log.start) == (2, 2)
     assert numbers(log) == [2, 3, 4, 5]
     clock.advance(1_000_000)
-    assert (log.retain(), log.start) == (1, 3)
+    assert (log.upkeep.retain(), log.start) == (1, 3)
     assert sorted(disk.sizes(DIRECTORY)) == sorted(
         [
             start_name(3),
@@ -1193,8 +1225,8 @@ def test_segments_go_when_all_in_them_is_older_than_the_policy_keeps() -> None:
         ]
     )
     clock.advance(1_000_000_000)
-    assert (log.retain(), log.start, numbers(log)) == (2, 5, [5])
-    assert log.retain() == 0, "never the active one"
+    assert (log.upkeep.retain(), log.start, numbers(log)) == (2, 5, [5])
+    assert log.upkeep.retain() == 0, "never the active one"
     log = kill(log, disk, clock=clock)
     assert (log.start, log.end, numbers(log)) == (5, 6, [5])
     assert append_flushed(log, b"6:") == 6
@@ -1206,11 +1238,11 @@ def test_the_oldest_segments_go_when_the_log_is_larger_than_the_policy_keeps() -
     log = open_small(disk, Policy(segment_bytes=4096, retain_bytes=10_000))
     fill(log, 3)
     assert sum(segment.size for segment in log.segments) <= 10_000
-    assert log.retain() == 0
+    assert log.upkeep.retain() == 0
     append_flushed(log, b"3:" + LARGE)
-    assert (log.retain(), numbers(log)) == (1, [1, 2, 3])
+    assert (log.upkeep.retain(), numbers(log)) == (1, [1, 2, 3])
     fill(log, 10)
-    assert log.retain() == 10
+    assert log.upkeep.retain() == 10
     assert sum(segment.size for segment in log.segments) <= 10_000
     log = kill(log, disk)
     assert (log.start, len(values(log))) == (11, 3)
@@ -1219,7 +1251,7 @@ def test_the_oldest_segments_go_when_the_log_is_larger_than_the_policy_keeps() -
 def test_the_active_segment_stays_however_large_it_is() -> None:
     log = open_small(FaultyFiles(), Policy(segment_bytes=4096, retain_bytes=1, retain_ms=1), clock=ManualClock(0))
     append_flushed(log, LARGE)
-    assert (log.retain(), values(log)) == (0, [LARGE])
+    assert (log.upkeep.retain(), values(log)) == (0, [LARGE])
 
 
 def test_without_a_bound_everything_is_kept() -> None:
@@ -1228,7 +1260,7 @@ def test_without_a_bound_everything_is_kept() -> None:
     log = open_small(FaultyFiles(), clock=clock)
     fill(log, 5)
     clock.advance(10**15)
-    assert (log.retain(), numbers(log)) == (0, [0, 1, 2, 3, 4])
+    assert (log.upkeep.retain(), numbers(log)) == (0, [0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("durability", Durability)
@@ -1237,9 +1269,9 @@ def test_what_is_not_committed_is_not_dropped(durability: Durability) -> None:
     append(log, b"0:" + LARGE)
     append(log, b"1:" + LARGE)
     write(log)
-    assert (log.retain(), log.start, log.committed) == (0, 0, 0)
+    assert (log.upkeep.retain(), log.start, log.committed) == (0, 0, 0)
     log.flush()
-    assert (log.retain(), numbers(log)) == (1, [1])
+    assert (log.upkeep.retain(), numbers(log)) == (1, [1])
 
 
 @pytest.mark.parametrize(("call", "suffix"), [("remove", ".log"), ("sync_directory", ""), ("remove", ".index")])
@@ -1251,10 +1283,10 @@ def test_a_retention_that_failed_is_finished_later_and_leaves_no_gap(call: str, 
     log.policy = Policy(segment_bytes=4096, retain_bytes=9000)
     disk.fail(call, errno.EIO, after=after, path_suffix=suffix)
     with contextlib.suppress(OSError):
-        log.retain()
+        log.upkeep.retain()
     assert list(messages(log)) == list(range(log.start, log.end))
     fill(log, 3)
-    log.retain()
+    log.upkeep.retain()
     assert sum(segment.size for segment in log.segments) <= 9000
     start, found = log.start, messages(log)
     log = kill(log, disk)
@@ -1291,7 +1323,7 @@ def test_compaction_keeps_the_latest_message_of_each_key_at_its_offset() -> None
     append_flushed(log, b"c1", keys=[b"c"])
     append_flushed(log, b"b2", b"d1", keys=[b"b", b"d"])
     seal(log)
-    assert log.compact() == 2
+    assert log.upkeep.compact() == 2
     for _ in range(2):
         assert list(kept(log).items())[:-1] == [(2, b"a2"), (3, b"c1"), (4, b"b2"), (5, b"d1")]
         assert (log.start, log.end) == (0, 7)
@@ -1307,7 +1339,7 @@ def test_readers_get_what_compaction_left_and_not_what_is_still_in_memory() -> N
     append_flushed(log, b"new", keys=[b"k"])
     seal(log)
     assert messages(log)[0] == b"old"
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     assert messages(log) == kept(log)
     assert list(messages(log))[:2] == [1, 2]
     # What is in the active segment is not compacted, and read from memory still.
@@ -1320,7 +1352,7 @@ def test_messages_without_a_key_all_stay_and_an_empty_key_is_a_key() -> None:
     append_flushed(log, b"1", b"2", b"3", b"4", keys=[None, b"", None, b""])
     append_flushed(log, b"no column either")
     seal(log)
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     assert list(kept(log).values())[:-1] == [b"no column", b"1", b"3", b"4", b"no column either"]
 
 
@@ -1332,10 +1364,10 @@ def test_a_tombstone_stays_for_a_while_and_then_goes() -> None:
     append_flushed(log, b"", keys=[b"k"], tombstones=[True])
     seal(log)
     clock.advance(999_999)
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     assert list(kept(log))[:-1] == [1, 2]
     clock.advance(1)
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     assert list(kept(log))[:-1] == [1]
     log = kill(log, disk, clock=clock)
     assert list(kept(log))[:-1] == [1]
@@ -1347,7 +1379,7 @@ def test_a_tombstone_that_was_overtaken_is_dropped_like_any_message() -> None:
     append_flushed(log, b"", keys=[b"k"], tombstones=[True])
     append_flushed(log, b"value", keys=[b"k"], tombstones=[False])
     seal(log)
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     assert list(kept(log).values())[:-1] == [b"value"]
 
 
@@ -1357,7 +1389,7 @@ def test_a_tombstone_without_a_key_deletes_nothing_and_stays() -> None:
     append_flushed(log, b"value", b"odd", keys=[b"k", None], tombstones=[False, True])
     seal(log)
     clock.advance(10**12)
-    assert log.compact() == 0
+    assert log.upkeep.compact() == 0
 
 
 def test_the_active_segment_is_not_compacted_but_counts() -> None:
@@ -1367,7 +1399,7 @@ def test_the_active_segment_is_not_compacted_but_counts() -> None:
     append_flushed(log, b"active 1", keys=[b"k"])
     append_flushed(log, b"active 2", keys=[b"k"])
     assert len(log.segments) == 3
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     assert [value for value in kept(log).values() if len(value) < 100] == [b"active 1", b"active 2"]
 
 
@@ -1378,9 +1410,9 @@ def test_what_is_not_durable_does_not_overtake_what_is() -> None:
         seal(log)
         append(log, b"written", keys=[b"k"])
         write(log)
-        assert log.compact() == 0
+        assert log.upkeep.compact() == 0
         log.flush()
-        assert log.compact() == 1
+        assert log.upkeep.compact() == 1
 
 
 def test_every_column_of_a_message_survives_compaction() -> None:
@@ -1402,7 +1434,7 @@ def test_every_column_of_a_message_survives_compaction() -> None:
     append_flushed(log, b"x", b"z", keys=[b"x", b"z"])
     before = log.read_disk(8, 1)[0]
     seal(log)
-    assert log.compact() == 8
+    assert log.upkeep.compact() == 8
     [batch] = log.read_disk(8, 1)
     columns = batch.columns()
     assert columns.values() == [b"1" * 100, b"2" * 100]
@@ -1426,16 +1458,16 @@ def test_compaction_is_right_again_and_again() -> None:
             base = append_flushed(log, *items, keys=keys)
             latest |= {key: (base + place, items[place]) for place, key in enumerate(keys)}
             if step % 5 == 4:
-                log.compact()
+                log.upkeep.compact()
                 assert set(latest.values()) <= set(kept(log).items())
             if step % 13 == 12:
                 log = kill(log, disk, reader=reader)
         seal(log)
-        log.compact()
+        log.upkeep.compact()
         found = kept(log)
         found.popitem()
         assert sorted(found.items()) == sorted(latest.values())
-        assert log.compact() == 0
+        assert log.upkeep.compact() == 0
         assert not log.verify().damage
 
 
@@ -1445,7 +1477,7 @@ def test_a_segment_of_which_nothing_is_left_is_read_over() -> None:
         log = open_small(disk, COMPACT, reader=reader)
         for number in range(5):
             append_flushed(log, b"%d:" % number + LARGE, keys=[b"k"])
-        assert log.compact() == 4
+        assert log.upkeep.compact() == 4
         for _ in range(2):
             assert (numbers(log), numbers(log, 2)) == ([4], [4])
             assert (log.start, log.offset_at(0)) == (0, 4)
@@ -1453,13 +1485,13 @@ def test_a_segment_of_which_nothing_is_left_is_read_over() -> None:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_readers_that_hold_a_batch_of_before_the_compaction_go_on(reader: Reader) -> None:
+def test_readers_that_hold_a_batch_of_before_the_compaction_go_on(reader: ReadMode) -> None:
     log = open_small(FaultyFiles(), COMPACT, reader=reader)
     append_flushed(log, b"old", b"other", keys=[b"k", b"o"])
     append_flushed(log, b"new", keys=[b"k"])
     seal(log)
     held = log.read_disk(0, 1)
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
     assert held[0].columns().values() == [b"old", b"other"]
     assert [batch.base_offset for batch in log.read_disk(held[0].end, 1)] == [2]
 
@@ -1474,25 +1506,25 @@ def test_a_compaction_that_fails_changes_nothing_and_may_be_repeated(call: str, 
     before, names = kept(log), disk.sizes(DIRECTORY)
     disk.fail(call, errno.ENOSPC, path_suffix=suffix)
     with pytest.raises(AppendFailed):
-        log.compact()
+        log.upkeep.compact()
     assert (kept(log), disk.sizes(DIRECTORY)) == (before, names)
-    assert log.compact() == 1
+    assert log.upkeep.compact() == 1
 
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("call", ["remove", "rename", "sync_directory"])
-def test_a_compaction_that_fails_half_way_loses_nothing_that_it_should_keep(call: str, reader: Reader) -> None:
+def test_a_compaction_that_fails_half_way_loses_nothing_that_it_should_keep(call: str, reader: ReadMode) -> None:
     disk = FaultyFiles()
     log = open_small(disk, COMPACT, reader=reader)
     for number in range(4):
         append_flushed(log, b"%d:" % number + LARGE, keys=[b"k"])
     disk.fail(call, errno.EIO)
     with pytest.raises((OSError, AppendFailed), match="Input/output error"):
-        log.compact()
+        log.upkeep.compact()
     for segment in log.segments[:-1]:
         segment.release()  # as it is when other segments were read since
     assert numbers(log)[-1] == 3
-    log.compact()
+    log.upkeep.compact()
     assert numbers(log) == [3]
     assert numbers(kill(log, disk)) == [3]
 
@@ -1510,7 +1542,7 @@ def test_a_damaged_segment_is_not_compacted_and_the_others_are() -> None:
         append_flushed(log, b"%d:" % number + LARGE, keys=[b"k"])
     damage(disk, log.segments[0].path, -100)
     before = disk.content(log.segments[0].path)
-    assert log.compact() == 2
+    assert log.upkeep.compact() == 2
     assert disk.content(log.segments[0].path) == before
     assert numbers(log, 1) == [3]
 
@@ -1525,7 +1557,7 @@ def test_a_deleted_key_does_not_come_back_from_a_segment_that_is_damaged() -> No
     seal(log)
     damage(disk, log.segments[0].path, -100)
     clock.advance(10**12)
-    log.compact()
+    log.upkeep.compact()
     assert [batch.columns().values() for batch in log.read_disk(0, 0)] == [[b"value"]]
     assert [batch.columns().tombstones() for batch in log.read_disk(2, 0)] == [[True]], "readers must learn of it"
 
@@ -1541,7 +1573,7 @@ def test_compaction_survives_a_power_cut_at_any_call() -> None:
         before = kept(log)
         disk.cut_after = disk.calls + seed
         try:
-            log.compact()
+            log.upkeep.compact()
             break
         except PowerCut:
             disk = disk.power_cut()
@@ -1549,7 +1581,7 @@ def test_compaction_survives_a_power_cut_at_any_call() -> None:
         found = kept(log)
         assert found.items() <= before.items()
         assert before.keys() - found.keys() <= {0, 2}
-        log.compact()
+        log.upkeep.compact()
         assert before.keys() - kept(log).keys() == {0, 2}
         seed += 1
     assert seed > 5
@@ -1573,14 +1605,14 @@ def step_in(files: WatchedFiles, name: str, act: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(("reader", "name"), STEPS)
-def test_a_read_of_a_segment_that_is_dropped_meanwhile_is_answered_or_out_of_range(reader: Reader, name: str) -> None:
+def test_a_read_of_a_segment_that_is_dropped_meanwhile_is_answered_or_out_of_range(reader: ReadMode, name: str) -> None:
     files = WatchedFiles(FaultyFiles())
     log = open_small(files, reader=reader)
     fill(log, 4)
     log.policy = Policy(segment_bytes=4096, retain_bytes=1)
     for segment in log.segments[:-1]:
         segment.release()
-    step_in(files, name, log.retain)
+    step_in(files, name, log.upkeep.retain)
     found: list[Batch] = []
     with contextlib.suppress(OffsetOutOfRange):
         found = log.read_disk(0, 1)
@@ -1589,14 +1621,14 @@ def test_a_read_of_a_segment_that_is_dropped_meanwhile_is_answered_or_out_of_ran
 
 
 @pytest.mark.parametrize(("reader", "name"), STEPS)
-def test_a_read_of_a_segment_that_is_compacted_meanwhile_finds_all_that_stays(reader: Reader, name: str) -> None:
+def test_a_read_of_a_segment_that_is_compacted_meanwhile_finds_all_that_stays(reader: ReadMode, name: str) -> None:
     files = WatchedFiles(FaultyFiles())
     log = open_small(files, COMPACT, reader=reader)
     for number in range(4):
         append_flushed(log, b"%d:" % number + LARGE, keys=[b"k"])
     for segment in log.segments[:-1]:
         segment.release()
-    step_in(files, name, log.compact)
+    step_in(files, name, log.upkeep.compact)
     found: list[Batch] = []
     offset = 0
     while batches := log.read_disk(offset, 1):
@@ -1615,7 +1647,7 @@ def test_segments_that_are_dropped_while_an_offset_is_sought_are_passed_over() -
         clock.advance(100)
     log.close()
     log = open_small(files, Policy(segment_bytes=4096, retain_bytes=1), clock=clock)
-    step_in(files, "open", log.retain)
+    step_in(files, "open", log.upkeep.retain)
     assert log.offset_at(1150) in (2, 3)
 
 
@@ -1625,13 +1657,15 @@ def test_segments_that_are_dropped_while_an_offset_is_sought_are_passed_over() -
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("reopen", [None, *REOPENS])
 @pytest.mark.parametrize("policy", [SMALL, FLUSH], ids=["fsync", "flush"])
-def test_truncation_drops_what_reaches_beyond_the_offset(policy: Policy, reopen: Reopen | None, reader: Reader) -> None:
+def test_truncation_drops_what_reaches_beyond_the_offset(
+    policy: Policy, reopen: Reopen | None, reader: ReadMode
+) -> None:
     for offset in range(25):
         disk = FaultyFiles()
         log = open_small(disk, policy, reader=reader, tail_bytes=1 << 20)
         for number in range(8):
             append_flushed(log, *(b"%d:" % (3 * number + place) + bytes(500) for place in range(3)))
-        log.truncate(offset)
+        log.upkeep.truncate(offset)
         if reopen is not None:
             log = reopen(log, disk)
         left = list(range(offset - offset % 3))
@@ -1649,7 +1683,7 @@ def test_truncation_at_the_end_changes_nothing() -> None:
     log = open_small(files)
     fill(log, 2)
     files.calls.clear()
-    log.truncate(2)
+    log.upkeep.truncate(2)
     assert not {call.name for call in files.calls} & {"create", "truncate", "remove", "write"}
     assert (numbers(log), append(log, b"c")) == ([0, 1], 2)
 
@@ -1657,10 +1691,10 @@ def test_truncation_at_the_end_changes_nothing() -> None:
 def test_truncation_to_an_offset_that_the_log_does_not_hold_is_refused() -> None:
     log = open_small(FaultyFiles(), Policy(segment_bytes=4096, retain_bytes=1))
     fill(log, 3)
-    log.retain()
+    log.upkeep.retain()
     for offset in (1, 4):
         with pytest.raises(OffsetOutOfRange):
-            log.truncate(offset)
+            log.upkeep.truncate(offset)
     assert numbers(log) == [2]
 
 
@@ -1670,8 +1704,8 @@ def test_a_log_may_be_truncated_again_and_again() -> None:
     for number in range(5):
         append_flushed(log, b"%d:" % number)
         append_flushed(log, b"dropped")
-        log.truncate(log.end - 1)
-        log.truncate(log.end)
+        log.upkeep.truncate(log.end - 1)
+        log.upkeep.truncate(log.end)
     assert numbers(log) == [0, 1, 2, 3, 4]
     assert numbers(kill(log, disk)) == [0, 1, 2, 3, 4]
 
@@ -1683,7 +1717,7 @@ def test_a_truncated_batch_may_be_sent_again_by_its_producer(reopen: Reopen | No
         log = open_small(disk)
         append_flushed(log, b"a", producer=7, sequence=0)
         append_flushed(log, b"b", b"c", b"d", producer=7, sequence=1)
-        log.truncate(offset)
+        log.upkeep.truncate(offset)
         if reopen is not None:
             log = reopen(log, disk)
         assert append_told(log, b"a", producer=7, sequence=0) == [(0, None)]
@@ -1701,7 +1735,7 @@ def test_a_truncated_batch_may_be_sent_again_by_its_source_and_what_stays_may_no
         log.flush()
         append_told(log, b"b", b"c", source=9, position=20)
         log.flush()
-        log.truncate(offset)
+        log.upkeep.truncate(offset)
         if reopen is not None:
             log = reopen(log, disk)
         append_told(log, b"a", source=9, position=10)
@@ -1718,7 +1752,7 @@ def test_a_truncation_that_is_interrupted_may_be_repeated() -> None:
         fill(log, 5)
         disk.cut_after = disk.calls + seed
         try:
-            log.truncate(2)
+            log.upkeep.truncate(2)
             break
         except PowerCut:
             disk = disk.power_cut()
@@ -1726,7 +1760,7 @@ def test_a_truncation_that_is_interrupted_may_be_repeated() -> None:
         found = numbers(log)
         assert found[:2] == [0, 1]
         assert found == list(range(len(found)))
-        log.truncate(2)
+        log.upkeep.truncate(2)
         assert numbers(log) == [0, 1]
         base = append_flushed(log, b"5:")
         assert base >= 5
@@ -1742,7 +1776,7 @@ def test_readers_that_hold_a_truncated_batch_go_on() -> None:
     append_flushed(log, LARGE)
     append_flushed(log, LARGE)
     held = log.read_disk(1, 1)
-    log.truncate(1)
+    log.upkeep.truncate(1)
     assert held[0].columns().values() == [b"held"]
     assert values(log) == [b"kept"]
 
@@ -1787,17 +1821,17 @@ def test_a_scan_of_a_segment_that_grows_meanwhile_ends_where_it_began_to_look() 
 def test_a_log_knows_which_batches_it_holds() -> None:
     log = open_small(FaultyFiles())
     first, second = (encode([b"a"], timestamp=0, producer=7, sequence=number) for number in range(2))
-    assert not log.holds(first)
-    assert not log.holds(second)
+    assert not log.producers.is_duplicate(first)
+    assert not log.producers.is_duplicate(second)
     append_flushed(log, b"a", producer=7, sequence=0)
-    assert log.holds(first)
-    assert not log.holds(second)
+    assert log.producers.is_duplicate(first)
+    assert not log.producers.is_duplicate(second)
     append(log, b"b", producer=7, sequence=1)
-    assert log.holds(second)
-    assert not log.holds(encode([b"a"], timestamp=0, producer=8, sequence=0))
-    assert not log.holds(encode([b"a"], timestamp=0, producer=7, sequence=5))
+    assert log.producers.is_duplicate(second)
+    assert not log.producers.is_duplicate(encode([b"a"], timestamp=0, producer=8, sequence=0))
+    assert not log.producers.is_duplicate(encode([b"a"], timestamp=0, producer=7, sequence=5))
     append_flushed(log, b"c")
-    assert not log.holds(encode([b"c"], timestamp=0))
+    assert not log.producers.is_duplicate(encode([b"c"], timestamp=0))
 
 
 def places(log: Log) -> list[tuple[int, int]]:
@@ -1853,7 +1887,7 @@ def test_an_offset_further_than_there_is_anything_is_the_end_of_what_is_committe
 def test_an_offset_that_retention_dropped_is_refused_when_it_is_asked_how_far_it_is() -> None:
     log = open_small(FaultyFiles(), policy=Policy(segment_bytes=4096, retain_bytes=8192))
     fill(log, 6)
-    assert log.retain()
+    assert log.upkeep.retain()
     with pytest.raises(OffsetOutOfRange):
         log.offset_after(0, 1)
     assert log.offset_after(log.start, 1) == log.start + 1

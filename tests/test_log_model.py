@@ -23,18 +23,19 @@ from hypothesis.stateful import (
 
 from penstock.batch import Batch, Compression, encode
 from penstock.errors import OffsetOutOfRange, OutOfSequence, PenstockError
+from penstock.outcome import Outcome
 from penstock.storage.flush import Sync, Write
 from penstock.storage.log import Log
 from penstock.storage.policy import Cleanup, Durability, Policy
 from penstock.storage.producers import IN_FLIGHT_MAX
 from penstock.storage.retention import part_bytes
-from penstock.storage.segment import Reader
+from penstock.storage.segment import ReadMode
 from penstock.testing import FaultyFiles, ManualClock
 from tests.batches import Lists, expected, read
 from tests.logs import open_log
 
 DIRECTORY = Path("/data/log")
-READERS: tuple[Reader, ...] = ("pread", "mmap")
+READERS: tuple[ReadMode, ...] = ("pread", "mmap")
 TAIL_BYTES = (1 << 20, 5000, 0)
 PERCENT = st.integers(0, 201)
 BOOLEANS = st.booleans()
@@ -148,7 +149,7 @@ class LogMachine(RuleBasedStateMachine):
         self.published: dict[int, int] = {}  # producer -> the highest sequence that was ever written
 
     @initialize(reader=st.sampled_from(READERS), tail=st.sampled_from(TAIL_BYTES))
-    def begin(self, reader: Reader, tail: int) -> None:
+    def begin(self, reader: ReadMode, tail: int) -> None:
         self.append_time = self.clock.now_us()
         self._open(reader, tail)
 
@@ -212,9 +213,8 @@ class LogMachine(RuleBasedStateMachine):
         self.appended += 1
         lists = shape.lists(self.appended)
         waiter = Waiter(self.end + len(lists["values"]), self.end)
-        offset = self.log.append(
-            encode(**lists, **fields), source=source, position=position, done=lambda *answer: waiter.told.append(answer)
-        )
+        outcome = Outcome(lambda error: waiter.told.append((waiter.offset, error)))
+        offset = self.log.append(encode(**lists, **fields), source=source, position=position, outcome=outcome)
         assert offset == self.end
         assert offset >= self.seen_end
         entry = Entry(offset, lists, fields.get("producer", 0), fields.get("sequence", 0))
@@ -224,7 +224,8 @@ class LogMachine(RuleBasedStateMachine):
 
     def _append_again(self, batch: Batch, offset: int, **fields: int) -> None:
         waiter = Waiter(self.end, offset)
-        assert self.log.append(batch, **fields, done=lambda *answer: waiter.told.append(answer)) == offset
+        outcome = Outcome(lambda error: waiter.told.append((offset, error)))
+        assert self.log.append(batch, **fields, outcome=outcome) == offset
         self.waiters.append(waiter)
 
     # The rounds, whole and in their parts.
@@ -241,7 +242,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.write is None)
     @rule()
     def begin_write(self) -> None:
-        self.write = self.log.begin_write()
+        self.write = self.log.flusher.begin_write()
         if self.write is None:
             assert not self.pending or self.sync, "what waits is not written"
         else:
@@ -260,7 +261,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def finish_write(self) -> None:
         assert self.write is not None
-        self.log.finish_write(self.write)
+        self.log.flusher.finish_write(self.write)
         self._written()
 
     @precondition(lambda self: self.ran and self.sync is None)
@@ -269,15 +270,15 @@ class LogMachine(RuleBasedStateMachine):
         assert self.write is not None
         sync = self.write.sync()
         sync.file.sync()
-        self.log.finish_write(self.write)
-        self.log.finish_sync(sync, None)
+        self.log.flusher.finish_write(self.write)
+        self.log.flusher.finish_sync(sync, None)
         self._written()
         self._made_durable()
 
     @precondition(lambda self: self.sync is None)
     @rule()
     def begin_sync(self) -> None:
-        self.sync = self.log.begin_sync()
+        self.sync = self.log.flusher.begin_sync()
         if self.sync is None:
             assert self.durable == self.written or self.write, "what is written is not synced"
         self.syncing = self.written, self.reserved_written
@@ -287,7 +288,7 @@ class LogMachine(RuleBasedStateMachine):
     def finish_sync(self) -> None:
         assert self.sync is not None
         self.sync.file.sync()
-        self.log.finish_sync(self.sync, None)
+        self.log.flusher.finish_sync(self.sync, None)
         self.sync = None
         written, reserved = self.syncing
         self.durable = max(self.durable, written)
@@ -393,7 +394,7 @@ class LogMachine(RuleBasedStateMachine):
         self.flush()
         offset = self._offset(percent)
         active = self.log.segments[-1].base
-        self.log.truncate(offset)
+        self.log.upkeep.truncate(offset)
         assert self.log.end in (self.end, self.end + 1)
         if self.log.segments[-1].base != active:
             self.append_time = max(self.append_time, self.clock.now_us())
@@ -409,7 +410,7 @@ class LogMachine(RuleBasedStateMachine):
     def retain(self) -> None:
         sizes = {segment.base: segment.size for segment in self.log.segments}
         bases = list(sizes)
-        dropped = self.log.retain()
+        dropped = self.log.upkeep.retain()
         assert [segment.base for segment in self.log.segments] == bases[dropped:], "oldest first"
         droppable = sum(base <= self.committed for base in bases[1:])
         assert dropped <= droppable, "never the active one, nor what is not committed"
@@ -434,7 +435,7 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def compact(self) -> None:
         sealed_end = self.log.segments[-1].base
-        dropped = self.log.compact()
+        dropped = self.log.upkeep.compact()
         latest: dict[bytes, int] = {}
         for entry in self.stored:
             if entry.end <= self.durable:
@@ -450,7 +451,7 @@ class LogMachine(RuleBasedStateMachine):
         self._check_all()
 
     @rule(kill=BOOLEANS, reader=st.sampled_from(READERS), tail=st.sampled_from(TAIL_BYTES))
-    def reopen(self, kill: bool, reader: Reader, tail: int) -> None:
+    def reopen(self, kill: bool, reader: ReadMode, tail: int) -> None:
         if kill:
             self._kill()
         else:
@@ -479,7 +480,7 @@ class LogMachine(RuleBasedStateMachine):
         self.ran = False
         self.sync = None
 
-    def _open(self, reader: Reader, tail: int) -> None:
+    def _open(self, reader: ReadMode, tail: int) -> None:
         self.log = open_log(
             DIRECTORY, files=self.disk, clock=self.clock, policy=self.policy, reader=reader, tail_bytes=tail
         )
@@ -504,8 +505,8 @@ class LogMachine(RuleBasedStateMachine):
     @invariant()
     def marks_and_answers_are_as_expected(self) -> None:
         log = self.log
-        assert log.start <= log.committed <= log.written <= log.end
-        assert (log.committed, log.written, log.end) == (self.committed, self.written, self.end)
+        assert log.start <= log.committed <= log.marks.written <= log.end
+        assert (log.committed, log.marks.written, log.end) == (self.committed, self.written, self.end)
         for waiter in self.waiters:
             assert waiter.told == ([(waiter.offset, None)] if waiter.end <= self.committed else [])
         self.waiters = [waiter for waiter in self.waiters if waiter.end > self.committed]

@@ -18,9 +18,9 @@ import pytest
 
 from penstock import Broker, Client
 from penstock.cli.logs import JsonFormatter, TextFormatter
+from penstock.doors.journal import INTERVAL_US, LINES_MAX, SLOW_US, Journal
+from penstock.doors.session import Session
 from penstock.errors import NoBroker, PenstockError, Unauthorized
-from penstock.server.connection import Connection
-from penstock.server.journal import INTERVAL_US, LINES_MAX, SLOW_US, Journal
 from penstock.testing import ManualClock
 from tests.proxy import Proxy
 from tests.server import PATIENCE_S, Serve
@@ -28,10 +28,8 @@ from tests.server import PATIENCE_S, Serve
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) .+")
 
 
-def connection(**fields: Any) -> Connection:
-    return cast(
-        Connection, SimpleNamespace(**{"id": 7, "name": "till", "address": "10.0.0.1", "peer": object()} | fields)
-    )
+def connection(**fields: Any) -> Session:
+    return cast(Session, SimpleNamespace(**{"id": 7, "name": "till", "address": "10.0.0.1", "peer": object()} | fields))
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -81,7 +79,7 @@ def test_the_whole_process_logs_in_one_form(tmp_path: Path, form: str) -> None:
     wanted = ["login failed: binary client 127.0.0.1", "publish refused: connection", "Invalid HTTP request received."]
     if form == "json":
         found = [json.loads(line) for line in lines]
-        assert {"uvicorn.error", "penstock.server.journal"} <= {each["logger"] for each in found}
+        assert {"uvicorn.error", "penstock.doors.journal"} <= {each["logger"] for each in found}
         lines = [each["message"] for each in found]
     else:
         assert all(LINE.fullmatch(line) for line in lines), lines
@@ -97,7 +95,7 @@ def test_a_form_that_is_none_is_refused() -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (1, "error: PENSTOCK_LOG_FORMAT is 'xml': it must be text or json\n")
+    assert (done.returncode, done.stderr) == (1, "error: invalid PENSTOCK_LOG_FORMAT 'xml': it must be text or json\n")
 
 
 def test_the_library_configures_nothing() -> None:
@@ -179,12 +177,12 @@ def test_a_client_logs_that_it_lost_its_connection_and_has_it_again(caplog: pyte
         Client(f"127.0.0.1:{proxy.port}") as client,
     ):
         proxy.cut()
-        wait_for(lambda: any(text.endswith("again") and "connected to" in text for text in messages(caplog)))
+        wait_for(lambda: any(text.startswith("reconnected to") for text in messages(caplog)))
         client.topics()
     lines = [text for text in messages(caplog) if f"127.0.0.1:{proxy.port}" in text]
     assert lines[0].startswith(f"the connection to 127.0.0.1:{proxy.port} was lost")
-    assert lines[0].endswith("; connecting again")
-    assert f"connected to 127.0.0.1:{proxy.port} again" in lines
+    assert lines[0].endswith("; reconnecting")
+    assert f"reconnected to 127.0.0.1:{proxy.port}" in lines
 
 
 def test_a_client_that_never_connected_or_is_closed_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from penstock.errors import AppendFailed, Closed
-from penstock.storage import recovery
+from penstock.storage import examine, log_files
 from penstock.storage.log import Log
 from penstock.storage.meta import Change
+from penstock.storage.open_segments import OpenSegments
 from penstock.storage.policy import Cleanup, Policy
-from penstock.storage.segment import OpenSegments, Reader
-from penstock.storage.store import Settings, Store
+from penstock.storage.segment import ReadMode
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import append, memory_meta, messages, open_log
 from tests.watched import Call, WatchedFiles
@@ -26,7 +27,7 @@ DIRECTORY = Path("/log")
 COMPACT = Policy(segment_bytes=16_384, cleanup=Cleanup.COMPACT)
 
 
-def open_small(files: Any, *, reader: Reader = "pread") -> Log:
+def open_small(files: Any, *, reader: ReadMode = "pread") -> Log:
     return open_log(DIRECTORY, files=files, policy=COMPACT, reader=reader)
 
 
@@ -48,12 +49,12 @@ def judge(log: Log, disk: FaultyFiles, before: dict[int, bytes], segments: int) 
 
 
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
-def test_small_segments_become_one_and_every_message_keeps_its_offset(reader: Reader) -> None:
+def test_small_segments_become_one_and_every_message_keeps_its_offset(reader: ReadMode) -> None:
     disk = FaultyFiles()
     log = open_small(disk, reader=reader)
     fill(log, 12)
     held = log.read_disk(0, 1)
-    assert log.compact() == 24
+    assert log.upkeep.compact() == 24
     expected = {3 * number + 1: b"own" + bytes(20) for number in range(13)} | {36: b"12", 38: bytes(13_000)}
     assert messages(log) == dict(sorted(expected.items()))
     assert [segment.base for segment in log.segments] == [0, 36]
@@ -77,12 +78,12 @@ def test_merged_segments_are_merged_again_and_stay_within_half_a_segment() -> No
     for _ in range(30):
         append(log, b"k", bytes(13_000), keys=[b"k", b"large"])
         log.flush()
-        log.compact()
+        log.upkeep.compact()
     assert len(log.segments) <= 5
     for number in range(60):
         append(log, bytes(1000), bytes(13_000), keys=[b"%d" % number, b"large"])
         log.flush()
-    log.compact()
+    log.upkeep.compact()
     sealed = log.segments[:-1]
     assert len(sealed) < 15
     assert all(segment.size <= COMPACT.segment_bytes // 2 for segment in sealed)
@@ -115,14 +116,14 @@ def test_a_merge_survives_a_power_cut_at_any_call() -> None:
         before = messages(log)
         disk.cut_after = disk.calls + seed
         try:
-            log.compact()
+            log.upkeep.compact()
             break
         except PowerCut:
             disk = disk.power_cut()
         # What only looks at the files finds nothing wrong, nor anything twice.
-        found = recovery.look_around(disk, OpenSegments(), DIRECTORY, "pread")
+        found = log_files.list_log(disk, OpenSegments(), DIRECTORY, "pread")
         assert found.problems == []
-        report = recovery.verify(found.segments, start=found.start)
+        report = examine.verify(found.segments, start=found.start)
         assert not report.damage, f"seed {seed}: {report.damage}"
         # The power may go again while that is finished.
         for step in count():
@@ -136,7 +137,7 @@ def test_a_merge_survives_a_power_cut_at_any_call() -> None:
         judge(log, disk, before, 6)
         merged += len(log.segments) == 2
         assert not [name for name in disk.sizes(DIRECTORY) if not name.endswith((".log", ".index", ".start"))]
-        log.compact()
+        log.upkeep.compact()
         assert len(log.segments) == 2
         append(log, b"more")
         log.flush()
@@ -153,7 +154,7 @@ def test_a_merge_that_fails_loses_nothing_and_is_finished_later(call: str, after
     disk = FaultyFiles()
     log = open_small(disk)
     fill(log, 6)
-    log.compact()  # the segments are merged; now there is only that to do
+    log.upkeep.compact()  # the segments are merged; now there is only that to do
     for number in range(6):
         append(log, b"%d" % number, bytes(13_000), keys=[b"k", b"large"])
         log.flush()
@@ -161,8 +162,8 @@ def test_a_merge_that_fails_loses_nothing_and_is_finished_later(call: str, after
     before = messages(log)
     for _ in range(20):
         try:
-            log.retain()
-            log.compact()
+            log.upkeep.retain()
+            log.upkeep.compact()
             break
         except (OSError, AppendFailed):
             assert messages(log).items() <= before.items()
@@ -180,7 +181,7 @@ def test_a_merge_that_fails_loses_nothing_and_is_finished_later(call: str, after
 
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
 @pytest.mark.parametrize("name", ["open", "read", "view"])
-def test_a_reader_that_a_merge_overtakes_finds_every_message(name: str, reader: Reader) -> None:
+def test_a_reader_that_a_merge_overtakes_finds_every_message(name: str, reader: ReadMode) -> None:
     """The merge steps in between what a reader found and what it opens, at each of its calls."""
     for place in range(12):
         disk = FaultyFiles()
@@ -188,7 +189,7 @@ def test_a_reader_that_a_merge_overtakes_finds_every_message(name: str, reader: 
         log = open_small(files, reader=reader)
         fill(log, 6)
         for segment in log.segments[:-1]:
-            log._open_segments.drop(segment)
+            segment.release()
         calls = 0
 
         def merge(call: Call, log: Log = log, files: WatchedFiles = files, place: int = place) -> None:
@@ -196,7 +197,7 @@ def test_a_reader_that_a_merge_overtakes_finds_every_message(name: str, reader: 
             calls += call.name == name
             if call.name == name and calls == place + 1:
                 files.before = None
-                log.compact()
+                log.upkeep.compact()
 
         files.before = merge
         found = messages(log, bytes_max=1)
@@ -208,7 +209,7 @@ def test_a_segment_that_is_missing_is_noticed_beside_merged_ones() -> None:
     disk = FaultyFiles()
     log = open_small(disk)
     fill(log, 6)
-    log.compact()
+    log.upkeep.compact()
     fill_more = [b"%d" % number * 13_000 for number in range(3)]
     for value in fill_more:
         append(log, value, keys=[value[:1]])
@@ -234,7 +235,7 @@ def test_upkeep_of_one_topic_delays_neither_deleting_nor_creating_others() -> No
             released.wait(10)
 
     async def main() -> None:
-        settings = Settings(upkeep_ms=1)
+        settings = StoreSettings(upkeep_ms=1)
         with Store(Path("/data"), files=files, clock=ManualClock(), meta=memory_meta(), settings=settings) as store:
             long, other = store.create_topic("long", policy=COMPACT), store.create_topic("other", policy=COMPACT)
             for number in range(4):
@@ -274,7 +275,7 @@ def test_compaction_gives_up_when_its_log_is_deleted_or_the_store_ends() -> None
 
         before = messages(log)
         with pytest.raises(Closed, match="compaction stopped"):
-            log.compact(stopped)
+            log.upkeep.compact(stopped)
         judge(log, disk, before, 6)
         assert not [name for name in disk.sizes(DIRECTORY) if not name.endswith((".log", ".index", ".start"))]
-        assert log.compaction_due
+        assert log.upkeep.is_compaction_due

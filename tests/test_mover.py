@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from penstock.broker import broker, delay, mover, sources
+from penstock.broker import changes, delay, moves, sources
 from penstock.broker.broker import Settings
 from penstock.broker.delay import Delays
 from penstock.broker.partition import Partition
@@ -115,7 +115,7 @@ async def test_parts_are_appended_once_wherever_the_power_is_cut(monkeypatch: py
 @in_loop
 async def test_parts_are_appended_once_though_messages_are_gone_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PART_BYTES", 2000)
-    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    monkeypatch.setattr(changes, "_OWN_POLICY", Policy(segment_bytes=4096))
     disk = FaultyFiles()
     values = [b"%d" % number * 900 for number in range(10)]
     async with Life(disk) as life:
@@ -131,8 +131,8 @@ async def test_parts_are_appended_once_though_messages_are_gone_meanwhile(monkey
         assert life.in_log(b"orders") == [b"now", *arrived]
         assert problem(life) is not None
         log = life.log(b"$delayed")
-        log.unneeded = log.segments[1].base
-        assert log.retain() == 1
+        log.upkeep.unneeded = log.segments[1].base
+        assert log.upkeep.retain() == 1
         first = log.start
         assert first > 1
         disk.heal()
@@ -182,7 +182,7 @@ async def test_what_is_decided_for_a_topic_that_is_refused_is_not_lost() -> None
 
 @in_loop
 async def test_moves_are_folded_though_a_target_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "_MOVES_MAX", 4)
+    monkeypatch.setattr(moves, "_MOVES_MAX", 4)
     disk = FaultyFiles()
     async with Life(disk) as life:
         await life.stored(b"full", b"now")
@@ -299,7 +299,7 @@ async def test_an_unexpected_error_does_not_end_the_timer(step: str, monkeypatch
 
 @in_loop
 async def test_damage_delays_only_the_messages_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    monkeypatch.setattr(changes, "_OWN_POLICY", Policy(segment_bytes=4096))
     disk = FaultyFiles()
     values = [b"%d" % number * 900 for number in range(9)]
     async with Life(disk) as life:
@@ -353,15 +353,15 @@ async def test_upkeep_removes_what_was_delivered() -> None:
 
 @in_loop
 async def test_offsets_without_a_message_do_not_keep_what_was_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    monkeypatch.setattr(changes, "_OWN_POLICY", Policy(segment_bytes=4096))
     disk = FaultyFiles()
     async with Life(disk) as life:
         for number in range(20):
             await life.stored(b"orders", b"%d" % number * 400, headers=b"Delay: %ds\r\n" % (5 if number < 10 else 50))
         log = life.log(b"$delayed")
         # Some are gone before they are delivered, and one is no delayed message.
-        log.unneeded = log.segments[1].base
-        assert log.retain() == 1
+        log.upkeep.unneeded = log.segments[1].base
+        assert log.upkeep.retain() == 1
         life.partition(b"$delayed").append(run_of(b"orders", b"not delayed"), None)
         await life.settle()
         await life.advance(5 * SECOND)
@@ -369,8 +369,8 @@ async def test_offsets_without_a_message_do_not_keep_what_was_delivered(monkeypa
     async with Life(disk) as life:
         await life.advance(50 * SECOND)
         delays = delays_of(life)
-        assert delays._mover.floor == life.partition(b"$delayed").end
-        assert len(delays._mover._moved) == 0
+        assert delays._mover.moves.floor == life.partition(b"$delayed").end
+        assert delays._mover.moves.range_count == 0
         assert stored_bytes(life) <= 4096
         assert len(delays) == 0
 
@@ -388,7 +388,7 @@ async def let_pass(life: Life) -> None:
 
 @in_loop
 async def test_one_that_is_due_in_a_year_does_not_keep_what_was_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    monkeypatch.setattr(changes, "_OWN_POLICY", Policy(segment_bytes=4096))
     monkeypatch.setattr(delay, "_SLACK_BYTES", 8192)
     disk = FaultyFiles()
     async with Life(disk) as life:
@@ -407,7 +407,7 @@ async def test_one_that_is_due_in_a_year_does_not_keep_what_was_delivered(monkey
 async def test_those_that_are_stored_again_are_delivered_once_wherever_the_power_is_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    monkeypatch.setattr(changes, "_OWN_POLICY", Policy(segment_bytes=4096))
     monkeypatch.setattr(delay, "_SLACK_BYTES", 0)
     late = [b"%d" % number * 200 for number in range(0, 24, 8)]
     soon = [b"%d" % number * 200 for number in range(24) if number % 8]
@@ -427,7 +427,7 @@ async def test_those_that_are_stored_again_are_delivered_once_wherever_the_power
 async def test_topics_of_an_older_version_get_small_segments() -> None:
     disk = FaultyFiles()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(broker, "_OWN_POLICY", Policy())
+        patched.setattr(changes, "_OWN_POLICY", Policy())
         async with Life(disk) as life:
             await life.stored(b"orders", b"a", headers=b"Delay: 1s\r\n")
             assert life.log(b"$delayed").policy.segment_bytes == 64 << 20

@@ -18,8 +18,9 @@ import yaml
 
 from penstock.errors import BadConfig
 from penstock.replica.config import load as load_replica
-from penstock.server.config import SETTINGS, load
-from penstock.web import Credentials
+from penstock.server.config import load
+from penstock.server.settings import SETTINGS
+from penstock.web.credentials import Credentials
 from tests.docs import table
 from tests.server import Flux, Serve
 from tests.web import get

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.awaiting import settled
 from penstock.batch import Batch, accept, encode
 from penstock.broker.broker import Settings
-from penstock.broker.group import Mode
+from penstock.broker.group_state import Mode
 from penstock.errors import (
     AppendFailed,
     BadSubject,
@@ -23,17 +24,18 @@ from penstock.errors import (
     TimedOut,
     TopicConflict,
 )
+from penstock.outcome import Outcome
 from penstock.pipe.backoff import Backoff
-from penstock.pipe.batches import BatchReader, check_stored
-from penstock.pipe.connector import Caller, Piece, Remote, RemotePartition, RemoteTopic, Source
+from penstock.pipe.batches import BatchSplitter, check_stored
+from penstock.pipe.connector import Caller, Piece, PushSource, Remote, RemotePartition, RemoteTopic
 from penstock.pipe.down import Down, OnGap
 from penstock.pipe.gaps import Gaps
-from penstock.pipe.http import _Document
+from penstock.pipe.http import _RecordParent
 from penstock.pipe.parent import Parent
 from penstock.pipe.topology import Role, Topology
 from penstock.run import open_batch
 from penstock.storage.policy import Durability, Policy
-from penstock.storage.store import Store, outcome
+from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock
 from tests.brokers import SECOND, Life, Recorder, in_loop
 
@@ -50,7 +52,7 @@ def at(offset: int, *values: bytes) -> Batch:
 
 async def copy(life: Life, name: bytes, *batches: Batch, partitions: int = 1) -> None:
     """A topic that is piped here, with these in its first partition."""
-    served = await life.do(life.broker.pipe_topic(name, "there/1", partitions))
+    served = await life.do(life.broker.changes.pipe(name, "there/1", partitions))
     for batch in batches:
         served.partitions[0].append_at(batch)
     await life.settle()
@@ -67,15 +69,15 @@ async def test_a_copy_is_made_with_the_partitions_of_its_origin_and_gets_those_t
         await copy(life, b"t", partitions=3)
         await copy(life, b"t", partitions=2)
     async with Life(disk) as life:
-        topic = life.broker.topic(b"t")
+        topic = life.broker.topics.named(b"t")
         assert (len(topic.partitions), topic.topic.origin) == (3, "there/1")
-        assert all(partition.log.is_piped for partition in topic.partitions)
+        assert all(partition.log.terms.is_piped for partition in topic.partitions)
 
 
 @in_loop
 async def test_an_empty_topic_becomes_a_copy_and_one_with_messages_does_not() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"empty"))
+        await life.do(life.broker.changes.create(b"empty"))
         await copy(life, b"empty", at(3, b"a"), partitions=2)
         assert life.in_log(b"empty") == [b"a"]
         await life.stored(b"used", b"mine")
@@ -83,8 +85,8 @@ async def test_an_empty_topic_becomes_a_copy_and_one_with_messages_does_not() ->
             await copy(life, b"used")
         await life.stored(b"used", b"still mine")
         with pytest.raises(OriginConflict, match="is a copy of there/1, and the parent's is elsewhere/9"):
-            await life.do(life.broker.pipe_topic(b"empty", "elsewhere/9", 2))
-        await life.do(life.broker.create_topic(b"wide", partitions=4))
+            await life.do(life.broker.changes.pipe(b"empty", "elsewhere/9", 2))
+        await life.do(life.broker.changes.create(b"wide", partitions=4))
         with pytest.raises(OriginConflict, match="4 partitions here, 1 at its origin"):
             await copy(life, b"wide")
         with pytest.raises(TopicConflict):
@@ -97,8 +99,8 @@ async def test_a_publish_while_a_topic_becomes_a_copy_is_refused_or_the_copy_is(
         outcomes = set()
         for turns in range(20):
             name = b"t%d" % turns
-            await life.do(life.broker.create_topic(name))
-            piping = asyncio.ensure_future(life.broker.pipe_topic(name, "there/1", 1))
+            await life.do(life.broker.changes.create(name))
+            piping = asyncio.ensure_future(life.broker.changes.pipe(name, "there/1", 1))
             for _ in range(turns):
                 await asyncio.sleep(0)
             receipt = await life.publish(name, b"mine")
@@ -114,11 +116,14 @@ async def test_a_publish_while_a_topic_becomes_a_copy_is_refused_or_the_copy_is(
 async def test_nothing_from_within_is_appended_to_a_copy() -> None:
     async with Life(FaultyFiles()) as life:
         await life.do(life.broker.open_transactions())
-        await life.do(life.broker.create_topic(b"t"))
-        topic = life.broker.topic(b"t").topic
-        settled, done = outcome()
-        life.broker.stage((topic.id, 0, 1), b"job", 0, accept(encode([b"staged"], timestamp=1).data), done)
-        staged = await settled
+        assert life.broker.transactions is not None
+        await life.do(life.broker.changes.create(b"t"))
+        topic = life.broker.topics.named(b"t").topic
+        outcome = Outcome()
+        staged = life.broker.transactions.stage(
+            (topic.id, 0, 1), b"job", 0, accept(encode([b"staged"], timestamp=1).data), outcome
+        )
+        await settled(outcome)
         await life.stored(b"t", b"late", headers=b"Delay: 5s\r\n")
         await copy(life, b"t", at(0, b"copied"))
 
@@ -126,9 +131,11 @@ async def test_nothing_from_within_is_appended_to_a_copy() -> None:
         with pytest.raises(ReadOnlyTopic):
             await life.do(life.broker.transactions.commit(b"job", 0, [staged]))
         with pytest.raises(ReadOnlyTopic):
-            life.broker.append(topic.id, 0, 1, accept(encode([b"x"], timestamp=1).data), done)
+            life.broker.intake.append(topic.id, 0, 1, accept(encode([b"x"], timestamp=1).data), outcome)
         with pytest.raises(ReadOnlyTopic):
-            life.broker.stage((topic.id, 0, 1), b"job", 1, accept(encode([b"x"], timestamp=1).data), done)
+            life.broker.transactions.stage(
+                (topic.id, 0, 1), b"job", 1, accept(encode([b"x"], timestamp=1).data), outcome
+            )
         receipt = await life.publish(b"t", b"x", headers=b"Msg-ID: 1\r\n")
         assert isinstance(receipt.error, ReadOnlyTopic)
         await life.advance(10 * SECOND)
@@ -168,7 +175,7 @@ async def _lose_power(mode: Mode, seed: int) -> int:
     async with life:
         await copy(life, b"t", at(0, b"a"))
         life.log(b"t").flush()
-        await life.do(life.broker.create_group(b"g", b"t", mode))
+        await life.do(life.broker.groups.create(b"g", b"t", mode))
         first = Recorder()
         group, _ = await life.join(b"g", b"t", first, mode=mode)
         await copy(life, b"t", at(1, b"b"), at(2, b"c"), at(3, b"d"))
@@ -177,7 +184,7 @@ async def _lose_power(mode: Mode, seed: int) -> int:
             await life.ack(group, first.got[0], first.got[2])
         else:
             saved: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
-            group.commit((life.partition(b"t").topic_id, 0), 3, group.generation, saved.set_result)
+            group.commit((life.partition(b"t").topic_id, 0), 3, group.state.generation, Outcome(saved.set_result))
             await life.do(_wait(saved))
         disk = await life.power_cut()
     async with Life(disk, settings=FLUSH) as life:
@@ -250,10 +257,10 @@ class Script:
     async def topics(self) -> Remote:
         raise NotImplementedError
 
-    async def pushed(self, source: Source) -> int:
+    async def pushed(self, source: PushSource) -> int:
         raise NotImplementedError
 
-    async def push(self, source: Source, after: int, batches: Sequence[Batch]) -> int:
+    async def push(self, source: PushSource, after: int, batches: Sequence[Batch]) -> int:
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -266,7 +273,7 @@ class Following:
         self.gaps = Gaps(life.store, life.clock)
         self.on_gap = on_gap
 
-    def heard(self) -> None:
+    def note_reply(self) -> None:
         pass
 
 
@@ -313,13 +320,13 @@ async def test_a_batch_that_cannot_be_opened_is_not_stored() -> None:
 def test_batches_are_taken_from_bytes_however_they_are_cut() -> None:
     data = b"".join(bytes(at(offset, b"x" * offset).data) for offset in range(1, 6))
     for size in (1, 7, 96, 100, len(data)):
-        reader = BatchReader()
+        reader = BatchSplitter()
         found = [batch for begin in range(0, len(data), size) for batch in reader.feed(data[begin : begin + size])]
         assert [batch.base_offset for batch in found] == [1, 2, 3, 4, 5]
         assert reader.is_empty
         for batch in found:
             check_stored(batch, b"t")
-    assert not BatchReader().feed(data[:95])
+    assert not BatchSplitter().feed(data[:95])
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 60, 66, 96, 110])
@@ -331,7 +338,7 @@ def test_a_batch_with_a_wrong_bit_is_not_stored(place: int) -> None:
 
 
 def _check_all(data: bytes) -> None:
-    for batch in BatchReader().feed(data) or [Batch(data)]:
+    for batch in BatchSplitter().feed(data) or [Batch(data)]:
         check_stored(batch, b"t")
 
 
@@ -365,7 +372,7 @@ async def test_a_parent_that_has_only_records_is_polled_less_often_while_it_has_
     caller = Caller(
         node="child", topics=("prices",), poll_ms=1000, batch_size=2, clock=ManualClock(), authorization=None
     )
-    parent = _Document(caller)
+    parent = _RecordParent(caller)
     for _ in answers:
         await parent.next(poll, "prices", 0)
     assert slept == [0, 1, 2, 4, 5, 0.1, 0.2, 0.4, 0]
@@ -380,7 +387,7 @@ async def test_records_that_name_another_topic_are_not_taken_for_those_of_this_o
     async def poll(_topic: str, offset: int, limit: int) -> list[Any]:
         return everything[offset : offset + limit]
 
-    parent = _Document(Caller(node="child", topics=("prices",), poll_ms=10, batch_size=3, clock=ManualClock()))
+    parent = _RecordParent(Caller(node="child", topics=("prices",), poll_ms=10, batch_size=3, clock=ManualClock()))
     found: list[tuple[int, bytes]] = []
     end = 0
     while len(found) < 3:
@@ -398,7 +405,7 @@ async def test_a_parent_that_says_nothing_for_a_minute_is_told_and_so_is_one_tha
         tree = cast(Any, SimpleNamespace(broker=life.broker, node="child"))
         parent = Parent(tree, Topology(node_id="child", role=Role.L2, parents=("http://root:8222",)))
         assert parent.health() == ("UNHEALTHY", "connecting to http://root:8222")
-        parent.heard_us = life.clock.monotonic_us()
+        parent.replied_us = life.clock.monotonic_us()
         # One request that took too long is no reason yet.
         parent.error = TimedOut("no answer within 10 s")
         await life.advance(60 * SECOND)

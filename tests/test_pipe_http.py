@@ -13,8 +13,8 @@ import pytest
 
 from penstock import Client
 from penstock.batch import Batch, encode
-from penstock.broker.partition import LARGE_MESSAGES
-from penstock.pipe.batches import CONTENT_TYPE, BatchReader
+from penstock.broker.opened import LARGE_MESSAGES
+from penstock.pipe.batches import CONTENT_TYPE, BatchSplitter
 from penstock.server.pipe_http import RECORDS_BYTES
 from tests.frames import Frames, batch
 from tests.server import PATIENCE_S, Flux, Serve, pub
@@ -62,7 +62,7 @@ def test_batches_come_as_they_are_stored(server: Serve) -> None:
     publish(server, "stored", b"a", b"b", b"c", key="k")
     status, body, headers = ask(server, "/pipe/stream", topic="stored", offset=1)
     assert (status, headers["content-type"], headers["penstock-committed"]) == (200, CONTENT_TYPE, "3")
-    found = BatchReader().feed(body)
+    found = BatchSplitter().feed(body)
     assert [(batch.base_offset, batch.columns().values()) for batch in found] == [(1, [b"b"]), (2, [b"c"])]
     assert ask(server, "/pipe/stream", topic="stored", offset=3)[0] == 204
 
@@ -155,7 +155,7 @@ def test_what_retention_has_dropped_is_told_with_where_to_go_on(server: Serve) -
     while (answer := ask(server, "/pipe/stream", topic="dropped", offset=offset))[0] == 410:
         assert json.loads(answer[1])["start"] > offset
         offset = json.loads(answer[1])["start"]
-    assert BatchReader().feed(answer[1])[0].base_offset == offset
+    assert BatchSplitter().feed(answer[1])[0].base_offset == offset
 
 
 @pytest.mark.parametrize("path", ["/pipe/stream", "/pipe/poll"])

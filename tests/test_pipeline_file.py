@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
-from penstock.pipelines.pipeline import KINDS, AggregateSettings, JoinSettings, Pipeline, Sink, Source, keys
+from penstock.pipelines.pipeline import (
+    KINDS,
+    AggregateSettings,
+    JoinSettings,
+    Pipeline,
+    PipelineSink,
+    PipelineSource,
+    keys,
+)
 from penstock.pipelines.pipeline_file import load
 from penstock.times import PLACE_FORMS
 from penstock.toml_lines import Key, scan
@@ -118,7 +126,7 @@ def test_a_file_is_read_into_what_it_says(tmp_path: Path) -> None:
         """,
     )
 
-    assert pipeline.source == Source(
+    assert pipeline.source == PipelineSource(
         servers="one:4222,two:4222",
         topics=("orders", "refunds"),
         subjects=("orders.eu.*",),
@@ -135,7 +143,7 @@ def test_a_file_is_read_into_what_it_says(tmp_path: Path) -> None:
         measures={"total": "sum(amount)"},
         mode="update",
     )
-    assert pipeline.sink == Sink(topic="totals", key="country")
+    assert pipeline.sink == PipelineSink(topic="totals", key="country")
     assert pipeline.trigger.interval == "5 seconds"
 
 
@@ -177,19 +185,19 @@ def test_another_broker_takes_the_place_of_all_that_are_not_named_for_the_sink(t
 
     assert here.source.servers == elsewhere.source.servers == "other:4222"
     assert here.source.options == {"user": "ann"}
-    assert here.sink == Sink(topic="clean", options={"user": "ann"})
-    assert elsewhere.sink == Sink(topic="clean", servers="sink:4222")
+    assert here.sink == PipelineSink(topic="clean", options={"user": "ann"})
+    assert elsewhere.sink == PipelineSink(topic="clean", servers="sink:4222")
 
 
 def test_a_path_with_a_scheme_is_left_as_it_is(tmp_path: Path) -> None:
     pipeline = read(tmp_path, ARCHIVE.replace('"kept"', '"s3://bucket/kept"'))
 
-    assert pipeline.sink == Sink(archive="s3://bucket/kept")
+    assert pipeline.sink == PipelineSink(archive="s3://bucket/kept")
 
 
 # ---- what is refused
 
-_SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
+_SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +291,7 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(Source))
         ),
         (
             TRANSFORM.replace('"orders"', '"orders"\nstart = "1h"'),
-            "5: [source] start is '1h', which would be in the future: the past has a minus, like -5m",
+            "5: [source] start is '1h': it is in the future, use a minus for the past, such as -5m",
         ),
         (
             REPLAY.replace('"orders"', '"orders"\nend = "-1h"'),
@@ -588,5 +596,5 @@ def test_every_key_is_told_in_its_document_as_the_code_has_it() -> None:
 
 def _default(each: Field[Any]) -> str:
     if each.default is MISSING and each.default_factory is MISSING:
-        return "must be given"
+        return "required"
     return str(each.default) if each.default_factory is MISSING and each.default not in (None, ()) else ""

@@ -54,7 +54,7 @@ def test_a_package_can_add_a_network_and_what_reaches_the_disk(tmp_path: Path, m
     ],
 )
 def test_what_nobody_has_added_is_refused(group: str, setting: str, known: str) -> None:
-    with pytest.raises(BadConfig, match=f"{setting} is 'owl': it must be one of those that are installed: {known}"):
+    with pytest.raises(BadConfig, match=f"{setting} is 'owl': it must be an installed one: {known}"):
         find(group, setting, "owl")
     assert find(group, setting, known).load()
 

@@ -12,12 +12,13 @@ import pytest
 from penstock.broker.group import Group
 from penstock.broker.start import Start
 from penstock.errors import AppendFailed, PenstockError
+from penstock.outcome import Outcome
 from penstock.storage import maintenance
 from penstock.storage import store as stores
 from penstock.storage.log import Log
 from penstock.storage.meta import Change, Meta
 from penstock.storage.policy import Cleanup, Policy
-from penstock.storage.state import STATE_TOPIC, Addition, State
+from penstock.storage.state import STATE_TOPIC, Addition, StoreState
 from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock
 from tests.brokers import DATA, SECOND, Life, Recorder, each_cut, in_loop
@@ -28,7 +29,7 @@ PLACE = (2, 0)  # the first topic of a broker is its own
 async def ack(life: Life, group: Group, *offsets: int) -> None:
     """Acknowledge, and wait until it counts; without `settle`, which takes longer than the ack."""
     saved: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
-    assert not group.ack_many(PLACE, offsets, saved.set_result)
+    assert not group.ack_many(PLACE, offsets, Outcome(saved.set_result))
 
     async def wait() -> None:
         error = await saved
@@ -39,9 +40,9 @@ async def ack(life: Life, group: Group, *offsets: int) -> None:
 
 
 async def fill(life: Life, count: int) -> None:
-    await life.do(life.broker.create_topic(b"orders", policy=Policy(ack_deadline_ms=10**9)))
+    await life.do(life.broker.changes.create(b"orders", policy=Policy(ack_deadline_ms=10**9)))
     assert life.partition(b"orders").topic_id == PLACE[0]
-    await life.do(life.broker.create_group(b"g", b"orders", start=Start.EARLIEST))
+    await life.do(life.broker.groups.create(b"g", b"orders", start=Start.EARLIEST))
     await life.stored(b"orders", *(b"%d" % number for number in range(count)))
 
 
@@ -49,7 +50,7 @@ def state_log(life: Life) -> Log:
     return life.store.log(STATE_TOPIC)
 
 
-def live_bytes(state: State) -> int:
+def live_bytes(state: StoreState) -> int:
     return sum(len(json.dumps(value)) for kind in ("position", "position+") for _, value in state.items(kind))
 
 
@@ -62,12 +63,12 @@ async def test_acks_in_random_order_cost_a_few_bytes_each() -> None:
         await fill(life, len(order))
         group, _ = await life.join(b"g", b"orders", Recorder(), buffer=10_000)
         assert len(group.positions[PLACE].inflight) == 10_000
-        before, largest = state_log(life).stored_bytes, 0
+        before, largest = state_log(life).flusher.stored_bytes, 0
         for count, offset in enumerate(order[:3000]):
             await ack(life, group, offset)
             if count % 100 == 0:
                 largest = max(largest, live_bytes(life.store.state))
-        written = state_log(life).stored_bytes - before
+        written = state_log(life).flusher.stored_bytes - before
         assert written < 3000 * 600, f"{written / 3000:.0f} bytes for each ack"
         assert largest < 100_000, "of one position and its changes"
         assert len(life.store.state.unprojected()[0]) < 2000, "only the latest of each key is kept"
@@ -87,7 +88,7 @@ async def test_the_state_topic_is_compacted_while_it_grows(monkeypatch: pytest.M
         log = state_log(life)
         for number in range(2000):
             await life.store.write_state([Change("test", str(number % 10), {"text": "x" * 100, "number": number})])
-        assert log.stored_bytes > 500_000
+        assert log.flusher.stored_bytes > 500_000
         assert sum(segment.size for segment in log.segments) < 250_000, "what is superseded is gone"
 
 
@@ -174,9 +175,9 @@ async def test_a_deleted_group_leaves_nothing_behind() -> None:
         await ack(life, group, 10)
         await ack(life, group, 20)
         assert life.store.state.additions("position", "g/2/0")
-        group.ack(PLACE, 30, lambda _: None)  # on its way when the group is deleted
-        await life.do(life.broker.delete_group(b"g"))
-        group.ack(PLACE, 40, lambda _: None)
+        group.ack(PLACE, 30, Outcome())  # on its way when the group is deleted
+        await life.do(life.broker.groups.delete(b"g"))
+        group.ack(PLACE, 40, Outcome())
         await life.settle()
         assert not life.store.state.items("position")
         assert not life.store.state.items("position+")
@@ -186,11 +187,11 @@ async def test_a_deleted_group_leaves_nothing_behind() -> None:
 async def test_a_group_saves_after_a_topic_was_deleted_while_it_saved() -> None:
     async with Life(FaultyFiles()) as life:
         await fill(life, 3)
-        await life.do(life.broker.create_group(b"all", b">", start=Start.EARLIEST))
+        await life.do(life.broker.groups.create(b"all", b">", start=Start.EARLIEST))
         sink = Recorder()
         group, _ = await life.join(b"all", b">", sink)
         answers: list[PenstockError | None] = []
-        group.ack(PLACE, 1, answers.append)
+        group.ack(PLACE, 1, Outcome(answers.append))
         group.detach(life.partition(b"orders"))
         await life.settle()
         assert answers == [None]

@@ -22,37 +22,28 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadFrame, BadRequest, PeerError
 from penstock.run import Run
-from penstock.wire.prefixed import (
-    FRAME_BYTES_MAX,
+from penstock.wire.cursus import (
     PLAIN_BYTES_LEAST,
     PLAIN_BYTES_MAX,
-    PROPERTIES_MAX,
     RECORDS_MAX,
     VERBS,
     Command,
-    Dialect,
-    FrameReader,
-    Kind,
-    Message,
     Packing,
     Record,
     Records,
-    Style,
     batch,
-    frame,
     is_batch,
     is_command,
-    message,
     open_envelope,
     pack,
-    properties,
     read_batch,
     read_command,
-    read_properties,
     run_batch,
     unpack,
     usage,
 )
+from penstock.wire.prefixed import FRAME_BYTES_MAX, PrefixedDialect, PrefixedReader, frame
+from penstock.wire.qb import PROPERTIES_MAX, Kind, QbMessage, Style, message, properties, read_properties
 
 U16_MAX: Final = (1 << 16) - 1
 U32_MAX: Final = (1 << 32) - 1
@@ -65,10 +56,10 @@ BYTES: Final = st.binary(max_size=40)
 PLACES: Final = st.lists(st.integers(0, 1 << 16), max_size=20)
 STYLES: Final = [Style(counts, first) for counts in (True, False) for first in (False, True)]
 
-Frame = Message | bytes
+Frame = QbMessage | bytes
 
 
-def feed(reader: FrameReader, pieces: Iterable[bytes]) -> list[Frame]:
+def feed(reader: PrefixedReader, pieces: Iterable[bytes]) -> list[Frame]:
     return [found for piece in pieces for found in reader.feed(piece)]
 
 
@@ -89,7 +80,7 @@ def named_style(style: Style) -> str:
 each_style = pytest.mark.parametrize("style", STYLES, ids=named_style)
 
 
-def written(given: Message, style: Style) -> bytes:
+def written(given: QbMessage, style: Style) -> bytes:
     """As `message` writes it, but of any kind, and by another way."""
     counts = [struct.pack(">I", len(part)) for part in (given.properties, given.body)]
     if style.lengths_first:
@@ -151,13 +142,13 @@ def test_a_message_lies_on_the_wire_as_drawn(style: Style) -> None:
     made = message(Kind.PUBLISH, 5, 10, b"a=b\0", b"\0body\xff", style)
 
     assert made == head + b"a=b\0" + bytes.fromhex(between) + b"\0body\xff"
-    assert made == written(Message(9, 5, 10, b"a=b\0", b"\0body\xff"), style)
+    assert made == written(QbMessage(9, 5, 10, b"a=b\0", b"\0body\xff"), style)
 
 
 def test_unless_it_is_said_a_message_is_written_as_documented() -> None:
     assert message(Kind.ACK, 5, 10, b"a=b\0", b"body") == message(Kind.ACK, 5, 10, b"a=b\0", b"body", STYLES[0])
     assert message(Kind.HEARTBEAT, 5, 10) == bytes.fromhex(f"00000020 00000003 {HEAD} 00000000 00000000")
-    assert FrameReader().style == Style() == Style(counts_itself=True, lengths_first=False)
+    assert PrefixedReader().style == Style() == Style(counts_itself=True, lengths_first=False)
 
 
 def test_the_kinds_are_numbered_as_documented() -> None:
@@ -181,14 +172,14 @@ def test_a_frame_begins_with_how_many_bytes_follow() -> None:
 
 
 def test_a_frame_may_have_64_mib() -> None:
-    assert FrameReader().bytes_max == FRAME_BYTES_MAX == 64 * 1024 * 1024
+    assert PrefixedReader().bytes_max == FRAME_BYTES_MAX == 64 * 1024 * 1024
 
 
 # ---- which protocol it is, and how it is cut
 
 
 class Case(NamedTuple):
-    dialect: Dialect
+    dialect: PrefixedDialect
     data: bytes
     frames: list[Frame]
     # Of the same client, and what is in it.
@@ -196,34 +187,38 @@ class Case(NamedTuple):
     followed: Frame
 
 
-def qb(given: list[Message], style: Style = STYLES[0]) -> Case:
+def qb(given: list[QbMessage], style: Style = STYLES[0]) -> Case:
     data = b"".join(written(each, style) for each in given)
-    followed = Message(Kind.PUBLISH, 77, 88, b"topic=next\0", b"the next")
-    return Case(Dialect.QB, data, [*given], written(followed, style), followed)
+    followed = QbMessage(Kind.PUBLISH, 77, 88, b"topic=next\0", b"the next")
+    return Case(PrefixedDialect.QB, data, [*given], written(followed, style), followed)
 
 
 def cursus(*payloads: bytes) -> Case:
-    return Case(Dialect.CURSUS, b"".join(map(frame, payloads)), [*payloads], frame(b"LIST"), b"LIST")
+    return Case(PrefixedDialect.CURSUS, b"".join(map(frame, payloads)), [*payloads], frame(b"LIST"), b"LIST")
 
 
 PARTS: Final = [(b"", b""), (b"", b"body"), (b"topic=a\0", b""), (b"topic=a\0k=v\0", b"body"), (b"a=\0", bytes(9))]
 BATCH: Final = batch(b"orders", 1, [Record(7, b"value", b"key"), Record(8, b"", sequence=3)], "all")
 
 CASES: Final[dict[str, Case]] = {
-    **{f"QB: {kind.name}": qb([Message(kind, 5, 10, b"topic=a\0", b"body")]) for kind in Kind},
-    **{f"QB: unknown kind {kind}": qb([Message(kind, 5, 10, b"topic=a\0", b"body")]) for kind in (0, 42, 255)},
-    "QB: a kind of two bytes behind another": qb([Message(9, 1, 2, b"a=b\0", b""), Message(256, 1, 2, b"a=b\0", b"")]),
-    "QB: the largest numbers": qb([Message(9, 1, 2, b"", b""), Message(U32_MAX, U64_MAX, U64_MAX, b"", b"")]),
+    **{f"QB: {kind.name}": qb([QbMessage(kind, 5, 10, b"topic=a\0", b"body")]) for kind in Kind},
+    **{f"QB: unknown kind {kind}": qb([QbMessage(kind, 5, 10, b"topic=a\0", b"body")]) for kind in (0, 42, 255)},
+    "QB: a kind of two bytes behind another": qb(
+        [QbMessage(9, 1, 2, b"a=b\0", b""), QbMessage(256, 1, 2, b"a=b\0", b"")]
+    ),
+    "QB: the largest numbers": qb([QbMessage(9, 1, 2, b"", b""), QbMessage(U32_MAX, U64_MAX, U64_MAX, b"", b"")]),
     **{
-        f"QB: {named_style(style)}, {len(block)} + {len(body)} bytes": qb([Message(9, 5, 10, block, body)], style)
+        f"QB: {named_style(style)}, {len(block)} + {len(body)} bytes": qb([QbMessage(9, 5, 10, block, body)], style)
         for style in STYLES
         for block, body in PARTS
     },
     **{
-        f"QB: {named_style(style)}, several": qb([Message(9, 5, 10, *part) for part in PARTS], style)
+        f"QB: {named_style(style)}, several": qb([QbMessage(9, 5, 10, *part) for part in PARTS], style)
         for style in STYLES
     },
-    "QB: a body that looks like a message": qb([Message(9, 1, 2, b"a=b\0", message(Kind.DATA, 1, 2, b"c=d\0", b"e"))]),
+    "QB: a body that looks like a message": qb(
+        [QbMessage(9, 1, 2, b"a=b\0", message(Kind.DATA, 1, 2, b"c=d\0", b"e"))]
+    ),
     "Cursus: a command": cursus(b"LIST"),
     "Cursus: one with arguments": cursus(b"CREATE topic=orders partitions=4"),
     "Cursus: text that is no command": cursus(b"abcdefgh"),
@@ -246,7 +241,7 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 @each_case
 def test_frames_are_read_whole(case: Case) -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     assert reader.feed(case.data) == case.frames
     assert (reader.dialect, reader.refusal) == (case.dialect, None)
@@ -254,7 +249,7 @@ def test_frames_are_read_whole(case: Case) -> None:
 
 @each_case
 def test_frames_are_read_byte_by_byte(case: Case) -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     assert feed(reader, one_by_one(case.data)) == case.frames
     assert (reader.dialect, reader.refusal) == (case.dialect, None)
@@ -263,7 +258,7 @@ def test_frames_are_read_byte_by_byte(case: Case) -> None:
 @each_case
 def test_frames_are_read_cut_in_two_anywhere(case: Case) -> None:
     for place in range(len(case.data) + 1):
-        assert feed(FrameReader(), cut(case.data, [place])) == case.frames
+        assert feed(PrefixedReader(), cut(case.data, [place])) == case.frames
 
 
 @given(st.sampled_from(sorted(CASES)), PLACES)
@@ -271,13 +266,13 @@ def test_frames_are_read_cut_in_two_anywhere(case: Case) -> None:
 def test_frames_are_read_cut_anywhere(name: str, places: list[int]) -> None:
     case = CASES[name]
 
-    assert feed(FrameReader(), cut(case.data + case.following, places)) == [*case.frames, case.followed]
+    assert feed(PrefixedReader(), cut(case.data + case.following, places)) == [*case.frames, case.followed]
 
 
 @each_case
 def test_the_beginning_of_the_next_frame_waits_for_its_end(case: Case) -> None:
     for place in range(1, len(case.following)):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert reader.feed(case.data + case.following[:place]) == case.frames
         assert reader.feed(case.following[place:]) == [case.followed]
@@ -286,7 +281,7 @@ def test_the_beginning_of_the_next_frame_waits_for_its_end(case: Case) -> None:
 
 @each_case
 def test_several_come_in_one_piece(case: Case) -> None:
-    assert FrameReader().feed(case.data + case.following * 3) == [*case.frames, *[case.followed] * 3]
+    assert PrefixedReader().feed(case.data + case.following * 3) == [*case.frames, *[case.followed] * 3]
 
 
 @each_case
@@ -294,25 +289,25 @@ def test_a_frame_comes_with_its_last_byte_and_not_before(case: Case) -> None:
     first = case.frames[0]
     size = 4 + len(first) if isinstance(first, bytes) else 32 + len(first.properties) + len(first.body)
     for end in range(size):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert reader.feed(case.data[:end]) == []
         assert reader.refusal is None
-    assert FrameReader().feed(case.data[:size]) == [first]
+    assert PrefixedReader().feed(case.data[:size]) == [first]
 
 
 @pytest.mark.parametrize("payload", [b"x", b"hi", b"abc", b" ", b"\n", b"\0\0", b"\0"])
 def test_a_first_frame_that_is_too_short_for_a_kind_is_cursus(payload: bytes) -> None:
     for pieces in ([frame(payload)], one_by_one(frame(payload)), [frame(payload) + frame(b"")]):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert feed(reader, pieces)[:1] == [payload]
-        assert reader.dialect is Dialect.CURSUS
+        assert reader.dialect is PrefixedDialect.CURSUS
 
 
 def test_which_protocol_it_is_is_known_before_the_frame_is_whole() -> None:
     for case in (CASES["QB: PUBLISH"], CASES["Cursus: a command"]):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         reader.feed(case.data[:4])
         assert reader.dialect is None
@@ -321,15 +316,15 @@ def test_which_protocol_it_is_is_known_before_the_frame_is_whole() -> None:
 
 
 def test_a_reader_can_be_told_which_protocol_it_is() -> None:
-    reader = FrameReader()
-    reader.dialect = Dialect.QB
-    large = Message(1 << 24, 1, 2, b"a=b\0", b"c")
+    reader = PrefixedReader()
+    reader.dialect = PrefixedDialect.QB
+    large = QbMessage(1 << 24, 1, 2, b"a=b\0", b"c")
 
     assert reader.feed(written(large, STYLES[0])) == [large]
 
 
 def test_a_read_of_nothing_changes_nothing() -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     assert feed(reader, [b"", b"\0\0", b"", b"\0\x04LI", b"", b"ST", b""]) == [b"LIST"]
     assert reader.feed(frame(b"HELP")) == [b"HELP"]
@@ -344,15 +339,15 @@ def test_a_read_of_nothing_changes_nothing() -> None:
 def test_how_a_client_writes_is_found_out(style: Style, block: bytes, body: bytes) -> None:
     data = message(Kind.PUBLISH, 5, 10, block, body, style)
     for pieces in ([data], one_by_one(data)):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
-        assert feed(reader, pieces) == [Message(Kind.PUBLISH, 5, 10, block, body)]
+        assert feed(reader, pieces) == [QbMessage(Kind.PUBLISH, 5, 10, block, body)]
         assert reader.style == style
 
 
 @each_style
 def test_without_properties_only_the_total_tells(style: Style) -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     reader.feed(message(Kind.PUBLISH, 5, 10, b"", b"body", style))
 
@@ -362,8 +357,8 @@ def test_without_properties_only_the_total_tells(style: Style) -> None:
 @each_style
 @pytest.mark.parametrize("body", [b"", b"body"])
 def test_the_layout_is_found_out_behind_messages_without_properties(style: Style, body: bytes) -> None:
-    reader = FrameReader()
-    bare, full = Message(Kind.HEARTBEAT, 1, 2, b"", body), Message(Kind.PUBLISH, 3, 4, b"topic=a\0", b"value")
+    reader = PrefixedReader()
+    bare, full = QbMessage(Kind.HEARTBEAT, 1, 2, b"", body), QbMessage(Kind.PUBLISH, 3, 4, b"topic=a\0", b"value")
     data = [written(each, style) for each in (bare, bare, full, bare)]
 
     assert feed(reader, data) == [bare, bare, full, bare]
@@ -375,10 +370,10 @@ OTHERS: Final = [(style, other) for style in STYLES for other in STYLES if style
 
 @pytest.mark.parametrize(("style", "other"), OTHERS, ids=named_style)
 def test_a_client_sticks_to_how_it_writes(style: Style, other: Style) -> None:
-    first, second = Message(9, 1, 2, b"topic=a\0", b"value"), Message(9, 3, 4, b"topic=b\0", b"other")
+    first, second = QbMessage(9, 1, 2, b"topic=a\0", b"value"), QbMessage(9, 3, 4, b"topic=b\0", b"other")
     data = written(first, style) + written(second, other)
     for pieces in ([data], one_by_one(data)):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert feed(reader, pieces) == [first]
         assert reader.style == style
@@ -387,8 +382,8 @@ def test_a_client_sticks_to_how_it_writes(style: Style, other: Style) -> None:
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_client_that_counts_itself_once_does_so_always(counts: bool) -> None:
-    bare = Message(Kind.HEARTBEAT, 1, 2, b"", b"")
-    reader = FrameReader()
+    bare = QbMessage(Kind.HEARTBEAT, 1, 2, b"", b"")
+    reader = PrefixedReader()
 
     assert reader.feed(written(bare, Style(counts)) + written(bare, Style(not counts)) + bytes(8)) == [bare]
     assert reader.refusal is not None
@@ -401,20 +396,20 @@ PRINTABLE: Final = st.text(st.characters(min_codepoint=0x20, exclude_categories=
 NAMES: Final = st.text(st.characters(min_codepoint=0x21, exclude_characters="=", exclude_categories=["C"]), min_size=1)
 VALUES: Final = st.text(st.characters(min_codepoint=0x20, exclude_categories=["C"]), max_size=5)
 BLOCKS: Final = st.dictionaries(NAMES, VALUES, max_size=3).map(properties)
-MESSAGES: Final = st.lists(st.builds(Message, st.integers(0, 255), U64, U64, PRINTABLE | BLOCKS, BODIES), max_size=5)
+MESSAGES: Final = st.lists(st.builds(QbMessage, st.integers(0, 255), U64, U64, PRINTABLE | BLOCKS, BODIES), max_size=5)
 
 
 @given(st.sampled_from(STYLES), MESSAGES, PLACES)
 @settings(max_examples=250)
-@example(STYLES[1], [Message(9, 1, 2, b"topic=a\0", bytes(40))], [])
-@example(STYLES[2], [Message(9, 1, 2, b"topic=a\0", struct.pack(">I", 4) * 8)], [])
+@example(STYLES[1], [QbMessage(9, 1, 2, b"topic=a\0", bytes(40))], [])
+@example(STYLES[2], [QbMessage(9, 1, 2, b"topic=a\0", struct.pack(">I", 4) * 8)], [])
 def test_messages_are_the_same_however_they_are_written_and_cut(
-    style: Style, messages: list[Message], places: list[int]
+    style: Style, messages: list[QbMessage], places: list[int]
 ) -> None:
     data = b"".join(written(each, style) for each in messages)
     has_layout = any(each.properties for each in messages)
     for pieces in ([data], one_by_one(data), cut(data, places)):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert feed(reader, pieces) == messages
         assert reader.refusal is None
@@ -431,12 +426,12 @@ def test_properties_that_could_be_the_length_of_the_body_are_not_taken_for_it(
     """Lengths first, and behind a name of one letter nothing: then zero, letter, =, zero stand where the other layout
     has the length, which is a length that is allowed."""
     body = bytes(int.from_bytes(b"\0" + block[-3:], "big") + more)
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     [found] = reader.feed(message(Kind.PUBLISH, 1, 2, block, body, Style(counts, lengths_first=True))) or [b""]
 
     assert reader.style == Style(counts, lengths_first=True)
-    assert found == Message(Kind.PUBLISH, 1, 2, block, body)
+    assert found == QbMessage(Kind.PUBLISH, 1, 2, block, body)
 
 
 # ---- lengths that are wrong
@@ -483,7 +478,7 @@ def both_ways(data: bytes) -> Iterator[list[bytes]]:
 @pytest.mark.parametrize("data", DISAGREE.values(), ids=DISAGREE.keys())
 def test_lengths_that_do_not_agree_are_refused(data: bytes) -> None:
     for pieces in both_ways(data):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert feed(reader, pieces) == []
         assert isinstance(reader.refusal, BadFrame)
@@ -493,7 +488,7 @@ def test_lengths_that_do_not_agree_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("data", TOO_SMALL.values(), ids=TOO_SMALL.keys())
 def test_a_total_that_no_message_has_is_refused(data: bytes) -> None:
     for pieces in both_ways(data):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert feed(reader, pieces) == []
         assert "32 are the least" in str(reader.refusal)
@@ -502,10 +497,10 @@ def test_a_total_that_no_message_has_is_refused(data: bytes) -> None:
 @each_style
 @pytest.mark.parametrize("data", [*DISAGREE.values(), *TOO_SMALL.values()], ids=[*DISAGREE.keys(), *TOO_SMALL.keys()])
 def test_what_stands_before_a_bad_message_is_read_and_nothing_behind_it(style: Style, data: bytes) -> None:
-    good = Message(Kind.PUBLISH, 1, 2, b"topic=a\0", b"value")
+    good = QbMessage(Kind.PUBLISH, 1, 2, b"topic=a\0", b"value")
     before, behind = written(good, style) * 2, written(good, style)
     for pieces in both_ways(before + data + behind * 3):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert feed(reader, pieces) == [good, good]
         refusal = reader.refusal
@@ -515,8 +510,8 @@ def test_what_stands_before_a_bad_message_is_read_and_nothing_behind_it(style: S
 
 
 def test_a_sign_of_life_is_none_in_qb() -> None:
-    reader = FrameReader()
-    good = Message(Kind.PUBLISH, 1, 2, b"topic=a\0", b"value")
+    reader = PrefixedReader()
+    good = QbMessage(Kind.PUBLISH, 1, 2, b"topic=a\0", b"value")
 
     assert reader.feed(written(good, STYLES[0]) + frame(b"")) == [good]
     assert "of 0 bytes" in str(reader.refusal)
@@ -524,8 +519,8 @@ def test_a_sign_of_life_is_none_in_qb() -> None:
 
 @pytest.mark.parametrize("total", [28, 29, 30, 31])
 def test_a_total_below_32_is_too_small_of_who_counts_itself(total: int) -> None:
-    reader = FrameReader()
-    bare = Message(Kind.HEARTBEAT, 1, 2, b"", b"")
+    reader = PrefixedReader()
+    bare = QbMessage(Kind.HEARTBEAT, 1, 2, b"", b"")
 
     assert reader.feed(written(bare, STYLES[0]) + head(total, 0, count(total - 28) + bytes(total - 28))) == [bare]
     assert reader.refusal is not None
@@ -533,10 +528,10 @@ def test_a_total_below_32_is_too_small_of_who_counts_itself(total: int) -> None:
 
 @pytest.mark.parametrize("total", [28, 29, 30, 31])
 def test_a_total_below_32_is_right_of_who_does_not_count_itself(total: int) -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
     body = bytes(total - 28)
 
-    assert reader.feed(head(total, 0, count(len(body)) + body)) == [Message(Kind.PUBLISH, 1, 2, b"", body)]
+    assert reader.feed(head(total, 0, count(len(body)) + body)) == [QbMessage(Kind.PUBLISH, 1, 2, b"", body)]
     assert reader.style == Style(counts_itself=False)
 
 
@@ -555,7 +550,7 @@ def test_a_frame_above_the_limit_is_refused_as_soon_as_its_length_is_there(
     before: bytes, frames: list[Frame], length: int
 ) -> None:
     for pieces in both_ways(before + count(length)):
-        reader = FrameReader()
+        reader = PrefixedReader()
 
         assert feed(reader, pieces) == frames
         assert str(reader.refusal) == f"a frame of {length} bytes, {FRAME_BYTES_MAX} are allowed"
@@ -564,14 +559,14 @@ def test_a_frame_above_the_limit_is_refused_as_soon_as_its_length_is_there(
 
 @each_before
 def test_a_frame_of_the_limit_is_none_that_is_refused(before: bytes, frames: list[Frame]) -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     assert reader.feed(before + count(FRAME_BYTES_MAX)) == frames
     assert reader.refusal is None
 
 
 def test_the_limit_can_be_smaller_and_is_raised_later() -> None:
-    reader = FrameReader(100)
+    reader = PrefixedReader(100)
 
     assert reader.feed(frame(bytes(range(100, 200)))) == [bytes(range(100, 200))]
     reader.bytes_max = 101
@@ -581,9 +576,9 @@ def test_the_limit_can_be_smaller_and_is_raised_later() -> None:
 
 
 def test_the_limit_is_for_messages_too() -> None:
-    one = Message(Kind.PUBLISH, 1, 2, b"topic=a\0", bytes(60))
+    one = QbMessage(Kind.PUBLISH, 1, 2, b"topic=a\0", bytes(60))
     larger = one._replace(body=bytes(61))
-    reader = FrameReader(100)
+    reader = PrefixedReader(100)
 
     assert feed(reader, one_by_one(written(one, STYLES[0]) + written(larger, STYLES[0]))) == [one]
     assert str(reader.refusal) == "a frame of 101 bytes, 100 are allowed"
@@ -602,7 +597,7 @@ LARGE: Final = {
 
 @pytest.mark.parametrize("data", LARGE.values(), ids=LARGE.keys())
 def test_nothing_is_allocated_for_what_is_only_announced(data: bytes) -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     def read() -> None:
         assert reader.feed(data) == []
@@ -613,7 +608,7 @@ def test_nothing_is_allocated_for_what_is_only_announced(data: bytes) -> None:
 
 
 def test_behind_a_refusal_nothing_is_kept() -> None:
-    reader = FrameReader()
+    reader = PrefixedReader()
     tracemalloc.start()
     try:
         assert reader.feed(count(U32_MAX) + bytes(MIB)) == []
@@ -627,7 +622,7 @@ def test_behind_a_refusal_nothing_is_kept() -> None:
 def in_pieces(data: bytes) -> tuple[list[Frame], int]:
     """The frames that come out of pieces of 64 KiB, and how often pieces were joined."""
     pieces = [data[at : at + 65536] for at in range(0, len(data), 65536)]
-    reader = FrameReader()
+    reader = PrefixedReader()
     seen: list[Frame] = []
     times = joins(lambda: seen.extend(feed(reader, pieces)))
     return seen, times
@@ -641,14 +636,14 @@ def test_a_large_frame_in_pieces_is_joined_once() -> None:
 
 @each_style
 def test_a_large_body_in_pieces_is_joined_once(style: Style) -> None:
-    large = Message(Kind.PUBLISH, 1, 2, b"topic=a\0", bytes(range(256)) * (16 * MIB // 256))
+    large = QbMessage(Kind.PUBLISH, 1, 2, b"topic=a\0", bytes(range(256)) * (16 * MIB // 256))
 
     assert in_pieces(written(large, style)) == ([large], 1)
 
 
 @each_style
 def test_large_properties_in_pieces_are_joined_when_both_lengths_are_there_and_at_the_end(style: Style) -> None:
-    large = Message(Kind.PUBLISH, 1, 2, b"x" * 16 * MIB, bytes(MIB))
+    large = QbMessage(Kind.PUBLISH, 1, 2, b"x" * 16 * MIB, bytes(MIB))
 
     assert in_pieces(written(large, style)) == ([large], 1 if style.lengths_first else 2)
 
@@ -656,7 +651,7 @@ def test_large_properties_in_pieces_are_joined_when_both_lengths_are_there_and_a
 @each_case
 def test_a_frame_byte_by_byte_is_joined_a_few_times_only(case: Case) -> None:
     """When there is a length, a kind, a head, a letter behind it, the other length, and all of it."""
-    reader = FrameReader()
+    reader = PrefixedReader()
 
     assert joins(lambda: feed(reader, one_by_one(case.data))) <= 6 * len(case.frames)
 
@@ -898,7 +893,7 @@ def test_a_message_has_so_many_properties_and_no_more() -> None:
 
 
 def test_a_reader_may_take_some_frames_at_a_time() -> None:
-    reader = FrameReader(frames_max=3)
+    reader = PrefixedReader(frames_max=3)
     data = b"".join(frame(b"%d" % number) for number in range(8))
     found = [reader.feed(data[:-3])]
     while reader.has_more:
@@ -1220,7 +1215,7 @@ BAD_COMMANDS: Final[dict[bytes, str]] = {
             b"DELETE topic=a partitions=4": "partitions=4",
             b"DELETE topic=a b": "b",
             b"PUBLISH topic=a message": "message",
-            b"PUBLISH topic=a Message=b": "Message=b",
+            b"PUBLISH topic=a QbMessage=b": "QbMessage=b",
             b"PUBLISH topic=a key=b topic=a message=c": "topic=a",
             b"CONSUME topic=a message=b": "message=b",
             b"BATCH_COMMIT topic=a P0:1 P1:2": "P1:2",

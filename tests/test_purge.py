@@ -11,7 +11,7 @@ import pytest
 from penstock import Client
 from penstock.errors import BadRequest, OffsetOutOfRange, UnknownTopic
 from penstock.storage.policy import Durability, Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import append, memory_meta, values
 from tests.registries import until
@@ -23,7 +23,7 @@ SMALL = Policy(segment_bytes=4096)
 
 
 def open_store(files: FaultyFiles, **settings: Any) -> Store:
-    return Store(DATA, files=files, clock=ManualClock(), meta=memory_meta(), settings=Settings(**settings))
+    return Store(DATA, files=files, clock=ManualClock(), meta=memory_meta(), settings=StoreSettings(**settings))
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 1 << 20])
@@ -124,7 +124,7 @@ def test_a_piped_copy_that_the_power_cut_short_goes_on_where_it_ends() -> None:
         store.flush()
         store.purge_topic(topic.id, {0: 2})
         log = store.log(topic.id)
-        log.purge(100)
+        log.upkeep.purge(100)
         assert (log.start, log.end, log.read(2, 1)) == (2, 2, [])
         append(log, b"c")
         store.flush()

@@ -35,12 +35,16 @@ from penstock.errors import (
     PenstockError,
     UnsupportedBatch,
 )
-from penstock.storage.log import RESERVE_AHEAD, Log, State
+from penstock.outcome import Outcome
+from penstock.storage.appender import LogState
+from penstock.storage.flusher import RESERVE_AHEAD
+from penstock.storage.log import Log
 from penstock.storage.policy import Cleanup, Durability, OnDamage, Policy
-from penstock.storage.segment import Reader, log_name
+from penstock.storage.segment import ReadMode, log_name
 from penstock.storage.store import Store
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import TIMESTAMP, append, messages, open_log
+from tests.sampling import sampled
 
 DIRECTORY: Final = Path("/log")
 FSYNC: Final = Policy(segment_bytes=4096)
@@ -107,7 +111,7 @@ def image_of(disk: FaultyFiles) -> Image:
     return {name: disk.content(DIRECTORY / name) for name in sorted(disk.sizes(DIRECTORY))}
 
 
-def reopen(disk: FaultyFiles, policy: Policy = FSYNC, reader: Reader = "pread") -> Log:
+def reopen(disk: FaultyFiles, policy: Policy = FSYNC, reader: ReadMode = "pread") -> Log:
     return open_log(DIRECTORY, files=disk, policy=policy, reader=reader)
 
 
@@ -214,7 +218,7 @@ def test_a_log_cut_short_at_any_byte_serves_the_batches_that_are_whole_and_goes_
     image = make(rounds, policy=policy, closed=closed)
     everything = places(image)
     active = everything[-1].name
-    for length in range(len(image[active]) + 1):
+    for length in sampled(range(len(image[active]) + 1)):
         whole = [place.batch for place in everything if place.name != active or place.stop <= length]
         expected = messages_of(whole)
         disk = disk_with({**image, active: image[active][:length]})
@@ -239,7 +243,7 @@ def test_whatever_was_torn_off_its_producer_sends_again_and_each_message_is_ther
     send(reopen(disk))
     [(name, content)] = [(name, content) for name, content in image_of(disk).items() if name.endswith(".log")]
     expected = messages_of([place.batch for place in places({name: content})])
-    for length in range(len(content) + 1):
+    for length in sampled(range(len(content) + 1)):
         log = reopen(disk_with({name: content[:length]}))
         send(log)
         assert messages(log) == expected, f"cut short at byte {length}"
@@ -286,38 +290,43 @@ def test_an_only_segment_without_a_head_is_left_behind_if_others_were_before_it(
 # Every byte flipped.
 
 
-def check_damage_is_left_behind(image: Image, place: Place, at: int, mask: int, policy: Policy) -> None:
-    """One batch is lost, with everything else in its place, and the log goes on: also once it is opened again."""
+def check_damage_is_left_behind(image: Image, place: Place, mask: int, policy: Policy) -> None:
+    """Flip each byte of a batch: it alone is lost, and the log goes on, also once it is opened again."""
     everything = places(image)
     others = messages_of([other.batch for other in everything if other[:2] != place[:2]])
-    damaged = flipped(image[place.name], at, mask)
-    disk = disk_with({**image, place.name: damaged})
-    message = f"byte {at} was flipped"
+    lost = (place.batch.base_offset, place.batch.end)
     acknowledged = max(other.batch.end for other in everything)
+    skipping = replace(policy, on_damage=OnDamage.SKIP)
+    for at in sampled(range(place.start, place.stop)):
+        damaged = flipped(image[place.name], at, mask)
+        disk = disk_with({**image, place.name: damaged})
+        message = f"byte {at} was flipped"
 
-    log = reopen(disk, policy)
-    offset = append(log, b"new")
-    log.flush()
-
-    assert offset >= acknowledged, message
-    expected = {**others, offset: b"new"}
-    for _ in range(2):
-        around = read_around(log, bytes_max=1 << 20)
-        assert around.found == expected, message
-        if place.batch.count:
-            assert around.refused == [(place.batch.base_offset, place.batch.end)], message
-        [known] = log.damage
-        assert (known.path, known.position) == (DIRECTORY / place.name, place.start), message
-        assert (known.first, known.last) == (place.batch.base_offset, place.batch.end), message
-        assert disk.content(DIRECTORY / place.name).startswith(damaged[: place.stop]), "what is damaged was changed"
-        assert not log.verify().torn_bytes, message
-        [found] = log.verify().damage
-        assert (found.position, found.first, found.last) == (known.position, known.first, known.last), message
-        log.policy = replace(policy, on_damage=OnDamage.SKIP)
-        assert messages(log) == expected, message
-        assert log.skipped_offsets == place.batch.span, message
-        disk.kill()
         log = reopen(disk, policy)
+        offset = append(log, b"new")
+        log.flush()
+
+        assert offset >= acknowledged, message
+        expected = {**others, offset: b"new"}
+        for restarted in (False, True):
+            if restarted:
+                disk.kill()
+                log = reopen(disk, policy)
+            around = read_around(log, bytes_max=1 << 20)
+            assert around.found == expected, message
+            if place.batch.count:
+                assert around.refused == [lost], message
+            [known] = log.damage
+            assert (known.path, known.position) == (DIRECTORY / place.name, place.start), message
+            assert (known.first, known.last) == lost, message
+            assert disk.content(DIRECTORY / place.name).startswith(damaged[: place.stop]), "what is damaged was changed"
+            report = log.verify()
+            assert not report.torn_bytes, message
+            [found] = report.damage
+            assert (found.position, found.first, found.last) == (known.position, known.first, known.last), message
+            log.policy = skipping
+            assert messages(log) == expected, message
+            assert log.reader.skipped_offsets == place.batch.span, message
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=hex)
@@ -330,8 +339,7 @@ def test_any_flipped_byte_of_a_log_that_was_closed_costs_one_batch_and_the_log_g
     everything = places(image)
     *before, mark = [place for place in everything if place.name == everything[-1].name]
     for place in before:
-        for at in range(place.start, place.stop):
-            check_damage_is_left_behind(image, place, at, mask, policy)
+        check_damage_is_left_behind(image, place, mask, policy)
     for at in range(mark.start, mark.stop):
         # The note that all is well is the last thing in the log; nothing knows of it, and nothing is lost with it.
         disk = disk_with({**image, mark.name: flipped(image[mark.name], at, mask)})
@@ -365,10 +373,10 @@ def test_offsets_are_not_given_out_again_though_what_reserves_them_is_damaged() 
     _, reservation, *_ = places(image)
     # Readers see these, and the power takes them.
     append(log, *[b"c"] * 1000)
-    write = log.begin_write()
+    write = log.flusher.begin_write()
     assert write is not None
     write.run()
-    log.finish_write(write)
+    log.flusher.finish_write(write)
     seen = log.committed
     assert seen == 1002
     damaged = flipped(image[reservation.name], reservation.start)
@@ -424,7 +432,7 @@ def test_what_is_known_to_be_damaged_is_forgotten_with_its_segment() -> None:
     log = reopen(disk, Policy(segment_bytes=4096, retain_bytes=1))
     assert [(damage.first, damage.last) for damage in log.damage] == [(place.batch.base_offset, place.batch.end)]
 
-    log.retain()
+    log.upkeep.retain()
 
     assert log.damage == []
     assert not [name for name in image_of(disk) if name.endswith(".damaged")]
@@ -455,16 +463,14 @@ def test_a_note_of_an_earlier_stop_is_not_taken_for_a_torn_tail(policy: Policy, 
 def _check_only_the_last_round_can_look_torn(image: Image, policy: Policy, last: int, mask: int) -> None:
     everything = places(image)
     active = [place for place in everything if place.name == everything[-1].name]
-    for place in active:
-        for at in range(place.start, place.stop):
-            damaged = {**image, place.name: flipped(image[place.name], at, mask)}
-            disk = disk_with(damaged)
-            if place in active[-last:]:
-                log = reopen(disk, policy)
-                prefix = [other.batch for other in everything if other.batch.base_offset < place.batch.base_offset]
-                assert messages(log) == messages_of(prefix), f"byte {at} was flipped"
-            else:
-                check_damage_is_left_behind(image, place, at, mask, policy)
+    for place in active[:-last]:
+        check_damage_is_left_behind(image, place, mask, policy)
+    for place in active[-last:]:
+        before = [other.batch for other in everything if other.batch.base_offset < place.batch.base_offset]
+        expected = messages_of(before)
+        for at in sampled(range(place.start, place.stop)):
+            log = reopen(disk_with({**image, place.name: flipped(image[place.name], at, mask)}), policy)
+            assert messages(log) == expected, f"byte {at} was flipped"
 
 
 def test_what_was_cut_off_does_not_come_back_behind_what_is_written_in_its_place() -> None:
@@ -486,7 +492,7 @@ def test_nothing_of_a_segment_can_look_torn_once_the_next_one_was_begun() -> Non
     everything = places(image)
     for place in [place for place in everything if place.name == name]:
         others = messages_of([other.batch for other in everything if other is not place])
-        for at in range(place.start, place.stop):
+        for at in sampled(range(place.start, place.stop)):
             damaged = flipped(image[name], at)
             disk = disk_with({**image, name: damaged, unborn: torn_head})
             log = reopen(disk)
@@ -500,7 +506,7 @@ def test_nothing_of_a_segment_can_look_torn_once_the_next_one_was_begun() -> Non
 @pytest.mark.parametrize("bytes_max", [1, 1 << 20])
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
 def test_any_flipped_byte_of_a_sealed_segment_costs_one_batch_and_is_reported(
-    reader: Reader, bytes_max: int, which: slice
+    reader: ReadMode, bytes_max: int, which: slice
 ) -> None:
     image = make(FOUR_SEGMENTS, closed=True)
     everything = places(image)
@@ -508,7 +514,7 @@ def test_any_flipped_byte_of_a_sealed_segment_costs_one_batch_and_is_reported(
     for place, mask in itertools.product(sealed[which], MASKS):
         others = messages_of([other.batch for other in everything if other is not place])
         lost = (place.batch.base_offset, place.batch.end)
-        for at in range(place.start, place.stop):
+        for at in sampled(range(place.start, place.stop)):
             disk = disk_with({**image, place.name: flipped(image[place.name], at, mask)})
             log = reopen(disk, reader=reader)
 
@@ -556,7 +562,7 @@ def test_a_damaged_batch_keeps_its_segment_from_being_compacted_and_nothing_else
         log = reopen(disk_with(damaged), COMPACT)
         before = read_around(log, bytes_max=1)
 
-        log.compact()
+        log.upkeep.compact()
 
         after = read_around(log, bytes_max=1)
         assert (after.refused, after.corrupt) == (before.refused, before.corrupt)
@@ -609,8 +615,8 @@ def with_wrong_index(image: Image, name: str) -> Iterator[tuple[str, Image]]:
     """The files with another content of that index, or without it, and what is wrong with it."""
     good = image[name]
     yield "missing", {other: content for other, content in image.items() if other != name}
-    wrong = {f"{length} bytes long": good[:length] for length in range(len(good))}
-    wrong |= {f"flipped at byte {at}": flipped(good, at, mask) for at in range(len(good)) for mask in MASKS}
+    wrong = {f"{length} bytes long": good[:length] for length in sampled(range(len(good)))}
+    wrong |= {f"flipped at byte {at}": flipped(good, at, mask) for at in sampled(range(len(good))) for mask in MASKS}
     wrong |= {f"that of {other}": image[other] for other in image if other.endswith(".index") and other != name}
     wrong["too long"] = good + bytes(24)
     wrong["garbage"] = bytes(range(256)) * 4
@@ -620,7 +626,7 @@ def with_wrong_index(image: Image, name: str) -> Iterator[tuple[str, Image]]:
 
 
 @pytest.mark.parametrize("reader", ["pread", "mmap"])
-def test_with_any_wrong_index_every_read_is_right(reader: Reader) -> None:
+def test_with_any_wrong_index_every_read_is_right(reader: ReadMode) -> None:
     image = indexed()
     batches = [place.batch for place in places(image) if place.batch.count]
     expected = messages_of(batches)
@@ -747,7 +753,7 @@ def test_an_empty_last_segment_was_being_created_and_goes() -> None:
     image = make(TWO_SEGMENTS, closed=False)
     log = reopen(disk_with({**image, log_name(99): b""}))
     assert messages(log) == messages_of([place.batch for place in places(image)])
-    assert append(log, b"new") == log.written
+    assert append(log, b"new") == log.marks.written
 
 
 def test_a_missing_segment_is_named_by_whoever_reads_across_and_by_verify() -> None:
@@ -964,7 +970,7 @@ def half_a_truncation() -> Image:
     """The new segment is there, and all that the truncation should have dropped is still there, too."""
     disk = disk_with(make(FOUR_SEGMENTS, closed=False))
     before = image_of(disk)
-    reopen(disk).truncate(3)
+    reopen(disk).upkeep.truncate(3)
     return {**image_of(disk), **before}
 
 
@@ -995,14 +1001,14 @@ def test_a_truncation_that_is_cut_at_any_call_loses_nothing_below_and_gives_no_o
     below = messages_of([batch for batch in batches if batch.end <= offset])
     end = max(everything) + 1
     assert end == 12
-    for cut, disk in cut_at_every_call(image, lambda disk: partial(reopen(disk).truncate, offset)):
+    for cut, disk in cut_at_every_call(image, lambda disk: partial(reopen(disk).upkeep.truncate, offset)):
         log = reopen(disk)
         served = messages(log)
         assert below.items() <= served.items() <= everything.items(), cut
         again = append(log, b"new")
         log.flush()
         assert again >= end, cut
-        log.truncate(offset)
+        log.upkeep.truncate(offset)
         assert messages(log) == below, cut
         newest = append(log, b"newest")
         log.flush()
@@ -1023,10 +1029,10 @@ def test_a_truncation_that_fails_at_any_call_leaves_a_sound_log_that_goes_on(cal
     log = reopen(disk)
     disk.fail(call, errno.EIO, after=after)
     with contextlib.suppress(OSError, DiskError):
-        log.truncate(3)
+        log.upkeep.truncate(3)
     disk.heal()
     for value in (b"new", LARGE, b"newer"):
-        if log.state is State.OPEN:
+        if log.state is LogState.OPEN:
             everything[append(log, value)] = value
             log.flush()
     disk.kill()
@@ -1047,7 +1053,7 @@ def test_a_truncation_of_what_is_not_synced_yet_that_is_cut_at_any_call_leaves_a
             append(log, given[number])
         write_only(log)
         assert messages(log) == given
-        return partial(log.truncate, offset)
+        return partial(log.upkeep.truncate, offset)
 
     for cut, disk in cut_at_every_call({}, truncation):
         log = reopen(disk, FLUSH)
@@ -1059,10 +1065,10 @@ def test_a_truncation_of_what_is_not_synced_yet_that_is_cut_at_any_call_leaves_a
 
 
 def write_only(log: Log) -> None:
-    write = log.begin_write()
+    write = log.flusher.begin_write()
     assert write is not None
     write.run()
-    log.finish_write(write)
+    log.flusher.finish_write(write)
 
 
 @pytest.mark.parametrize("tombstone_ms", [0, 1000], ids=["old tombstones", "young tombstones"])
@@ -1083,19 +1089,19 @@ def test_a_compaction_that_is_cut_at_any_call_keeps_the_latest_of_each_key_at_it
     tombstone = max(gone)
     image = image_of(disk)
     everything = messages(log)
-    log.compact()
+    log.upkeep.compact()
     compacted = messages(log)
     assert compacted.keys() & gone == (set() if tombstone_ms == 0 else {tombstone})
     latest = messages_of([places(image)[-1].batch])
     keyless = {offset: value for offset, value in everything.items() if value.endswith(b"none")}
     assert latest.items() | keyless.items() <= compacted.items()
 
-    for cut, disk in cut_at_every_call(image, lambda disk: reopen(disk, policy).compact):
+    for cut, disk in cut_at_every_call(image, lambda disk: reopen(disk, policy).upkeep.compact):
         log = reopen(disk, policy)
         served = messages(log)
         assert compacted.items() <= served.items() <= everything.items(), cut
         assert tombstone in served or not gone & served.keys(), f"{cut}: a deleted key came back"
-        log.compact()
+        log.upkeep.compact()
         assert messages(log) == compacted, cut
         log = reopen(disk.power_cut(), policy)
         assert messages(log) == compacted, cut
@@ -1107,14 +1113,14 @@ def test_a_retention_that_is_cut_at_any_call_drops_the_oldest_first() -> None:
     image = make([[[b"%d" % number * 500]] for number in range(40)], closed=True)
     log = reopen(disk_with(image), policy)
     everything = messages(log)
-    assert log.retain() > 2
+    assert log.upkeep.retain() > 2
     retained = messages(log)
-    for cut, disk in cut_at_every_call(image, lambda disk: reopen(disk, policy).retain):
+    for cut, disk in cut_at_every_call(image, lambda disk: reopen(disk, policy).upkeep.retain):
         log = reopen(disk, policy)
         served = messages(log)
         assert served == {offset: value for offset, value in everything.items() if offset >= log.start}, cut
         assert retained.items() <= served.items(), cut
-        log.retain()
+        log.upkeep.retain()
         log = reopen(disk.power_cut(), policy)
         assert messages(log) == retained, cut
         assert not log.verify().damage, cut
@@ -1134,13 +1140,13 @@ def test_what_is_served_after_a_failed_sync_and_a_restart_is_there_for_good(
     append(log, b"first")
     log.flush()
     told: list[PenstockError | None] = []
-    log.append(encode([value], timestamp=TIMESTAMP), done=lambda _, error: told.append(error))
+    log.append(encode([value], timestamp=TIMESTAMP), outcome=Outcome(told.append))
     append(log, b"with it")
     disk.fail("sync", errno.EIO, path_suffix=log_name(0))
 
     log.flush()
 
-    assert log.state is State.FAILED
+    assert log.state is LogState.FAILED
     assert [type(error) for error in told] == [LogFailed if policy is FSYNC or value is LARGE else type(None)]
     with pytest.raises(LogFailed, match=rf"{log_name(0)}: fsync failed: {os.strerror(errno.EIO)}"):
         append(log, b"refused")
@@ -1184,6 +1190,22 @@ def test_after_a_clean_stop_offsets_go_on_without_a_jump() -> None:
     image = make(SMALL, policy=FLUSH, closed=True)
     log = reopen(disk_with(image), FLUSH)
     assert append(log, b"new") == len(messages_of([place.batch for place in places(image)]))
+
+
+def test_a_sync_of_a_later_write_also_makes_the_reservation_durable() -> None:
+    log = reopen(FaultyFiles(), FLUSH)
+    append(log, b"a")
+    write_only(log)
+    append(log, b"b")
+    write = log.flusher.begin_write()
+    assert write is not None
+    write.run()
+    sync = write.sync()
+    log.flusher.finish_write(write)
+    log.flusher.finish_sync(sync, None)
+    append(log, b"c")
+    write_only(log)
+    assert messages(log) == {0: b"a", 1: b"b", 2: b"c"}
 
 
 @pytest.mark.parametrize("rolls", [False, True], ids=["one segment", "rolls"])

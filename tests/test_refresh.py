@@ -12,11 +12,15 @@ import pytest
 from penstock.broker import refresh as refreshes
 from penstock.broker.broker import Settings
 from penstock.broker.flow import Flow
-from penstock.broker.group import Group, Mode
-from penstock.broker.member import Member, Notice, Place, Word
-from penstock.broker.refresh import Course, Refresh, State
+from penstock.broker.group import Group
+from penstock.broker.group_state import Mode
+from penstock.broker.member import Member, Place, RefreshNotice
+from penstock.broker.member import RefreshSignal as Signal
+from penstock.broker.refresh import GroupRefresh, TopicRefresh
+from penstock.broker.refresh import RefreshState as State
 from penstock.broker.start import Start
 from penstock.errors import AppendFailed, PenstockError, RefreshAborted, RefreshConflict, UnknownTopic
+from penstock.outcome import Outcome
 from penstock.run import Run
 from penstock.storage.policy import Policy
 from penstock.testing import FaultyFiles, ManualClock
@@ -33,19 +37,19 @@ class Consumer(Recorder):
     def __init__(self, name: str = "ann") -> None:
         super().__init__()
         self.name, self.address = name, "here"
-        self.heard: list[Notice] = []
+        self.heard: list[RefreshNotice] = []
         self.copy: dict[tuple[int, int, int], bytes] = {}
         self.group: Group | None = None
         self.member = self._new()
 
     def _new(self) -> Member:
         member = Member(b"1", self, Flow(buffer=1000))
-        member.hears = self._hear
+        member.on_refresh = self._hear
         return member
 
-    def _hear(self, notice: Notice) -> None:
+    def _hear(self, notice: RefreshNotice) -> None:
         self.heard.append(notice)
-        if notice.word is Word.RESET:
+        if notice.signal is Signal.RESET:
             self.copy.clear()
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
@@ -60,22 +64,22 @@ class Consumer(Recorder):
         self.group.leave(member)
 
     @property
-    def words(self) -> list[Word]:
-        return [notice.word for notice in self.heard]
+    def words(self) -> list[Signal]:
+        return [notice.signal for notice in self.heard]
 
     async def join(
         self, life: Life, group: bytes = b"shop", pattern: bytes = b"prices.>", mode: Mode = Mode.SHARED
     ) -> Group:
         """On a connection of its own, each time."""
         self.member = self._new()
-        joining = life.broker.join(group, pattern, self.member, mode, start=Start.EARLIEST)
+        joining = life.broker.groups.join(group, pattern, self.member, mode, start=Start.EARLIEST)
         self.group = await life.do(joining)
         await life.settle()
         return self.group
 
     async def leave(self, life: Life) -> None:
         assert self.group is not None
-        life.broker.leave(self.group, self.member)
+        life.broker.groups.leave(self.group, self.member)
         await life.settle()
 
     async def answer(self, life: Life) -> None:
@@ -91,19 +95,19 @@ class Consumer(Recorder):
         return got
 
 
-async def begin(life: Life) -> Refresh:
+async def begin(life: Life) -> TopicRefresh:
     refresh = await life.do(life.broker.refresh_topic(b"prices"))
     await life.settle()
     return refresh
 
 
-def course(life: Life, group: bytes = b"shop") -> Course:
-    refresh = life.broker.refresh(b"prices")
+def course(life: Life, group: bytes = b"shop") -> GroupRefresh:
+    refresh = life.broker.refreshes.of(life.broker.topics.named(b"prices"))
     assert refresh is not None
-    return refresh.courses[group]
+    return refresh.groups[group]
 
 
-def state_of(refresh: Refresh) -> State:
+def state_of(refresh: TopicRefresh) -> State:
     return refresh.state
 
 
@@ -115,7 +119,7 @@ async def stocked(life: Life, *consumers: Consumer) -> None:
         await consumer.ack_all(life)
 
 
-async def to(state: State, life: Life, ann: Consumer) -> Refresh:
+async def to(state: State, life: Life, ann: Consumer) -> TopicRefresh:
     """A refresh of one consumer, in a state."""
     refresh = await begin(life)
     if state is not State.WAITING_FOR_ACKS:
@@ -159,22 +163,26 @@ async def test_a_consumer_is_reset_given_all_again_and_told_when_that_is_done() 
     async with Life(FaultyFiles()) as life:
         ann = Consumer()
         await stocked(life, ann)
-        assert life.broker.refresh(b"prices") is None
+        assert life.broker.refreshes.of(life.broker.topics.named(b"prices")) is None
 
         refresh = await begin(life)
-        assert (refresh.state, ann.words) == (State.WAITING_FOR_ACKS, [Word.RESET])
+        assert (refresh.state, ann.words) == (State.WAITING_FOR_ACKS, [Signal.RESET])
         assert course(life).waits_for() == ["ann (here)"]
         await life.stored(b"prices.a", b"while it waits")
         assert ann.got == [], "nothing of the topic comes before it has answered"
 
         await ann.answer(life)
-        assert (refresh.state, ann.values, course(life).left) == (State.REPLAYING, [*VALUES, b"while it waits"], 5)
+        assert (refresh.state, ann.values, course(life).left) == (
+            State.REPLAYING,
+            [*VALUES, b"while it waits"],
+            5,
+        )
         await life.stored(b"prices.a", b"behind it")
         assert ann.group is not None
         await life.ack(ann.group, *ann.got[:4])
-        assert (refresh.state, ann.words, course(life).left) == (State.REPLAYING, [Word.RESET], 1)
+        assert (refresh.state, ann.words, course(life).left) == (State.REPLAYING, [Signal.RESET], 1)
         await life.ack(ann.group, ann.got[4])
-        assert (refresh.state, ann.words) == (State.READY_SENT, [Word.RESET, Word.READY])
+        assert (refresh.state, ann.words) == (State.READY_SENT, [Signal.RESET, Signal.READY])
         assert ann.values[5:] == [b"behind it"]
 
         ann.heard[0].answered()
@@ -220,7 +228,7 @@ async def test_a_partitioned_group_is_refreshed_too() -> None:
         group = ann.group
         assert group is not None
         for place, position in group.positions.items():
-            group.commit(place, position.partition.served, group.generation, lambda _: None)
+            group.commit(place, position.partition.served, group.state.generation, Outcome())
         await life.settle()
         for consumer in (ann, bob):
             await consumer.answer(life)
@@ -248,7 +256,7 @@ async def test_a_partition_that_is_added_meanwhile_is_held_as_well() -> None:
         ann = Consumer()
         await stocked(life, ann)
         await begin(life)
-        await life.do(life.broker.alter_topic(b"prices", partitions=8))
+        await life.do(life.broker.changes.alter(b"prices", partitions=8))
         for number in range(30):
             await life.stored(b"prices.%d" % number, b"new")
         assert ann.got == []
@@ -279,18 +287,18 @@ async def test_what_retention_has_dropped_is_not_waited_for() -> None:
 async def test_of_an_empty_topic_there_is_nothing_to_replay() -> None:
     async with Life(FaultyFiles()) as life:
         ann = Consumer()
-        await life.do(life.broker.create_topic(b"prices"))
+        await life.do(life.broker.changes.create(b"prices"))
         await ann.join(life)
         refresh = await begin(life)
         await ann.answer(life)
-        assert (refresh.state, ann.words) == (State.READY_SENT, [Word.RESET, Word.READY])
+        assert (refresh.state, ann.words) == (State.READY_SENT, [Signal.RESET, Signal.READY])
 
 
 @in_loop
 async def test_one_that_nobody_consumes_is_done_at_once() -> None:
     async with Life(FaultyFiles()) as life:
         await stocked(life)
-        assert ((await begin(life)).state, (await begin(life)).courses) == (State.COMPLETED, {})
+        assert ((await begin(life)).state, (await begin(life)).groups) == (State.COMPLETED, {})
         with pytest.raises(UnknownTopic):
             await life.do(life.broker.refresh_topic(b"nothing"))
 
@@ -304,7 +312,7 @@ async def test_who_asks_while_one_is_under_way_is_given_that_and_afterwards_anot
         assert await begin(life) is refresh
         await ann.answer(life)
         assert await begin(life) is not refresh
-        assert ann.words == [Word.RESET, Word.READY, Word.RESET]
+        assert ann.words == [Signal.RESET, Signal.READY, Signal.RESET]
 
 
 @in_loop
@@ -318,7 +326,10 @@ async def test_groups_go_side_by_side_and_the_topic_is_where_the_last_one_is() -
         await ann.answer(life)
         await ann.ack_all(life)
         await ann.answer(life)
-        assert (course(life).state, course(life, b"depot").state) == (State.COMPLETED, State.WAITING_FOR_ACKS)
+        assert (course(life).state, course(life, b"depot").state) == (
+            State.COMPLETED,
+            State.WAITING_FOR_ACKS,
+        )
         assert state_of(refresh) is State.WAITING_FOR_ACKS
         await life.advance(WAIT)
         assert (course(life).state, course(life, b"depot").state) == (State.COMPLETED, State.ABORTED)
@@ -348,7 +359,7 @@ async def test_after_a_kill_it_goes_on_in_the_state_that_it_was_in(state: State)
         assert course(life).state is state
         assert course(life).waits_for() == ([] if state is State.COMPLETED else ["ann (here)"])
         await ann.join(life)
-        words = {State.WAITING_FOR_ACKS: [Word.RESET], State.READY_SENT: [Word.READY]}
+        words = {State.WAITING_FOR_ACKS: [Signal.RESET], State.READY_SENT: [Signal.READY]}
         assert ann.words == words.get(state, []), "it is told again, but never RESET once it was given messages"
         if state is State.WAITING_FOR_ACKS:
             assert ann.got == []
@@ -380,7 +391,7 @@ async def test_a_power_cut_at_any_moment_loses_nothing_of_the_copy() -> None:
     met: set[State | None] = set()
     async for disk, clock, cut in each_cut(prepare, refresh):
         async with Life(disk, clock=clock) as life:
-            met.add(course(life).state if life.broker.refresh(b"prices") else None)
+            met.add(course(life).state if life.broker.refreshes.of(life.broker.topics.named(b"prices")) else None)
             ann.heard.clear()
             ann.take()
             await ann.join(life)
@@ -390,8 +401,17 @@ async def test_a_power_cut_at_any_moment_loses_nothing_of_the_copy() -> None:
                 await life.settle()
                 await ann.ack_all(life)
             assert list(ann.copy.values()) == VALUES, f"cut {cut}"
-            assert life.broker.refresh(b"prices") is None or course(life).state is State.COMPLETED, f"cut {cut}"
-    every = {State.RESET_SENT, State.WAITING_FOR_ACKS, State.REPLAYING, State.READY_SENT, State.COMPLETED}
+            assert (
+                life.broker.refreshes.of(life.broker.topics.named(b"prices")) is None
+                or course(life).state is State.COMPLETED
+            ), f"cut {cut}"
+    every = {
+        State.RESET_SENT,
+        State.WAITING_FOR_ACKS,
+        State.REPLAYING,
+        State.READY_SENT,
+        State.COMPLETED,
+    }
     assert every - {State.COMPLETED} | {None} <= met
 
 
@@ -434,17 +454,17 @@ async def test_what_is_said_of_messages_from_before_the_reset_does_not_count_aft
         ann = Consumer()
         await stocked(life, ann)
         assert ann.group is not None
-        before = ann.group.generation
+        before = ann.group.state.generation
         await to(State.REPLAYING, life, ann)
         place = (life.partition(b"prices").topic_id, 0)
         assert ann.group.is_stale(place, before)
-        assert not ann.group.is_stale(place, ann.group.generation)
+        assert not ann.group.is_stale(place, ann.group.state.generation)
         await life.kill()
     # Though the clock was set back meanwhile.
     async with Life(disk, clock=ManualClock(now_us=10**14)) as life:
         await ann.join(life)
         assert ann.group.is_stale(place, before)
-        assert not ann.group.is_stale(place, ann.group.generation)
+        assert not ann.group.is_stale(place, ann.group.state.generation)
 
 
 # ---- consumers that do not do well
@@ -492,7 +512,7 @@ async def test_what_is_held_does_not_come_to_its_deadline_meanwhile() -> None:
         await ann.answer(life)
         assert (course(life).state, list(ann.copy.values())) == (State.COMPLETED, VALUES)
         assert ann.group is not None
-        assert ann.group.dead_lettered == 0
+        assert ann.group.state.dead_lettered == 0
 
 
 @in_loop
@@ -520,7 +540,7 @@ async def test_one_that_disappears_is_named_and_told_again_when_it_is_back() -> 
         await carl.answer(life)
         assert course(life).waits_for() == ["bob (here)"], "another one is not it"
         await bob.join(life)
-        assert bob.words == [Word.RESET, Word.RESET]
+        assert bob.words == [Signal.RESET, Signal.RESET]
         await bob.answer(life)
         assert state_of(refresh) is State.REPLAYING
 
@@ -539,7 +559,7 @@ async def test_one_that_disappears_during_the_replay_is_told_ready_when_it_is_ba
         await ann.answer(life)
         assert (refresh.state, course(life).waits_for()) == (State.READY_SENT, ["bob (here)"])
         await bob.join(life)
-        assert bob.words == [Word.RESET, Word.READY]
+        assert bob.words == [Signal.RESET, Signal.READY]
         await bob.answer(life)
         assert state_of(refresh) is State.COMPLETED
 
@@ -555,12 +575,16 @@ async def test_a_replay_that_nobody_takes_is_given_up_and_goes_on_with_who_comes
         await life.ack(ann.group, *ann.take()[:1])
         await ann.leave(life)
         await life.advance(WAIT)
-        assert (refresh.state, refresh.reason) == (State.ABORTED, "group shop: nobody was there for 60 s")
+        assert (refresh.state, refresh.reason) == (State.ABORTED, "group shop: no member was connected for 60 s")
         await life.kill()
     async with Life(disk) as life:
         assert course(life).state is State.ABORTED
         await ann.join(life)
-        assert (course(life).state, ann.words, ann.values) == (State.REPLAYING, [Word.RESET], VALUES[1:])
+        assert (course(life).state, ann.words, ann.values) == (
+            State.REPLAYING,
+            [Signal.RESET],
+            VALUES[1:],
+        )
         await ann.ack_all(life)
         await ann.answer(life)
         assert (course(life).state, course(life).reason) == (State.COMPLETED, "")
@@ -586,11 +610,11 @@ async def test_a_group_that_nobody_is_in_is_waited_for_if_its_members_understood
     async with Life(disk) as life:
         ann = Consumer()
         await stocked(life, ann)
-        await life.do(life.broker.create_group(b"never joined", b">"))
+        await life.do(life.broker.groups.create(b"never joined", b">"))
         await life.stop()
     async with Life(disk) as life:
         refresh = await begin(life)
-        assert list(refresh.courses) == [b"shop"]
+        assert list(refresh.groups) == [b"shop"]
         assert course(life).waits_for() == ["any member of the group"]
         await ann.join(life)
         await ann.answer(life)
@@ -600,7 +624,7 @@ async def test_a_group_that_nobody_is_in_is_waited_for_if_its_members_understood
         assert state_of(refresh) is State.ABORTED
 
 
-# ---- members that do not understand
+# ---- members that do not take part
 
 
 @in_loop
@@ -610,9 +634,9 @@ async def test_a_group_in_which_some_do_not_understand_is_refused_with_their_nam
         plain.name, plain.address = "old", "there"
         await stocked(life, ann)
         await life.join(b"shop", b"prices.>", plain)
-        with pytest.raises(RefreshConflict, match=r"do not understand it: old \(there\); let"):
+        with pytest.raises(RefreshConflict, match=r"these do not: old \(there\); let"):
             await begin(life)
-        assert (life.broker.refresh(b"prices"), ann.words, plain.got) == (None, [], [])
+        assert (life.broker.refreshes.of(life.broker.topics.named(b"prices")), ann.words, plain.got) == (None, [], [])
 
 
 @in_loop
@@ -623,7 +647,7 @@ async def test_a_group_in_which_nobody_understands_is_left_alone() -> None:
         await stocked(life, ann)
         plain.take()
         refresh = await to(State.COMPLETED, life, ann)
-        assert (list(refresh.courses), plain.got) == ([b"shop"], [])
+        assert (list(refresh.groups), plain.got) == ([b"shop"], [])
 
 
 @in_loop
@@ -648,9 +672,9 @@ async def test_it_ends_with_its_topic() -> None:
         ann = Consumer()
         await stocked(life, ann)
         await begin(life)
-        await life.do(life.broker.delete_topic(b"prices"))
+        await life.do(life.broker.changes.delete(b"prices"))
         await life.stored(b"prices.a", b"of another topic")
-        assert life.broker.refresh(b"prices") is None
+        assert life.broker.refreshes.of(life.broker.topics.named(b"prices")) is None
         assert ann.values == [b"of another topic"]
         assert life.store.state.items("refresh") == []
 
@@ -663,9 +687,9 @@ async def test_it_goes_on_without_a_group_that_is_deleted() -> None:
         await bob.join(life, b"depot")
         refresh = await begin(life)
         await ann.answer(life)
-        await life.do(life.broker.delete_group(b"depot"))
+        await life.do(life.broker.groups.delete(b"depot"))
         await life.settle()
-        assert (refresh.state, list(refresh.courses)) == (State.REPLAYING, [b"shop"])
+        assert (refresh.state, list(refresh.groups)) == (State.REPLAYING, [b"shop"])
         assert [key.partition("/")[2] for key, _ in life.store.state.items("refresh")] == ["", "shop"]
 
 
@@ -678,9 +702,9 @@ async def test_one_that_cannot_be_written_has_not_begun() -> None:
         disk.fail("write", errno.ENOSPC, path_suffix=STATE_LOG)
         with pytest.raises(AppendFailed):
             await begin(life)
-        assert (life.broker.refresh(b"prices"), ann.words) == (None, [])
+        assert (life.broker.refreshes.of(life.broker.topics.named(b"prices")), ann.words) == (None, [])
         await begin(life)
-        assert ann.words == [Word.RESET]
+        assert ann.words == [Signal.RESET]
 
 
 @pytest.mark.parametrize("state", [State.WAITING_FOR_ACKS, State.REPLAYING])
@@ -697,9 +721,9 @@ async def test_a_state_that_cannot_be_written_is_not_acted_upon_before_it_is(sta
             await ann.answer(life)
         else:
             assert ann.group is not None
-            ann.group.ack_many(got[0].place, [each.offset for each in got], lambda _: None)
+            ann.group.ack_many(got[0].place, [each.offset for each in got], Outcome())
             await life.settle()
-        assert (course(life).state, ann.words, ann.got) == (state, [Word.RESET], [])
+        assert (course(life).state, ann.words, ann.got) == (state, [Signal.RESET], [])
         for _ in range(3):
             await life.advance(SECOND)
         await ann.ack_all(life)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from penstock import Client
-from penstock.client.feed import Feed
+from penstock.client.feed import Feed, SubscriptionOptions
 from penstock.client.values import Refresh
 from penstock.errors import BadFrame, Closed, NotOutstanding, RefreshAborted, RefreshConflict, TimedOut, UnknownTopic
 from penstock.wire import binary
@@ -413,20 +413,14 @@ def test_a_client_refuses_a_word_that_lacks_something(fields: dict[str, Any]) ->
         wire.receive(json_frame(Type.RESET, 1, fields))
 
 
+def make_feed() -> Feed:
+    options = SubscriptionOptions(pattern="t", group="g", mode="shared", start="latest", buffer=10, refreshes=True)
+    return Feed(options, lock=threading.Lock(), wake=nothing, arrived=nothing, respond=lambda _: None)
+
+
 def test_a_word_is_answered_behind_what_was_said_of_the_messages_before_it() -> None:
     wire = Wire()
-    feed = Feed(
-        "t",
-        "g",
-        "shared",
-        "latest",
-        10,
-        refreshes=True,
-        lock=threading.Lock(),
-        wake=nothing,
-        arrived=nothing,
-        respond=lambda _: None,
-    )
+    feed = make_feed()
     number = wire.open(feed)
     wire.receive(delivery(number, b"a") + json_frame(Type.RESET, 9, {"subscription": number, "topic": "t"}))
     wire.receive(delivery(number, b"b", offset=1))
@@ -438,8 +432,8 @@ def test_a_word_is_answered_behind_what_was_said_of_the_messages_before_it() -> 
     assert (notice.word, notice.topic, feed.notice(), feed.is_ready) == ("RESET", "t", None, False)
     assert [each.value for each in feed.unread()] == [b"b"]
     assert feed.take() is None
-    feed.heard(notice)
-    wire.connection.answer(feed)
+    feed.complete(notice)
+    wire.connection.confirm(feed)
     assert wire.sent() == [(Type.ACK, 9, b"")]
     behind = feed.take()
     assert (behind and behind.value) == b"b"
@@ -447,18 +441,7 @@ def test_a_word_is_answered_behind_what_was_said_of_the_messages_before_it() -> 
 
 def test_a_word_of_a_connection_that_is_gone_is_not_answered_on_another() -> None:
     wire = Wire()
-    feed = Feed(
-        "t",
-        "g",
-        "shared",
-        "latest",
-        10,
-        refreshes=True,
-        lock=threading.Lock(),
-        wake=nothing,
-        arrived=nothing,
-        respond=lambda _: None,
-    )
+    feed = make_feed()
     number = wire.open(feed)
     wire.receive(json_frame(Type.RESET, 1, {"subscription": number, "topic": "t"}))
     notice = feed.notice()
@@ -468,13 +451,13 @@ def test_a_word_of_a_connection_that_is_gone_is_not_answered_on_another() -> Non
     number = wire.open(feed)
     wire.receive(json_frame(Type.RESET, 1, {"subscription": number, "topic": "t"}) + delivery(number, b"a"))
     assert (feed.take(), feed.notice(), feed.is_ready) == (None, None, False), "the first is still being heeded"
-    feed.heard(notice)
-    wire.connection.answer(feed)
+    feed.complete(notice)
+    wire.connection.confirm(feed)
     assert wire.sent() == []
     second = feed.notice()
     assert second is not None
-    feed.heard(second)
-    wire.connection.answer(feed)
+    feed.complete(second)
+    wire.connection.confirm(feed)
     assert wire.sent() == [(Type.ACK, 1, b"")]
 
 
@@ -564,7 +547,7 @@ def test_the_command_begins_a_refresh_follows_it_and_names_who_is_waited_for(ser
                 wanted = f"{topic}: WAITING_FOR_ACKS, waits for replica (127.0.0.1)\n".encode()
                 assert wanted in lines
                 status = penstock("topic", "refresh-status", topic)
-                assert status.lines[0].startswith(f"{topic}: WAITING_FOR_ACKS, begun 20")
+                assert status.lines[0].startswith(f"{topic}: WAITING_FOR_ACKS, started 20")
                 assert any("waits for replica (127.0.0.1)" in line for line in status.lines[1:])
                 replica.passes["RESET"].set()
                 out, _ = process.communicate(timeout=PATIENCE_S)
@@ -578,7 +561,7 @@ def test_the_command_fails_with_a_refresh_that_is_given_up(server: Serve, topic:
     penstock = Penstock(address_of(server))
     assert penstock("topic", "create", topic, "--refresh-wait", "100ms").code == 0
     nobody = penstock("topic", "refresh", topic, "--wait")
-    assert (nobody.code, nobody.lines[1]) == (0, "no group reads it whose members understand a refresh")
+    assert (nobody.code, nobody.lines[1]) == (0, "no group with members that support a refresh reads it")
     with Frames(server) as client:
         client.open(1, topic, group=topic, refresh=True)
         aborted = penstock("topic", "refresh", topic, "--wait")

@@ -119,7 +119,7 @@ def test_a_topology_is_kept_and_followed_and_so_is_every_change(path: Path, log:
     assert log.messages == [
         "topology, version 1: POS, follows http://l3:8222",
         "topology, version 2: POS, follows http://other:8222",
-        "topology, version 3: POS, follows nobody",
+        "topology, version 3: POS, follows no broker",
     ]
 
 
@@ -138,12 +138,12 @@ def test_a_registry_that_counts_no_versions_is_followed(path: Path) -> None:
 # ---- an answer that is wrong
 
 OLDER: Final = (
-    "the registry answers with version 4, and version 5 is known: it is not taken; if it is right, remove FILE and "
-    "start this broker again"
+    "the registry replied with version 4, which is older than 5: ignored; if it is right, remove FILE and "
+    "restart this broker"
 )
 DEEP: Final = b"[" * 100_000
 WRONG: Final[dict[str, tuple[Answer, str]]] = {
-    "an error": (Answer(b"<html>", 500), "URL answers with status 500"),
+    "an error": (Answer(b"<html>", 500), "ASKED replied with status 500"),
     "an error with a code": (
         as_json({"code": "UNKNOWN_NODE", "text": "there is no node 'shop-1'"}, 404),
         "there is no node 'shop-1'",
@@ -154,38 +154,41 @@ WRONG: Final[dict[str, tuple[Answer, str]]] = {
     ),
     "another place": (
         Answer(b"", 302, (("Location", "http://127.0.0.1:1/"),)),
-        "URL answers with status 302",
+        "ASKED replied with status 302",
     ),
-    "nothing": (Answer(b""), "URL answers with something that is no JSON"),
-    "no JSON": (Answer(b"<html>"), "URL answers with something that is no JSON"),
-    "no text": (Answer(b"\xff\xfe\x00"), "URL answers with something that is no JSON"),
-    "too deep": (Answer(DEEP), "URL answers with something that is no JSON"),
-    "too much": (Answer(b'"' + b"x" * (1 << 20) + b'"'), "URL answers with more than 1048576 bytes"),
+    "nothing": (Answer(b""), "ASKED replied with invalid JSON"),
+    "no JSON": (Answer(b"<html>"), "ASKED replied with invalid JSON"),
+    "no text": (Answer(b"\xff\xfe\x00"), "ASKED replied with invalid JSON"),
+    "too deep": (Answer(DEEP), "ASKED replied with invalid JSON"),
+    "too much": (Answer(b'"' + b"x" * (1 << 20) + b'"'), "ASKED replied with more than 1048576 bytes"),
     "packed": (
         Answer(gzip.compress(right(2).body), headers=(("Content-Encoding", "gzip"),)),
-        "URL answers with something that is no JSON",
+        "ASKED replied with invalid JSON",
     ),
-    "a list": (as_json([]), "a topology must be a JSON object, not a list"),
+    "a list": (as_json([]), "a topology must be a JSON object, not []"),
     "an unknown role": (
         as_json(topology(2).to_json() | {"role": "L9"}),
         "role is 'L9': it must be ROOT, L2, L3, POS or LOCAL",
     ),
     "no parents at all": (
         as_json({"nodeId": NODE, "role": "L2", "topologyVersion": 2}),
-        "requestToFollow is not there: it must be a list",
+        (
+            "requestToFollow is null: it must be a list, each of it a URL such as http://host:8222, "
+            "without user, password and query"
+        ),
     ),
     "another node": (
         right(2, node_id="shop-2"),
-        "the registry tells shop-1 what shop-2 is: it is not taken",
+        "the registry replied to shop-1 with the topology of shop-2: ignored",
     ),
     "an older version": (
         right(4, parents=()),
         OLDER,
     ),
-    "no HTTP": (Answer(b"", headers=(("X", "y\n\x00z"),)), "URL has not answered to the end: RemoteProtocolError"),
+    "no HTTP": (Answer(b"", headers=(("X", "y\n\x00z"),)), "the reply of ASKED is incomplete: RemoteProtocolError"),
     "half an answer": (
         Answer(right(6).body, promised=10_000),
-        "URL has not answered to the end: RemoteProtocolError",
+        "the reply of ASKED is incomplete: RemoteProtocolError",
     ),
 }
 
@@ -215,8 +218,8 @@ def test_a_wrong_answer_changes_nothing_and_is_told_once(kind: str, path: Path, 
     url = asyncio.run(answer_wrong(path, answer))
 
     asked = f"{url}/registry/topology"
-    told = reason.replace("URL", asked).replace("FILE", str(path))
-    assert warnings_in(log) == [f"the registry is of no help: {told}; the last topology stays"]
+    told = reason.replace("ASKED", asked).replace("FILE", str(path))
+    assert warnings_in(log) == [f"no valid topology from the registry: {told}; keeping the last topology"]
     assert log.messages.count("the registry answers again") == 1
 
 
@@ -251,7 +254,7 @@ async def ask_one_who_dawdles() -> None:
 
     async with await asyncio.start_server(dawdle, "127.0.0.1", 0) as server, http_client() as client:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(TimedOut, match=r"has not answered within 0\.3 s"):
+        with pytest.raises(TimedOut, match=r"did not answer within 0\.3 s"):
             await ask(client, f"http://127.0.0.1:{port}", answer_s=0.3)
 
 
@@ -265,9 +268,9 @@ async def ask_in_vain() -> None:
             with pytest.raises(UnknownNode, match="no"):
                 await ask(client, answers.url)
             answers.answer = lambda _: as_json({"code": 5}, 404)
-            with pytest.raises(BadTopology, match="answers with status 404"):
+            with pytest.raises(BadTopology, match="replied with status 404"):
                 await ask(client, answers.url)
-            with pytest.raises(NoBroker, match="nobody answers at "):
+            with pytest.raises(NoBroker, match="no answer from "):
                 await ask(client, NOBODY)
 
 
@@ -292,8 +295,8 @@ def test_a_broker_starts_with_what_it_kept(path: Path, log: pytest.LogCaptureFix
 
     assert asyncio.run(follow_one(NOBODY, path)) == topology(5)
     asked = f"{NOBODY}/registry/topology"
-    told = f"nobody answers at {asked}: All connection attempts failed"
-    assert warnings_in(log) == [f"the registry is of no help: {told}; the last topology stays"]
+    told = f"no answer from {asked}: All connection attempts failed"
+    assert warnings_in(log) == [f"no valid topology from the registry: {told}; keeping the last topology"]
 
 
 async def start_before_the_registry(path: Path, expected: list[Topology]) -> None:
@@ -355,16 +358,16 @@ def test_another_registry_counts_anew(path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "the topology that was kept is of no use: PATH: PATH holds no JSON object"),
-        (b"[]", "the topology that was kept is of no use: PATH: PATH holds no JSON object"),
-        (DEEP, "the topology that was kept is of no use: PATH: PATH holds no JSON object"),
+        (b"", "the stored topology is invalid: PATH: PATH is not a JSON object"),
+        (b"[]", "the stored topology is invalid: PATH: PATH is not a JSON object"),
+        (DEEP, "the stored topology is invalid: PATH: PATH is not a JSON object"),
         (
             json.dumps(topology(5).to_json() | {"role": "x"}).encode(),
-            "the topology that was kept is of no use: PATH: role is 'x': it must be ROOT, L2, L3, POS or LOCAL",
+            "the stored topology is invalid: PATH: role is 'x': it must be ROOT, L2, L3, POS or LOCAL",
         ),
         (
             json.dumps(topology(5, node_id="shop-2").to_json()).encode(),
-            "the topology in PATH is of node shop-2: it is not used",
+            "ignoring the topology in PATH: it is of node shop-2",
         ),
     ],
     ids=["empty", "a list", "too deep", "an unknown role", "another node"],
@@ -387,7 +390,7 @@ def test_what_cannot_be_kept_is_followed_and_told(tmp_path: Path, log: pytest.Lo
 
     asyncio.run(follow())
 
-    assert warnings_in(log) == [f"the topology is not kept in {path}: No such file or directory"]
+    assert warnings_in(log) == [f"cannot store the topology in {path}: No such file or directory"]
 
 
 async def fail_to_follow(path: Path) -> None:
@@ -403,7 +406,7 @@ async def fail_to_follow(path: Path) -> None:
 def test_what_could_not_be_followed_is_tried_again(path: Path, log: pytest.LogCaptureFixture) -> None:
     asyncio.run(fail_to_follow(path))
 
-    assert warnings_in(log) == ["the registry is of no help: not now; the last topology stays"]
+    assert warnings_in(log) == ["no valid topology from the registry: not now; keeping the last topology"]
 
 
 # ---- how often
@@ -450,7 +453,7 @@ def test_a_broker_keeps_its_place_while_the_registry_is_killed_and_comes_back(tm
         until(lambda: followed in server.stderr)
         first = kept_in(path)
         registry.kill()
-        until(lambda: "the registry is of no help: nobody answers" in server.stderr)
+        until(lambda: "no valid topology from the registry: no answer" in server.stderr)
 
         # It starts without a registry, where it was.
         server.kill()
@@ -461,7 +464,7 @@ def test_a_broker_keeps_its_place_while_the_registry_is_killed_and_comes_back(tm
         # The registry comes back with another tree.
         tree.write_text(TREE.replace('parent = "root"', ""))
         registry.start()
-        until(lambda: "POS, follows nobody" in server.stderr)
+        until(lambda: "POS, follows no broker" in server.stderr)
         assert kept_in(path) == topology(registry.version, parents=())
         assert registry.version > first.version
         assert "the registry answers again" in server.stderr

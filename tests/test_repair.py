@@ -13,8 +13,9 @@ from penstock.errors import BadDirectory, DirectoryInUse, LogDamaged
 from penstock.storage import inspect
 from penstock.storage.files import OsFile, OsFiles
 from penstock.storage.policy import Policy
-from penstock.storage.repair import Outcome, repair
-from penstock.storage.segment import Found, log_name
+from penstock.storage.repair import Repaired, repair
+from penstock.storage.scan import Found
+from penstock.storage.segment import log_name
 from penstock.storage.store import Store
 from tests.logs import TIMESTAMP, append, messages
 
@@ -85,7 +86,7 @@ def test_repair_sets_aside_what_is_damaged_and_the_rest_is_served(tmp_path: Path
     with Store(data) as store:
         assert not store.catalogue.damage
         assert store.log(1).append(encode([b"new"], timestamp=TIMESTAMP)) >= len(VALUES)
-    assert repair(data) == Outcome([], [], None, is_state_hit=False)
+    assert repair(data) == Repaired([], [], None, is_state_hit=False)
 
 
 def test_heads_and_feet_and_files_that_are_cut_short_or_missing_are_repaired(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_foreign_file_in_place_of_a_segment_is_damage_of_all_its_offsets(
     assert Path(found.kept).read_bytes() == foreign
     assert is_sound(data)
     assert served(data) == expected
-    assert repair(data) == Outcome([], [], None, is_state_hit=False)
+    assert repair(data) == Repaired([], [], None, is_state_hit=False)
     with Store(data) as store:
         assert messages(store.log(2)) == dict(enumerate(STORED))
 
@@ -288,6 +289,6 @@ def test_a_directory_is_verified_while_a_store_writes_to_it(tmp_path: Path) -> N
         flip(path, start)
         with inspect.inspect(data) as inspection:
             verdict = inspect.verify(inspection.logs[-1])
-        assert verdict.state is inspect.Health.DAMAGED
+        assert verdict.state is inspect.LogHealth.DAMAGED
         assert verdict.report is not None
         assert [(each.path, each.first, each.last) for each in verdict.report.damage] == [(path, 0, 1)]

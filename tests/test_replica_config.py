@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import BadConfig
-from penstock.replica.config import OnError, ReplicaConfig, load
-from penstock.web import Credentials
+from penstock.replica.config import FIELDS, OnError, ReplicaConfig, load
+from penstock.web.credentials import Credentials
 
 DOCUMENT = {
     "CONSUMER_TYPE": "price",
@@ -70,9 +70,9 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     assert refused.value.problems == [
         "--topic is 'a..b': it must be a topic, or a pattern such as prices.>",
         "CONSUMER_GROUP (or --group) is not set: it must be a name without blanks",
-        "CONSUMER_PORT is '65536': it must be a port, 0 to 65535",
-        "STORAGE_SEGMENT_SIZE is '1Mb': it must be bytes, as a number or like \"64MiB\", 4KiB to 2GiB",
-        "--retry-policy is 'IGNORE': it must be EXPONENTIAL_THEN_FIXED, SKIP_ON_ERROR, PAUSE_ON_ERROR",
+        "CONSUMER_PORT is '65536': it must be an integer, 0 to 65535",
+        f"STORAGE_SEGMENT_SIZE is '1Mb': it must be {FIELDS['segment_bytes_max'].allowed}",
+        "--retry-policy is 'IGNORE': it must be EXPONENTIAL_THEN_FIXED, SKIP_ON_ERROR or PAUSE_ON_ERROR",
     ]
 
 
@@ -135,6 +135,6 @@ def test_the_command_tells_what_is_wrong_and_fails(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == [
         "error: CONSUMER_TOPIC (or --topic) is not set: it must be a topic, or a pattern such as prices.>",
         "error: CONSUMER_GROUP (or --group) is not set: it must be a name without blanks",
-        "error: --port is 'x': it must be a port, 0 to 65535",
+        "error: --port is 'x': it must be an integer, 0 to 65535",
     ]
     assert list(tmp_path.iterdir()) == []

@@ -99,7 +99,7 @@ def test_a_refresh_that_is_given_up_leaves_the_old_copy(
         client.publish(topic, b"10")
         check_copy(replica, client, topic, 11)
         assert copies_of(replica) == ["1"]
-        assert "it is given up" in replica.stderr
+        assert "abandoning the new copy" in replica.stderr
 
 
 def test_a_new_copy_that_nobody_will_complete_is_given_up(

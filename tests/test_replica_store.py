@@ -14,7 +14,7 @@ import pytest
 
 from penstock.errors import AppendFailed, BadDirectory, DirectoryInUse, LogDamaged
 from penstock.replica.copies import Copies, OriginTopic
-from penstock.replica.copy import Copy, Record
+from penstock.replica.copy import CopiedRecord, Copy
 from penstock.run import Run
 from penstock.storage.files import Files
 from penstock.storage.policy import SEGMENT_BYTES_MIN
@@ -28,13 +28,13 @@ PRICES = OriginTopic("prices", 7)
 ALL = 1 << 62
 
 
-def record(offset: int, key: str | None = None, *, size: int = 40, deleted: bool = False) -> Record:
+def record(offset: int, key: str | None = None, *, size: int = 40, deleted: bool = False) -> CopiedRecord:
     value = b"" if deleted else f"{offset}:".encode().ljust(size, b".")
     key_bytes = None if key is None else key.encode()
-    return Record(offset=offset, value=value, key=key_bytes, deleted=deleted, timestamp_us=offset)
+    return CopiedRecord(offset=offset, value=value, key=key_bytes, deleted=deleted, timestamp_us=offset)
 
 
-def run_of(records: Sequence[Record]) -> Run:
+def run_of(records: Sequence[CopiedRecord]) -> Run:
     run = Run([each.subject.encode() or b"prices" for each in records], [each.value for each in records])
     run.keys = {index: each.key for index, each in enumerate(records) if each.key is not None}
     run.tombstones = {index for index, each in enumerate(records) if each.deleted}
@@ -49,7 +49,7 @@ def run_of(records: Sequence[Record]) -> Run:
     return run
 
 
-def append(copies: Copies, batch: Mapping[int, Sequence[Record]], topic: OriginTopic = PRICES) -> int:
+def append(copies: Copies, batch: Mapping[int, Sequence[CopiedRecord]], topic: OriginTopic = PRICES) -> int:
     return copies.append(topic, {partition: run_of(records) for partition, records in batch.items()})
 
 
@@ -71,13 +71,13 @@ def on_disk(files: Files, index_directory: Path) -> Copies:
     )
 
 
-def everything(copy: Copy, partition: int = 0) -> list[Record]:
+def everything(copy: Copy, partition: int = 0) -> list[CopiedRecord]:
     records, rest = copy.find_range(partition, 0, ALL, limit=100_000, bytes_max=ALL)
     assert rest is None
     return records
 
 
-def served(copies: Copies, partition: int = 0) -> list[Record]:
+def served(copies: Copies, partition: int = 0) -> list[CopiedRecord]:
     with copies.read() as copy:
         return everything(copy, partition)
 
@@ -115,7 +115,7 @@ def test_each_record_is_found_by_its_offset_in_its_partition(copies: Copies) -> 
 
 
 def test_all_of_a_message_is_kept(copies: Copies) -> None:
-    message = Record(
+    message = CopiedRecord(
         offset=3, value=b"\xff\0", key=b"a/\xfe", timestamp_us=-5, subject="prices.eu", headers={"trace": "ö", "b": '"'}
     )
     append(copies, {2: [message]})
@@ -147,7 +147,7 @@ def test_the_latest_of_each_key_is_found_and_a_delete_removes_it(copies: Copies)
 def test_keys_are_found_by_their_beginning(copies: Copies) -> None:
     copy = copy_of(copies)
     keys = [b"a", b"a\xff", b"a\xff\xff", b"a\xff\xff1", b"b", b"\xff", b"\xff\xff", b""]
-    append(copies, {0: [Record(offset=number, value=b"", key=key) for number, key in enumerate(keys)]})
+    append(copies, {0: [CopiedRecord(offset=number, value=b"", key=key) for number, key in enumerate(keys)]})
 
     for prefix in (b"", b"a", b"a\xff", b"a\xff\xff", b"\xff", b"b", b"c"):
         assert copy.keys(prefix, None, 100) == sorted(key for key in keys if key.startswith(prefix)), prefix
@@ -246,7 +246,7 @@ def used(disk: FaultyFiles) -> int:
 # ---- power cuts
 
 
-Step = tuple[str, dict[int, list[Record]]]
+Step = tuple[str, dict[int, list[CopiedRecord]]]
 
 
 def steps_of(random: Random) -> list[Step]:
@@ -259,7 +259,7 @@ def steps_of(random: Random) -> list[Step]:
             ends = {0: 0, 1: 0}
         if number == 8:
             steps.append(("complete", {}))
-        batch: dict[int, list[Record]] = {}
+        batch: dict[int, list[CopiedRecord]] = {}
         for partition in random.sample((0, 1), random.randint(1, 2)):
             first = ends[partition]
             ends[partition] += random.randint(1, 6)
@@ -290,8 +290,8 @@ class Model:
     """What must be there: stupid, and in memory."""
 
     def __init__(self) -> None:
-        self.serving: dict[int, list[Record]] = {0: [], 1: []}
-        self.building: dict[int, list[Record]] | None = None
+        self.serving: dict[int, list[CopiedRecord]] = {0: [], 1: []}
+        self.building: dict[int, list[CopiedRecord]] | None = None
 
     def do(self, step: Step) -> None:
         match step:

@@ -182,7 +182,7 @@ def test_what_is_no_request_cannot_be_responded_to(client: Client, subject: str)
         client.publish(subject, b"news")
         message = subscription.get(timeout=PATIENCE_S)
         assert message.reply is None
-        with pytest.raises(BadRequest, match=f"a message of {subject} has no reply subject: it is no request"):
+        with pytest.raises(BadRequest, match=f"the message of {subject} is not a request: it has no reply subject"):
             message.respond(b"x")
 
 
@@ -192,7 +192,7 @@ def test_a_request_that_was_fetched_later_cannot_be_responded_to(client: Client,
     [message] = client.fetch(subject.partition(".")[0])
 
     assert message.reply is not None
-    with pytest.raises(TypeError, match="only messages of a subscription can be responded to"):
+    with pytest.raises(TypeError, match="only a message of a subscription can be responded to"):
         message.respond(b"x")
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from penstock.batch import encode
 from penstock.errors import AppendFailed
+from penstock.outcome import Outcome
 from penstock.storage.log import Log
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock
 from tests.logs import append, memory_meta, values
 from tests.registries import until
@@ -27,7 +28,7 @@ UPKEEP_US = 10 * SECOND_US
 
 
 def open_store(files: FaultyFiles, clock: ManualClock, **settings: Any) -> Store:
-    return Store(DATA, files=files, clock=clock, meta=memory_meta(), settings=Settings(**settings))
+    return Store(DATA, files=files, clock=clock, meta=memory_meta(), settings=StoreSettings(**settings))
 
 
 def append_flushed(store: Store, topic: Topic, *items: bytes) -> None:
@@ -58,7 +59,7 @@ def test_an_idle_topic_ends_empty_with_one_segment(retain_s: int, durability: Du
         assert (values(log, log.start), log.start, log.end) == ([], 3, 3)
         assert files_of(disk, log) == [f"{3:020d}.log"]
         calls = disk.calls
-        log.roll()
+        log.flusher.roll()
         store.flush()
         assert disk.calls == calls, "an empty segment is not followed by another one"
         append_flushed(store, topic, b"d")
@@ -206,12 +207,12 @@ def test_what_arrives_while_a_log_rolls_is_stored_behind_it() -> None:
         log = store.log(topic.id)
         append_flushed(store, topic, b"a")
         clock.advance(900_000)
-        log.roll()
-        roll = log.begin_write()
+        log.flusher.roll()
+        roll = log.flusher.begin_write()
         assert roll is not None
         append(log, b"b")
         roll.run()
-        log.finish_write(roll)
+        log.flusher.finish_write(roll)
         store.flush()
         clock.advance(200_000)
         store.upkeep()
@@ -241,8 +242,8 @@ def test_a_roll_that_the_disk_refuses_does_not_break_the_append_behind_it() -> N
         append_flushed(store, topic, b"a")
         clock.advance(30 * SECOND_US)
         refused: list[object] = []
-        log.roll()
-        log.append(encode([b"b"], timestamp=0), done=lambda _, error: refused.append(error))
+        log.flusher.roll()
+        log.append(encode([b"b"], timestamp=0), outcome=Outcome(refused.append))
         disk.fail("create", errno.ENOSPC, path_suffix=".log")
         store.flush()
         assert [type(error) for error in refused] == [AppendFailed]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.app.retry import Failed, Retry, halves
+from penstock.app.retry import FailureAction, Retry, halves
 
 
 def delays(retry: Retry, attempts: int) -> list[float | None]:
@@ -44,8 +44,8 @@ def test_forever_has_no_last_attempt() -> None:
 
 
 def test_skip_and_pause_never_try_again_by_themselves() -> None:
-    assert (Retry.skip().failed, delays(Retry.skip(), 2)) == (Failed.SKIP, [None, None])
-    assert (Retry.pause().failed, delays(Retry.pause(), 2)) == (Failed.PAUSE, [None, None])
+    assert (Retry.skip().action, delays(Retry.skip(), 2)) == (FailureAction.SKIP, [None, None])
+    assert (Retry.pause().action, delays(Retry.pause(), 2)) == (FailureAction.PAUSE, [None, None])
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9), st.integers(0, 1000), st.floats(0, 1e9), st.integers(1, 10**9))
@@ -60,12 +60,12 @@ def test_a_delay_is_never_negative_and_never_longer_than_it_may_be(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"initial": -1}, "initial is -1, it must be a number of seconds, 0 or more"),
-        ({"maximum": float("nan")}, "maximum is nan, it must be"),
-        ({"then": float("inf")}, "then is inf, it must be"),
-        ({"doublings": -1}, "doublings is -1, it must be from 0 to 1000"),
-        ({"doublings": 1001}, "doublings is 1001, it must be from 0 to 1000"),
-        ({"attempts": 0}, "attempts is 0, it must be at least 1, or None: no bound"),
+        ({"initial": -1}, "invalid initial -1: it must be 0 or more seconds"),
+        ({"maximum": float("nan")}, "invalid maximum nan: it must be"),
+        ({"then": float("inf")}, "invalid then inf: it must be"),
+        ({"doublings": -1}, "invalid doublings -1: it must be 0 to 1000"),
+        ({"doublings": 1001}, "invalid doublings 1001: it must be 0 to 1000"),
+        ({"attempts": 0}, "invalid attempts 0: it must be at least 1, or None for no limit"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, float], complaint: str) -> None:

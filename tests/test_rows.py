@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.doors.counters import Counters
+from penstock.doors.journal import Journal
+from penstock.doors.peer import UNREAD_ANSWERS_MAX, Peer
+from penstock.doors.turns import Turns
 from penstock.errors import Overloaded
-from penstock.server.journal import Journal
-from penstock.server.peer import UNREAD_ANSWERS_MAX, Peer
 from penstock.server.rows import SMALL_BYTES, UNSENT_BYTES_MAX, Answers, Rows, encode
-from penstock.server.turns import Turns
 from penstock.testing import ManualClock
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text(st.characters(), max_size=5)
@@ -74,7 +74,7 @@ def test_answers_that_nobody_reads_are_limited() -> None:
 
 def test_a_connection_that_does_not_read_its_answers_gets_no_more_of_them() -> None:
     async def run() -> None:
-        peer = Peer(SimpleNamespace(journal=Journal(ManualClock()), turns=Turns()))  # type: ignore[arg-type]
+        peer = Peer(Counters(), Journal(ManualClock()), Turns())
         answers = Answers(lambda: 0)
         assert await answers.make_for(peer, {"a": 1}) == b'{"a":1}'
         peer.pause()

@@ -16,23 +16,30 @@ from typing import Any, Final, NamedTuple, Self, cast
 import pytest
 import uvloop
 
-from penstock.broker.group import Group
+from penstock.broker.dispatcher import Dispatcher
 from penstock.broker.intake import Intake
 from penstock.broker.partition import Partition
+from penstock.broker.position_writer import PositionWriter
 from penstock.broker.subscription import Subscription
 from penstock.broker.topic import ServedTopic
+from penstock.doors.binary.dialect import Binary
+from penstock.doors.binary.producing import Producing
+from penstock.doors.cursus.dialect import Cursus as CursusDialect
+from penstock.doors.gate import Gate
+from penstock.doors.provider.dialect import Provider
+from penstock.doors.qb.dialect import Qb as QbDialect
+from penstock.doors.session import Session
+from penstock.doors.text.publisher import TextPublisher
+from penstock.doors.text.reading import Reading
 from penstock.server import server as servers
-from penstock.server.binary import BinarySession
 from penstock.server.config import load
-from penstock.server.cursus import Cursus as CursusSpeaker
-from penstock.server.gate import Gate
-from penstock.server.provider import Provider
-from penstock.server.qb import Qb as QbSpeaker
 from penstock.server.server import Server
-from penstock.server.session import Session
+from penstock.server.statistics import Statistics
+from penstock.storage import appender
 from penstock.storage.flush import Write
-from penstock.storage.log import Log
-from penstock.storage.segment import Segment
+from penstock.storage.flusher import Flusher
+from penstock.storage.segment_writer import SegmentWriter
+from penstock.storage.upkeep import Upkeep
 from penstock.wire import binary, prefixed, text, websocket
 from penstock.wire.binary import Type, json_frame
 from tests import web
@@ -339,7 +346,7 @@ def _has_subject(_: Any, run: Any, *__: Any) -> bool:
 
 
 SEAMS: Final = (
-    Seam("text parser", text.Parser, "feed", lambda _, data: VICTIM in data, publish_flux),
+    Seam("text parser", text.TextParser, "feed", lambda _, data: VICTIM in data, publish_flux),
     Seam(
         "binary parser",
         binary.FrameReader,
@@ -347,31 +354,31 @@ SEAMS: Final = (
         lambda reader, count: VICTIM in bytes(reader.buffer().obj)[: count + 100],
         publish_binary,
     ),
-    Seam("prefixed parser, QB", prefixed.FrameReader, "feed", lambda _, data: VICTIM in data, publish_qb),
-    Seam("prefixed parser, Cursus", prefixed.FrameReader, "feed", lambda _, data: VICTIM in data, publish_cursus),
-    Seam("WebSocket parser", websocket.Parser, "_take_payload", lambda *_: True, publish_websocket),
-    Seam("text verb", Session, "_subscribe", lambda _, event: event.subject == VICTIM, subscribe_flux),
-    Seam("text verb, awaited", Session, "_join", lambda _, event: event.subject == VICTIM, subscribe_flux),
-    Seam("text verb, behind another", Session, "_publish", _has_subject, publish_behind_something_awaited),
-    Seam("binary verb", BinarySession, "_publish_batch", lambda *_: True, publish_binary),
-    Seam("binary verb, awaited", BinarySession, "_open", lambda *_: True, open_binary),
-    Seam("binary call", BinarySession, "_call", lambda *_: True, call_binary),
+    Seam("prefixed parser, QB", prefixed.PrefixedReader, "feed", lambda _, data: VICTIM in data, publish_qb),
+    Seam("prefixed parser, Cursus", prefixed.PrefixedReader, "feed", lambda _, data: VICTIM in data, publish_cursus),
+    Seam("WebSocket parser", websocket.WebSocketParser, "_take_payload", lambda *_: True, publish_websocket),
+    Seam("text verb", Reading, "subscribe", lambda _, event: event.subject == VICTIM, subscribe_flux),
+    Seam("text verb, awaited", Reading, "_join", lambda _, event: event.subject == VICTIM, subscribe_flux),
+    Seam("text verb, behind another", TextPublisher, "_publish", _has_subject, publish_behind_something_awaited),
+    Seam("binary verb", Producing, "publish", lambda *_: True, publish_binary),
+    Seam("binary verb, awaited", Binary, "_open", lambda *_: True, open_binary),
+    Seam("binary call", Binary, "_call", lambda *_: True, call_binary),
     Seam("Provider verb", Provider, "_publish", lambda *_: True, publish_provider),
-    Seam("QB verb", QbSpeaker, "_publish", lambda *_: True, publish_qb),
-    Seam("QB verb, awaited", QbSpeaker, "_create_topic", lambda *_: True, publish_qb),
-    Seam("Cursus verb", CursusSpeaker, "do", lambda *_: True, publish_cursus),
-    Seam("Cursus verb, awaited", CursusSpeaker, "_create", lambda *_: True, publish_cursus),
+    Seam("QB verb", QbDialect, "_publish", lambda *_: True, publish_qb),
+    Seam("QB verb, awaited", QbDialect, "_create_topic", lambda *_: True, publish_qb),
+    Seam("Cursus verb", CursusDialect, "do", lambda *_: True, publish_cursus),
+    Seam("Cursus verb, awaited", CursusDialect, "_create", lambda *_: True, publish_cursus),
     Seam("prepare", Intake, "_prepare_topic", lambda _, subject: subject == VICTIM, publish_flux),
     Seam("intake, text", Intake, "publish", _has_subject, publish_flux),
     Seam("intake, binary", Intake, "publish", _has_subject, publish_binary),
     Seam("intake, Provider", Intake, "publish", _has_subject, publish_provider),
     Seam("intake, QB", Intake, "publish", _has_subject, publish_qb),
     Seam("intake, Cursus", Intake, "publish", _has_subject, publish_cursus),
-    Seam("gather", Log, "gather", lambda log, *_: log.subject == VICTIM, publish_flux),
-    Seam("encode", Write, "_encode", lambda write, *_: write.log.subject == VICTIM, publish_flux_refused),
+    Seam("gather", appender, "batch_bytes", lambda run: VICTIM in run.subjects, publish_flux),
+    Seam("encode", Write, "_encode", lambda write, *_: write.log.terms.subject == VICTIM, publish_flux_refused),
     Seam(
         "write",
-        Segment,
+        SegmentWriter,
         "write",
         lambda _, batches: any(POISON in bytes(batch.data) for batch in batches),
         publish_flux_refused,
@@ -379,30 +386,35 @@ SEAMS: Final = (
     ),
     Seam(
         "begin",
-        Log,
+        Flusher,
         "begin_write",
-        lambda log: log.subject == VICTIM and log.end,
+        lambda flusher: flusher.terms.subject == VICTIM and flusher.marks.end,
         publish_flux_refused,
         fails_topic=True,
     ),
     Seam(
         "finish",
-        Log,
+        Flusher,
         "finish_write",
-        lambda log, _: log.subject == VICTIM,
+        lambda flusher, _: flusher.terms.subject == VICTIM,
         publish_flux_refused,
         fails_topic=True,
     ),
     Seam(
         "finish of a sync",
-        Log,
+        Flusher,
         "finish_sync",
-        lambda log, *_: log.subject == VICTIM and log.end,
+        lambda flusher, *_: flusher.terms.subject == VICTIM and flusher.marks.end,
         publish_flux_refused,
         fails_topic=True,
     ),
     Seam(
-        "commit", Log, "_commit", lambda log: log.subject == VICTIM and log.end, publish_flux_refused, fails_topic=True
+        "commit",
+        Flusher,
+        "commit",
+        lambda flusher: flusher.terms.subject == VICTIM and flusher.marks.end,
+        publish_flux_refused,
+        fails_topic=True,
     ),
     Seam("deliver, partition", Partition, "serve", lambda place, _: place.name == VICTIM, read_later),
     Seam("deliver, text", text, "messages", lambda _, sid, **__: sid == VICTIM, read_text),
@@ -411,19 +423,19 @@ SEAMS: Final = (
         "deliver, behind",
         Subscription,
         "_read_next",
-        lambda _, partition: partition.name == VICTIM,
+        lambda _, cursor, __: cursor.partition.name == VICTIM,
         read_what_was_before,
     ),
     Seam("deliver, binary", binary, "messages_frame", lambda *_: True, read_binary),
-    Seam("deliver, QB", QbSpeaker, "send", lambda *_: True, read_qb),
-    Seam("group", Group, "_serve", lambda _, position: position.partition.name == VICTIM, read_in_a_group),
-    Seam("timer", Group, "_write_soon", lambda group: VICTIM in group.name, pass_over_in_a_group),
+    Seam("deliver, QB", QbDialect, "send", lambda *_: True, read_qb),
+    Seam("group", Dispatcher, "_serve", lambda _, position: position.partition.name == VICTIM, read_in_a_group),
+    Seam("timer", PositionWriter, "_write_later", lambda writer: VICTIM in writer._group, pass_over_in_a_group),
     Seam("mover", ServedTopic, "choose", lambda _, subject, *__: subject == VICTIM, publish_for_later),
-    Seam("retention", Log, "retain", lambda log: log.subject == VICTIM, publish_flux_stored),
-    Seam("compaction", Log, "compact", lambda log, _: log.subject == VICTIM, create_compacted),
-    Seam("HTTP", Server, "statistics", lambda _: True, ask_varz),
+    Seam("retention", Upkeep, "retain", lambda upkeep: upkeep._terms.subject == VICTIM, publish_flux_stored),
+    Seam("compaction", Upkeep, "compact", lambda upkeep, _: upkeep._terms.subject == VICTIM, create_compacted),
+    Seam("HTTP", Statistics, "__call__", lambda _: True, ask_varz),
     Seam("sweep", Gate, "sweep", lambda *_: True, lambda _: None),
-    Seam("end of a connection", Session, "_unsubscribe", lambda _, sid: sid == VICTIM, leave),
+    Seam("end of a connection", Session, "unsubscribe", lambda _, sid: sid == VICTIM, leave),
 )
 
 

@@ -219,7 +219,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     path.write_text("[server]\nport = 70000\n")
     ended = refused("--config", path, storage_data_dir=tmp_path / "data")
     assert ended.code == 1
-    assert f"server.port (file {path}) is 70000" in ended.stderr
+    assert f"server.port (file {path}:2) is 70000" in ended.stderr
 
 
 def test_a_wrong_flag_is_refused(tmp_path: Path) -> None:

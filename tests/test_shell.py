@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 
 from penstock.client.sync import Client
-from penstock.wire.prefixed import VERBS, usage
+from penstock.wire.cursus import VERBS, usage
 from tests.server import PATIENCE_S, Serve
 from tests.test_cli_broker import NOBODY, Done, Penstock, at_terminal, interrupt, line_of
 
@@ -364,7 +364,7 @@ def test_an_interruption_is_how_it_ends(shell: Shell, client: Client, command: s
 
 
 def test_without_a_broker_it_says_so_and_how_to_start_one(penstock: Penstock) -> None:
-    where = "no broker at 127.0.0.1:1: start one with `penstock serve`, or name another with --host and --port"
+    where = "no broker at 127.0.0.1:1: start one with `penstock serve`, or use --host and --port"
     assert penstock("shell", "--port", 1, "LIST") == Done(1, "", f"error: {where}\n")
     assert penstock("shell", "--port", 1, stdin=b"LIST\n") == Done(1, "", f"error: {where}\n")
     at_once = at_terminal(penstock, "shell", "--port", 1)
@@ -383,9 +383,9 @@ def test_what_listens_on_a_wrong_port_is_named(penstock: Penstock, tmp_path: Pat
     def told(port: int) -> str:
         done = penstock("shell", "--port", port, "LIST")
         assert (done.code, done.out) == (1, "")
-        needs = "the shell needs the broker's port for clients that speak first (9092 by default), name it with --port"
+        needs = "the shell needs the broker's port for clients that speak first (9092 by default); set it with --port"
         assert done.err.endswith(f": {needs}\n")
-        return done.err.removeprefix(f"error: what listens at 127.0.0.1:{port} ").removesuffix(f": {needs}\n")
+        return done.err.removeprefix(f"error: 127.0.0.1:{port} ").removesuffix(f": {needs}\n")
 
     with Serve(tmp_path) as server:
         assert told(server.ports["text"]) == "is the text port of a Penstock broker"
@@ -393,7 +393,7 @@ def test_what_listens_on_a_wrong_port_is_named(penstock: Penstock, tmp_path: Pat
     for answer, what in (
         (b'INFO {"server_id":"x"}\r\n', "is a NATS server"),
         (b"-ERR unknown command 'LIST'\r\n", "answers like Redis"),
-        (b"SSH-2.0-x\r\n", r"is another service (it says b'SSH-2.0-x\r\n')"),
+        (b"SSH-2.0-x\r\n", r"is another service (it replied b'SSH-2.0-x\r\n')"),
     ):
         with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
             served = pool.submit(answer_once, listener, answer)

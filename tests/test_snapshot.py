@@ -10,8 +10,8 @@ import pytest
 from penstock.batch import encode
 from penstock.errors import BadRequest, Closed, Overloaded
 from penstock.storage.policy import Cleanup, Durability, Policy
-from penstock.storage.snapshot import DIRECTORY, SNAPSHOTS_MAX, ListedLog, Listing, Snapshot
-from penstock.storage.store import Settings, Store
+from penstock.storage.snapshot import DIRECTORY, SNAPSHOTS_MAX, ListedLog, Snapshot, SnapshotListing
+from penstock.storage.store import Store, StoreSettings
 
 SMALL = Policy(segment_bytes=4096)
 
@@ -24,9 +24,9 @@ def append(store: Store, topic_id: int, count: int, key: bytes | None = None) ->
     store.flush()
 
 
-def listing_of(snapshot: Snapshot) -> Listing:
+def listing_of(snapshot: Snapshot) -> SnapshotListing:
     number, size = snapshot.listing
-    return Listing.decode(snapshot.read(number, 0, size))
+    return SnapshotListing.decode(snapshot.read(number, 0, size))
 
 
 def contents(snapshot: Snapshot) -> dict[tuple[int, int], list[bytes]]:
@@ -108,7 +108,7 @@ def test_the_marks_are_of_one_moment_while_messages_come(tmp_path: Path) -> None
     """Each message of `b` is appended once the same one of `a` is committed: no snapshot has more of `b`."""
 
     async def run() -> None:
-        with Store(tmp_path, settings=Settings(upkeep_ms=5)) as store:
+        with Store(tmp_path, settings=StoreSettings(upkeep_ms=5)) as store:
             driver = asyncio.create_task(store.run())
             policy = Policy(durability=Durability.FLUSH, segment_bytes=4096)
             a = await store.create_topic_async("a", policy=policy)
@@ -149,7 +149,7 @@ def test_a_killed_process_leaves_nothing_for_long(tmp_path: Path) -> None:
 def test_an_ended_snapshot_is_not_read(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         snapshot = store.snapshot_now()
-        with pytest.raises(BadRequest, match="none with number 7"):
+        with pytest.raises(BadRequest, match="invalid file 7"):
             snapshot.read(7, 0, 1)
         assert snapshot.read(0, 1 << 40, 10) == b""
         store.snapshots.end(snapshot)

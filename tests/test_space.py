@@ -17,9 +17,10 @@ import pytest
 
 from penstock.batch import encode
 from penstock.errors import AppendFailed, PenstockError
+from penstock.outcome import Outcome
 from penstock.storage.meta import Change
 from penstock.storage.policy import Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock
 from tests.logs import memory_meta, values
 from tests.registries import until
@@ -30,14 +31,14 @@ RESERVE = 20_000
 
 
 def open_store(disk: FaultyFiles) -> Store:
-    settings = Settings(disk_reserve_bytes=RESERVE)
+    settings = StoreSettings(disk_reserve_bytes=RESERVE)
     return Store(DATA, files=disk, clock=ManualClock(), meta=memory_meta(), settings=settings)
 
 
 def publish(store: Store, topic_id: int, value: bytes) -> PenstockError | None:
     outcomes: list[PenstockError | None] = []
     try:
-        store.log(topic_id).append(encode([value], timestamp=0), done=lambda _, error: outcomes.append(error))
+        store.log(topic_id).append(encode([value], timestamp=0), outcome=Outcome(outcomes.append))
     except PenstockError as error:
         return error
     store.flush()

@@ -697,7 +697,7 @@ def given_options(broker: penstock.Broker, topic: str, more: dict[str, Any], *, 
 
 
 def batches_of(broker: penstock.Broker, topic: str, **more: Any) -> list[pyarrow.RecordBatch]:
-    reader = source.Reader(given_options(broker, topic, more, is_stream=False), spark_schema())
+    reader = source.BatchReader(given_options(broker, topic, more, is_stream=False), spark_schema())
     return [batch for part in reader.partitions() for batch in reader.read(pickle.loads(pickle.dumps(part)))]
 
 

@@ -25,7 +25,7 @@ from penstock import arrow, batch
 from penstock.batch import Compression
 from penstock.client.values import read_headers
 from penstock.spark import columns
-from penstock.spark.columns import Condition, Shape, headers
+from penstock.spark.columns import Condition, SparkColumns, headers
 from penstock.subject import matches
 
 _TOPIC = "orders"
@@ -106,7 +106,7 @@ def _column(messages: list[dict[str, Any]], name: str) -> list[bytes | None] | N
     return None if column.count(None) == len(column) else column
 
 
-def _rows(shape: Shape, stored: list[batch.Batch]) -> list[dict[str, Any]]:
+def _rows(shape: SparkColumns, stored: list[batch.Batch]) -> list[dict[str, Any]]:
     parts = [arrow.decode(each, shape.stored) for each in stored]
     rows: list[dict[str, Any]] = []
     for found in shape.shape(parts, _TOPIC, 3):
@@ -133,7 +133,7 @@ def _expected(message: dict[str, Any]) -> dict[str, Any]:
 @given(_BATCHES, st.sampled_from(Compression))
 def test_rows_are_the_messages_that_were_stored(batches: list[list[dict[str, Any]]], compression: Compression) -> None:
     stored = _stored(batches, compression)
-    shape = Shape(columns.schema(_ALL), Condition())
+    shape = SparkColumns(columns.schema(_ALL), Condition())
 
     assert _rows(shape, stored) == [_expected(message) for messages in batches for message in messages]
 
@@ -144,7 +144,7 @@ def test_messages_are_chosen_by_their_subjects(
 ) -> None:
     stored = _stored(batches, Compression.NONE)
     # The subject is not among the columns: it is looked at all the same.
-    shape = Shape(columns.schema(_ddl("offset bigint")), Condition(patterns=tuple(patterns), subjects=subjects))
+    shape = SparkColumns(columns.schema(_ddl("offset bigint")), Condition(patterns=tuple(patterns), subjects=subjects))
 
     found = [row["offset"] for row in _rows(shape, stored)]
 
@@ -162,7 +162,7 @@ def test_messages_are_chosen_by_their_time(batches: list[list[dict[str, Any]]], 
     compare = {"equal": "__eq__", "less": "__lt__", "less_equal": "__le__", "greater": "__gt__"}
     stored = _stored(batches, Compression.NONE)
     moment = pyarrow.scalar(time_us, pyarrow.timestamp("us", tz="UTC"))
-    shape = Shape(columns.schema(_ddl("offset bigint")), Condition(times=((name, moment),)))
+    shape = SparkColumns(columns.schema(_ddl("offset bigint")), Condition(times=((name, moment),)))
 
     found = [row["offset"] for row in _rows(shape, stored)]
 
@@ -189,7 +189,7 @@ def test_small_batches_are_gathered_and_large_ones_are_cut(monkeypatch: pytest.M
     monkeypatch.setattr(columns, "ROWS_MAX", 25)
     columns._constant.cache_clear()
     sizes = [1, 2, 3, 4, 60, 9]
-    shape = Shape(columns.schema(_ddl("topic string, value binary")), Condition())
+    shape = SparkColumns(columns.schema(_ddl("topic string, value binary")), Condition())
     stored = [batch.encode([b"v"] * size, timestamp=0) for size in sizes]
 
     parts = [arrow.decode(each, shape.stored) for each in stored]
@@ -201,7 +201,7 @@ def test_small_batches_are_gathered_and_large_ones_are_cut(monkeypatch: pytest.M
 
 def test_only_what_is_needed_is_fetched() -> None:
     def stored(ddl: str, **condition: Any) -> tuple[str, ...]:
-        return Shape(columns.schema(_ddl(ddl)), Condition(**condition)).stored
+        return SparkColumns(columns.schema(_ddl(ddl)), Condition(**condition)).stored
 
     assert stored("key binary") == ("key",)
     assert stored("value binary") == ("value", "tombstone")

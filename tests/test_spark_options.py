@@ -7,7 +7,16 @@ from collections.abc import Mapping
 import pytest
 
 from penstock.spark import options
-from penstock.spark.options import Assigned, AtEdge, AtOffsets, AtTime, AtTimes, Names, ReadOptions, TopicPartition
+from penstock.spark.options import (
+    Assigned,
+    AtEdge,
+    AtOffsets,
+    AtTimestamp,
+    AtTimestamps,
+    Names,
+    ReadOptions,
+    TopicPartition,
+)
 
 
 def _read(given: Mapping[str, str] | None = None, *, is_stream: bool = True) -> ReadOptions:
@@ -50,9 +59,9 @@ def test_the_names_of_kafkas_connector_are_understood() -> None:
 def test_a_time_goes_before_offsets() -> None:
     given = {"startingOffsets": "earliest", "startingOffsetsByTimestamp": '{"orders": {"0": 5}}'}
 
-    assert _read(given).start == AtTimes("startingOffsetsByTimestamp", {TopicPartition("orders", 0): 5})
-    assert _read(given | {"startingTimestamp": "7"}).start == AtTime("startingTimestamp", 7)
-    assert _read(given | {"startingTimestamp": "2000-01-01"}).start == AtTime("startingTimestamp", 946_684_800_000)
+    assert _read(given).start == AtTimestamps("startingOffsetsByTimestamp", {TopicPartition("orders", 0): 5})
+    assert _read(given | {"startingTimestamp": "7"}).start == AtTimestamp("startingTimestamp", 7)
+    assert _read(given | {"startingTimestamp": "2000-01-01"}).start == AtTimestamp("startingTimestamp", 946_684_800_000)
 
 
 def test_partitions_can_be_assigned() -> None:

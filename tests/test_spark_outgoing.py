@@ -18,7 +18,7 @@ from penstock.client.partitioner import Layout
 from penstock.errors import BadHeader, BadSubject, BatchTooLarge, UnknownTopic
 from penstock.headers import hash_key
 from penstock.spark import outgoing
-from penstock.spark.outgoing import Part, Router, hash_keys
+from penstock.spark.outgoing import PartitionBatch, Router, hash_keys
 
 TYPES = {
     "value": pyarrow.binary(),
@@ -53,7 +53,7 @@ def rows_of(rows: Sequence[Row], names: Iterable[str], types: dict[str, Any] = T
     return pyarrow.RecordBatch.from_pydict(arrays)
 
 
-def read(parts: Iterable[Part]) -> dict[tuple[str, int], list[Message]]:
+def read(parts: Iterable[PartitionBatch]) -> dict[tuple[str, int], list[Message]]:
     """What a partition holds after the parts were appended to it."""
     found: dict[tuple[str, int], list[Message]] = defaultdict(list)
     for topic, partition, batch in parts:

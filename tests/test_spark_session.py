@@ -169,7 +169,7 @@ def a_java(tmp_path: Path) -> Java:
     return Java(home, "17.0.15")
 
 
-def archive_to_write(start: startup.Start | None) -> Path:
+def archive_to_write(start: startup.QuickStart | None) -> Path:
     assert start is not None
     [found] = [option for option in start.options if option.startswith("-XX:ArchiveClassesAtExit=")]
     return Path(found.partition("=")[2])
@@ -297,7 +297,7 @@ from penstock.spark import session, startup
 
 broken = Path({str(tmp_path / "broken.jsa")!r})
 broken.write_bytes(b"classes")
-startup.quick = lambda java, **_: startup.Start({{}}, ("-XX:+UseSerialGC", "-XX:+UseG1GC"), broken)
+startup.quick = lambda java, **_: startup.QuickStart({{}}, ("-XX:+UseSerialGC", "-XX:+UseG1GC"), broken)
 spark = session(master="local[1]")
 print(spark.range(7).count(), broken.exists())
 spark.stop()

@@ -400,5 +400,5 @@ def test_a_message_that_is_too_large_is_refused_with_the_limit(spark: SparkSessi
 def test_what_was_staged_is_lost_fails_the_commit(spark_broker: SparkBroker) -> None:
     writer = sink.writer(plain(servers=spark_broker.servers, topic="lost"), columns("value string"), False)
 
-    with pytest.raises(Exception, match="is not there any more: stage all of the transaction again"):
+    with pytest.raises(Exception, match="is not stored any more: stage all of the transaction again"):
         writer.commit([sink.Staged("spark:nobody", 0, [12345], 1)])

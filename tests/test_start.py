@@ -7,13 +7,14 @@ from typing import Final
 
 import pytest
 
+from penstock.broker.cursor import Cursor, Part
 from penstock.broker.flow import Flow
-from penstock.broker.group import Mode
+from penstock.broker.group_state import Mode
 from penstock.broker.member import Member
-from penstock.broker.partition import Part, Partition
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start, offset_of
 from penstock.broker.subscription import Subscription
 from penstock.errors import BadSubject, GroupConflict, UnknownGroup, UnknownTopic
+from penstock.outcome import Outcome
 from penstock.storage.policy import Durability, Policy
 from penstock.testing import FaultyFiles
 from tests.brokers import SECOND, Life, Recorder, in_loop, run_of
@@ -27,8 +28,8 @@ Positions = list[tuple[int, int, int]]
 
 async def subscribe(life: Life, pattern: bytes, begin: Begin, sink: Recorder) -> tuple[Subscription, Positions]:
     """Where it begins must be asked at once: then it reads on."""
-    subscription = await life.broker.subscribe_from(pattern, Member(b"1", sink), begin)
-    return subscription, life.broker.positions(subscription)
+    subscription = await life.broker.subscriptions.subscribe_from(pattern, Member(b"1", sink), begin)
+    return subscription, life.broker.subscriptions.positions(subscription)
 
 
 async def publish_over_time(life: Life) -> int:
@@ -94,7 +95,7 @@ async def test_a_subscription_begins_where_it_is_asked_to(name: str, tail_bytes:
 async def test_a_new_group_begins_where_it_is_asked_to(name: str) -> None:
     async with Life(FaultyFiles()) as life:
         begin = begin_of(name, life, await publish_over_time(life))
-        group = await life.do(life.broker.create_group(b"g", b"orders", start=begin))
+        group = await life.do(life.broker.groups.create(b"g", b"orders", start=begin))
         assert group.lag() == 6 - PLACES[name]
         ann = Recorder()
         await life.join(b"g", b"orders", ann)
@@ -105,10 +106,10 @@ async def test_a_new_group_begins_where_it_is_asked_to(name: str) -> None:
 async def test_what_retention_dropped_is_not_where_anyone_begins() -> None:
     policy = Policy(segment_bytes=4096, retain_bytes=8192)
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", policy=policy))
+        await life.do(life.broker.changes.create(b"orders", policy=policy))
         for _ in range(20):
             await life.stored(b"orders", bytes(2000))
-        life.log(b"orders").retain()
+        life.log(b"orders").upkeep.retain()
         partition = life.partition(b"orders")
         assert partition.start > 2
         place = (partition.topic_id, 0)
@@ -122,7 +123,7 @@ async def test_what_retention_dropped_is_not_where_anyone_begins() -> None:
 async def test_what_is_on_its_way_when_a_reader_begins_before_it_is_not_lost(name: str, is_first: bool) -> None:
     """It is appended, and not committed yet: it lies behind where the reader begins, so it is for the reader."""
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders"))
+        await life.do(life.broker.changes.create(b"orders"))
         before = [] if is_first else [b"a", b"b"]
         for value in before:
             await life.stored(b"orders", value)
@@ -148,7 +149,7 @@ async def test_what_is_on_its_way_when_a_reader_begins_before_it_is_not_lost(nam
 @in_loop
 async def test_what_is_on_its_way_is_not_for_who_wants_only_what_comes() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders"))
+        await life.do(life.broker.changes.create(b"orders"))
         on_the_way = life.offer(run_of(b"orders", b"on the way"))
         ann = Recorder()
         _, positions = await subscribe(life, b"orders", Start.LATEST, ann)
@@ -161,7 +162,7 @@ async def test_what_is_on_its_way_is_not_for_who_wants_only_what_comes() -> None
 @in_loop
 async def test_who_resumes_again_and_again_while_messages_come_misses_and_doubles_nothing() -> None:
     async with Life(FaultyFiles(), tail_bytes_max=200) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        await life.do(life.broker.changes.create(b"orders", partitions=2))
         begin: Begin = Start.EARLIEST
         got: dict[tuple[int, int], list[int]] = {}
         published = 0
@@ -178,7 +179,7 @@ async def test_who_resumes_again_and_again_while_messages_come_misses_and_double
             positions = {(topic_id, number): at for topic_id, number, at in begins}
             if step % 3:
                 await life.settle()
-            life.broker.unsubscribe(subscription, subscription.members[0])
+            life.broker.subscriptions.unsubscribe(subscription, subscription.members[0])
             for message in ann.got:
                 got.setdefault(message.place, []).append(message.offset)
                 positions[message.place] = message.offset + 1
@@ -203,13 +204,13 @@ async def test_a_topic_that_is_made_later_is_read_from_its_beginning() -> None:
         await life.stored(b"orders.eu", b"a")
         await life.stored(b"bills.eu", b"b")
         assert ann.values == [b"a", b"b"]
-        assert sorted(offset for _, _, offset in life.broker.positions(subscription)) == [1, 1]
+        assert sorted(offset for _, _, offset in life.broker.subscriptions.positions(subscription)) == [1, 1]
 
 
 @in_loop
 async def test_of_several_partitions_each_has_its_own_position() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=3))
+        await life.do(life.broker.changes.create(b"orders", partitions=3))
         for number in range(30):
             await life.stored(b"orders.%d" % number, b"%d" % number)
         topic_id = life.partition(b"orders").topic_id
@@ -232,7 +233,7 @@ async def test_after_a_crash_who_reads_from_the_beginning_also_gets_what_comes()
     """Behind the last message there are offsets that are not given out again: nobody may wait for them."""
     disk = FaultyFiles()
     async with Life(disk) as life:
-        await life.do(life.broker.create_topic(b"orders", policy=Policy(durability=Durability.FLUSH)))
+        await life.do(life.broker.changes.create(b"orders", policy=Policy(durability=Durability.FLUSH)))
         await life.stored(b"orders", b"a", b"b")
         await life.kill()
     async with Life(disk) as life:
@@ -253,22 +254,22 @@ async def test_a_reset_group_delivers_from_there_on_in_all_that_it_reads_or_in_s
         for subject in (b"orders.eu", b"bills.eu"):
             await life.stored(subject, *VALUES)
         ann = Recorder()
-        await life.do(life.broker.create_group(b"g", b"*.eu", start=Start.EARLIEST))
+        await life.do(life.broker.groups.create(b"g", b"*.eu", start=Start.EARLIEST))
         group, _ = await life.join(b"g", b"*.eu", ann)
         await life.ack(group, *ann.take())
         assert group.lag() == 0
-        generation = group.generation
-        await life.do(life.broker.reset_group(b"g", AtOffset(4), topic=b"orders"))
+        generation = group.state.generation
+        await life.do(life.broker.groups.reset(b"g", AtOffset(4), topic=b"orders"))
         await life.settle()
         assert [(message.subject, message.value) for message in ann.take()] == [
             (b"orders.eu", b"4"),
             (b"orders.eu", b"5"),
         ]
-        assert group.generation > generation
-        await life.do(life.broker.reset_group(b"g", Start.EARLIEST))
+        assert group.state.generation > generation
+        await life.do(life.broker.groups.reset(b"g", Start.EARLIEST))
         await life.settle()
         assert len(ann.take()) == 12
-        await life.do(life.broker.reset_group(b"g", Start.LATEST))
+        await life.do(life.broker.groups.reset(b"g", Start.LATEST))
         assert group.lag() == 0
 
 
@@ -277,12 +278,12 @@ async def test_what_a_group_does_not_read_cannot_be_reset() -> None:
     async with Life(FaultyFiles()) as life:
         await life.stored(b"orders", b"a")
         await life.stored(b"bills", b"a")
-        await life.do(life.broker.create_group(b"g", b"orders"))
+        await life.do(life.broker.groups.create(b"g", b"orders"))
         with pytest.raises(UnknownGroup):
-            await life.do(life.broker.reset_group(b"h", Start.EARLIEST))
+            await life.do(life.broker.groups.reset(b"h", Start.EARLIEST))
         for topic, partition in ((b"nothing", None), (b"bills", None), (b"orders", 1), (None, 7)):
             with pytest.raises(UnknownTopic):
-                await life.do(life.broker.reset_group(b"g", Start.EARLIEST, topic=topic, partition=partition))
+                await life.do(life.broker.groups.reset(b"g", Start.EARLIEST, topic=topic, partition=partition))
 
 
 @ends
@@ -291,8 +292,8 @@ async def test_a_reset_counts_once_it_is_answered(end: End) -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:
         await life.stored(b"orders", *VALUES)
-        await life.do(life.broker.create_group(b"g", b"orders", start=Start.LATEST))
-        await life.do(life.broker.reset_group(b"g", AtOffset(4)))
+        await life.do(life.broker.groups.create(b"g", b"orders", start=Start.LATEST))
+        await life.do(life.broker.groups.reset(b"g", AtOffset(4)))
         disk = await end(life)
     async with Life(disk) as life:
         ann = Recorder()
@@ -307,10 +308,10 @@ async def test_a_commit_beyond_what_was_delivered_counts(end: End) -> None:
     disk = FaultyFiles()
     async with Life(disk) as life:
         await life.stored(b"orders", *VALUES)
-        group = await life.do(life.broker.create_group(b"g", b"orders", Mode.PARTITIONED, start=Start.EARLIEST))
+        group = await life.do(life.broker.groups.create(b"g", b"orders", Mode.PARTITIONED, start=Start.EARLIEST))
         place = (life.partition(b"orders").topic_id, 0)
         saved: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        group.commit(place, 4, group.generation, saved.set_result)
+        group.commit(place, 4, group.state.generation, Outcome(saved.set_result))
         assert await saved is None
         assert (group.positions[place].inflight.floor, group.lag()) == (4, 2)
         disk = await end(life)
@@ -323,13 +324,13 @@ async def test_a_commit_beyond_what_was_delivered_counts(end: End) -> None:
 @in_loop
 async def test_a_group_has_a_name_a_pattern_and_no_twin() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_group(b"g", b"orders"))
+        await life.do(life.broker.groups.create(b"g", b"orders"))
         with pytest.raises(GroupConflict):
-            await life.do(life.broker.create_group(b"g", b"orders"))
+            await life.do(life.broker.groups.create(b"g", b"orders"))
         with pytest.raises(BadSubject):
-            await life.do(life.broker.create_group(b"h", b"a..b"))
+            await life.do(life.broker.groups.create(b"h", b"a..b"))
         with pytest.raises(BadSubject):
-            await life.do(life.broker.create_group(b"\xff", b"orders"))
+            await life.do(life.broker.groups.create(b"\xff", b"orders"))
 
 
 # Who asks, and goes away before it is done
@@ -350,9 +351,9 @@ async def cancelled(life: Life, work: object) -> None:
 async def test_a_topic_whose_change_was_asked_for_by_someone_who_is_gone_is_changed_as_a_whole_or_not_at_all() -> None:
     async with Life(FaultyFiles()) as life:
         await life.stored(b"orders", b"a")
-        await cancelled(life, life.broker.alter_topic(b"orders", partitions=3))
+        await cancelled(life, life.broker.changes.alter(b"orders", partitions=3))
         [stored] = [topic for topic in life.store.topics if topic.name == "orders"]
-        served = life.broker.topic(b"orders")
+        served = life.broker.topics.named(b"orders")
         assert (served.topic, len(served.partitions)) == (stored, stored.partitions)
 
 
@@ -360,7 +361,7 @@ async def test_a_topic_whose_change_was_asked_for_by_someone_who_is_gone_is_chan
 async def test_a_topic_whose_deletion_was_asked_for_by_someone_who_is_gone_is_gone_or_there() -> None:
     async with Life(FaultyFiles()) as life:
         await life.stored(b"orders", b"a")
-        await cancelled(life, life.broker.delete_topic(b"orders"))
+        await cancelled(life, life.broker.changes.delete(b"orders"))
         await life.stored(b"orders", b"b")
         assert life.in_log(b"orders") in ([b"a", b"b"], [b"b"])
 
@@ -370,10 +371,10 @@ async def test_a_group_that_was_asked_for_by_someone_who_is_gone_is_there_or_not
     disk = FaultyFiles()
     async with Life(disk) as life:
         await life.stored(b"orders", b"a")
-        await cancelled(life, life.broker.create_group(b"g", b"orders"))
-        there = set(life.broker.groups)
+        await cancelled(life, life.broker.groups.create(b"g", b"orders"))
+        there = {group.name for group in life.broker.groups}
     async with Life(disk) as life:
-        assert set(life.broker.groups) == there
+        assert {group.name for group in life.broker.groups} == there
 
 
 @in_loop
@@ -381,30 +382,31 @@ async def test_a_topic_that_cannot_be_made_so_ends_nobody() -> None:
     async with Life(FaultyFiles()) as life:
         for partitions in (257, 1 << 40):
             with pytest.raises(ValueError, match="partitions"):
-                await life.do(life.broker.create_topic(b"orders", partitions=partitions))
+                await life.do(life.broker.changes.create(b"orders", partitions=partitions))
         await life.stored(b"orders", b"a")
 
 
 @in_loop
 async def test_room_that_comes_while_one_partition_is_read_is_for_the_others_too() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", partitions=2))
+        await life.do(life.broker.changes.create(b"orders", partitions=2))
         for number in range(8):
             await life.stored(b"orders.%d" % number, b"%d" % number)
         ann = Recorder()
         member = Member(b"1", ann, Flow(rate=0, burst=1, buffer=100))
-        member.credit = 1
-        read = Partition.read
+        member.credit = life.partition(b"orders").end
+        read = Cursor.read
 
-        async def read_while_credit_comes(partition: Partition, offset: int) -> Part | None:
-            if partition.number == 1:
+        async def read_while_credit_comes(cursor: Cursor, until: int | None = None) -> Part | None:
+            found = await read(cursor, until)
+            if cursor.partition.number == 1:
                 member.credit = 100
-                for subscription in life.broker.interest.match(b"orders.1"):
+                for subscription in life.broker.subscriptions.interest.match(b"orders.1"):
                     subscription.wake()
-            return await read(partition, offset)
+            return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Partition, "read", read_while_credit_comes)
-            await life.do(life.broker.subscribe_from(b"orders.>", member, Start.EARLIEST))
+            patch.setattr(Cursor, "read", read_while_credit_comes)
+            await life.do(life.broker.subscriptions.subscribe_from(b"orders.>", member, Start.EARLIEST))
             await life.settle()
         assert sorted(ann.values) == [b"%d" % number for number in range(8)]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
+from penstock.awaiting import settled
 from penstock.batch import Batch, encode
 from penstock.errors import (
     AppendFailed,
@@ -30,15 +31,17 @@ from penstock.errors import (
     PenstockError,
     UnknownTopic,
 )
+from penstock.outcome import Outcome
 from penstock.run import Run
 from penstock.storage import catalogue
 from penstock.storage import store as store_module
+from penstock.storage.appender import LogState
 from penstock.storage.files import SYNC_EACH_MAX, OsFiles
-from penstock.storage.log import Log, State
+from penstock.storage.log import Log
 from penstock.storage.meta import Change, Meta
 from penstock.storage.policy import Cleanup, Durability, Policy, Topic
 from penstock.storage.repair import repair
-from penstock.storage.store import Settings, Store, outcome
+from penstock.storage.store import Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.logs import append, memory_meta, values
 from tests.watched import Call, WatchedFiles
@@ -59,7 +62,7 @@ def open_store(files: Any, *, meta: Meta | None = None, clock: ManualClock | Non
         files=files,
         meta=meta or memory_meta(),
         clock=clock or ManualClock(),
-        settings=Settings(**settings),
+        settings=StoreSettings(**settings),
     )
 
 
@@ -231,10 +234,10 @@ def test_a_deleted_topic_is_gone_with_its_files_and_its_id_is_not_used_again(end
     append_flushed(store, kept, b"a")
     waiting: list[PenstockError | None] = []
     log = store.log(gone.id, 1)
-    log.append(encode([b"waits"], timestamp=0), done=lambda _, error: waiting.append(error))
+    log.append(encode([b"waits"], timestamp=0), outcome=Outcome(waiting.append))
     way.delete(store, gone.id)
     assert len(waiting) == 1, "whoever waits is told"
-    assert log.state is State.CLOSED
+    assert log.state is LogState.CLOSED
     with pytest.raises(Closed):
         append(log, b"b")
     disk = end(store, disk)
@@ -406,7 +409,9 @@ def test_a_topic_that_can_be_neither_made_nor_taken_back_may_be_completed(
     files = WatchedFiles(disk)
     store = open_store(files)
     fill_up_at(disk, files, "make_directory", "topics/1/1")
-    with pytest.raises(AppendFailed, match=r"refused .* not taken back .* alter the topic or restart .* or delete"):
+    with pytest.raises(
+        AppendFailed, match=r"refused .* cannot be removed again .* alter the topic or restart .* or delete"
+    ):
         way.create(store, "orders", partitions=3)
     [topic] = store.topics
     assert (topic.name, topic.partitions) == ("orders", 3)
@@ -427,7 +432,7 @@ def test_a_topic_that_can_be_neither_made_nor_taken_back_may_be_deleted(way: Way
     files = WatchedFiles(disk)
     with open_store(files) as store:
         fill_up_at(disk, files, "make_directory", "topics/1/1")
-        with pytest.raises(AppendFailed, match="not taken back"):
+        with pytest.raises(AppendFailed, match="cannot be removed again"):
             way.create(store, "orders", partitions=3)
         way.delete(store, 1)
         assert (store.topics, store.catalogue.refused) == ([], {})
@@ -445,9 +450,7 @@ def test_partitions_that_cannot_be_made_are_refused_until_the_topic_is_altered_a
         append_flushed(store, topic, b"a")
         altered = Topic(topic.id, "after", 3, SMALL)
         disk.fail(call, errno.ENOSPC, path_suffix=path)
-        with pytest.raises(
-            AppendFailed, match=r"altered, but has partitions that are refused.*alter the topic once more"
-        ):
+        with pytest.raises(AppendFailed, match=r"altered, but has refused partitions.*alter the topic again"):
             way.alter(store, altered)
         assert store.topics == [altered]
         assert store.catalogue.refused.keys() == {(topic.id, 1)}
@@ -588,7 +591,7 @@ def check(directory: Path, topics: dict[str, Topic]) -> None:
 def check_segments(store: Store) -> None:
     """ST-22, ST-39: what `segments` tells after an upkeep is what is on the disk."""
     store.upkeep()
-    rows = store.segments()
+    rows = store._meta.segments()
     paths = sorted(store.directory.glob("topics/*/*/*.log"))
     assert (
         sorted(
@@ -724,7 +727,7 @@ def test_segments_tells_of_rolls_and_retention_after_an_upkeep(tmp_path: Path) -
         for number in range(8):
             append_flushed(store, topic, b"%d:" % number + LARGE)
         check_segments(store)
-        rows = [row for row in store.segments() if (row.topic, row.partition) == (topic.id, 0)]
+        rows = [row for row in store._meta.segments() if (row.topic, row.partition) == (topic.id, 0)]
         assert [(row.base_offset, row.end_offset, row.sealed) for row in rows] == [(5, 6, 1), (6, 7, 1), (7, 8, 0)]
         store.delete_topic(topic.id)
         check_segments(store)
@@ -832,7 +835,7 @@ def test_a_close_that_fails_lets_go_of_the_directory(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="input/output"), monkeypatch.context() as patch, Store(tmp_path) as store:
         patch.setattr(store, "flush", fail)
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        store.segments()
+        store._meta.segments()
     Store(tmp_path).close()
 
 
@@ -878,7 +881,7 @@ def test_a_damaged_sealed_segment_stops_neither_upkeep_nor_close(position: int, 
     append_flushed(store, good, b"small")
     store.upkeep()
     assert values(store.log(good.id)) == [LARGE, b"small"]
-    assert {row.topic for row in store.segments()} >= {good.id}
+    assert {row.topic for row in store._meta.segments()} >= {good.id}
     assert values(store.log(bad.id), 3) == [LARGE]
     store.close()
     with open_store(disk) as store:
@@ -894,7 +897,7 @@ def test_a_failed_log_stops_neither_the_others_nor_close() -> None:
     append(store.log(bad.id), b"lost")
     append(store.log(good.id), b"b")
     store.flush()
-    assert (store.log(bad.id).state, store.log(good.id).state) == (State.FAILED, State.OPEN)
+    assert (store.log(bad.id).state, store.log(good.id).state) == (LogState.FAILED, LogState.OPEN)
     with pytest.raises(LogFailed):
         append(store.log(bad.id), b"more")
     store.upkeep()
@@ -913,7 +916,7 @@ def open_segments(directory: Path) -> int:
 
 @ways
 def test_the_segments_of_a_deleted_topic_do_not_keep_their_room_on_the_disk(tmp_path: Path, way: Way) -> None:
-    with Store(tmp_path, settings=Settings(tail_bytes_max=0)) as store:
+    with Store(tmp_path, settings=StoreSettings(tail_bytes_max=0)) as store:
         topic = store.create_topic("orders", policy=SMALL)
         for _ in range(5):
             append_flushed(store, topic, LARGE)
@@ -924,7 +927,7 @@ def test_the_segments_of_a_deleted_topic_do_not_keep_their_room_on_the_disk(tmp_
 
 
 def test_segments_that_are_open_are_bounded_whatever_looks_at_them(tmp_path: Path) -> None:
-    settings = Settings(open_segments_max=4, tail_bytes_max=0)
+    settings = StoreSettings(open_segments_max=4, tail_bytes_max=0)
     with Store(tmp_path, settings=settings) as store:
         policies = [SMALL, Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT)]
         topics = [store.create_topic(f"topic {number}", policy=policy) for number, policy in enumerate(policies)]
@@ -1027,7 +1030,7 @@ def test_concurrent_appends_are_all_committed_and_share_their_syncs(tmp_path: Pa
     for topic in (synced, flushed):
         assert values(store.log(topic.id)) == [appended[topic.id][offset] for offset in range(250)]
     assert 0 < syncs < 100, "500 appends"
-    assert store.rounds.unflushed_bytes == 0
+    assert store.rounds.unflushed.used == 0
     store.close()
     with Store(tmp_path) as store:
         for topic in (synced, flushed):
@@ -1081,7 +1084,7 @@ def test_messages_enough_for_a_sync_do_not_wait_for_the_interval_of_earlier_ones
 
     async def main() -> None:
         files = WatchedFiles(OsFiles())
-        with Store(tmp_path, files=files, settings=Settings(flush_ms=10**9, flush_messages=500)) as store:
+        with Store(tmp_path, files=files, settings=StoreSettings(flush_ms=10**9, flush_messages=500)) as store:
             log = store.log(store.create_topic("orders", policy=FLUSH).id)
             async with running(store):
                 await store.append(log, batch(b"reserves offsets"))
@@ -1097,7 +1100,7 @@ def test_messages_enough_for_a_sync_do_not_wait_for_the_interval_of_earlier_ones
 
 def test_the_first_append_to_a_flush_topic_does_not_wait_for_the_interval_of_another(tmp_path: Path) -> None:
     async def main() -> None:
-        with Store(tmp_path, settings=Settings(flush_ms=10**9)) as store:
+        with Store(tmp_path, settings=StoreSettings(flush_ms=10**9)) as store:
             one, other = (store.log(store.create_topic(name, policy=FLUSH).id) for name in ("one", "other"))
             async with running(store):
                 await store.append(one, batch(b"reserves offsets"))
@@ -1112,15 +1115,15 @@ def test_a_flush_topic_is_synced_in_time_though_its_timer_was_early(tmp_path: Pa
 
     async def main() -> None:
         clock = ManualClock()
-        with Store(tmp_path, clock=clock, settings=Settings(flush_ms=1)) as store:
+        with Store(tmp_path, clock=clock, settings=StoreSettings(flush_ms=1)) as store:
             log = store.log(store.create_topic("orders", policy=FLUSH).id)
             async with running(store):
                 await store.append(log, batch(b"reserves offsets"))
                 await store.append(log, batch(b"a"))
                 await asyncio.sleep(0.02)  # the timer fires, and for the clock no time has passed
-                assert log.durable == 1
+                assert log.marks.durable == 1
                 clock.advance(1000)
-                while log.durable < log.end:
+                while log.marks.durable < log.end:
                     await asyncio.sleep(0.001)
 
     drive(main)
@@ -1131,17 +1134,20 @@ def test_a_flush_topic_is_synced_after_its_interval_and_after_so_many_messages(t
 
     async def main() -> None:
         files = WatchedFiles(OsFiles())
-        for settings, messages in ((Settings(flush_ms=1), 1), (Settings(flush_ms=10**9, flush_messages=500), 500)):
+        for settings, messages in (
+            (StoreSettings(flush_ms=1), 1),
+            (StoreSettings(flush_ms=10**9, flush_messages=500), 500),
+        ):
             with Store(tmp_path / str(messages), files=files, settings=settings) as store:
                 log = store.log(store.create_topic("orders", policy=FLUSH).id)
                 async with running(store):
                     await store.append(log, batch(b"reserves offsets"))
                     gate = hold(files, "sync", log)
                     await store.append(log, batch(*[b"a"] * messages))
-                    assert log.durable == 1
+                    assert log.marks.durable == 1
                     await gate.reached.wait()
                     gate.open()
-                assert log.durable == log.end == 1 + messages
+                assert log.marks.durable == log.end == 1 + messages
 
     drive(main)
 
@@ -1296,18 +1302,17 @@ def test_a_run_that_cannot_be_encoded_is_taken_back_and_the_log_goes_on(tmp_path
         with Store(tmp_path) as store:
             log = store.log(store.create_topic("orders").id)
             async with running(store):
-                settled, done = outcome()
-                log.gather(Run([b"orders"], [None]), done)  # type: ignore[list-item]
+                outcome = Outcome()
+                log.gather(Run([b"orders"], [None]), outcome)  # type: ignore[list-item]
                 with pytest.raises(AppendFailed, match="encoding"):
-                    await settled
-                settled, done = outcome()
-                log.gather(Run([b"orders"], [b"sound"]), done)
-                assert await settled == 0
+                    await settled(outcome)
+                outcome = Outcome()
+                assert log.gather(Run([b"orders"], [b"sound"]), outcome) == 0
+                await settled(outcome)
                 assert store.health.faults == {"write": 1}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.storage.log.batch_bytes", lambda _run: 100)
-        patch.setattr("penstock.storage.log.check_size", lambda _run: None)
+        patch.setattr("penstock.storage.appender.batch_bytes", lambda _run: 100)
         drive(main)
 
 
@@ -1316,11 +1321,11 @@ def test_one_who_waits_and_raises_does_not_keep_the_others_waiting(tmp_path: Pat
         with Store(tmp_path) as store:
             log = store.log(store.create_topic("orders").id)
 
-            def raises(_offset: int, _error: PenstockError | None) -> None:
+            def raises(_error: PenstockError | None) -> None:
                 raise RuntimeError("a bug")
 
             async with running(store):
-                log.append(batch(b"a"), done=raises)
+                log.append(batch(b"a"), outcome=Outcome(raises))
                 assert await store.append(log, batch(b"b")) == 1
                 assert store.health.faults == {"finish": 1}
                 assert log not in store.rounds.failed
@@ -1351,7 +1356,7 @@ def test_cold_data_is_read_off_the_loop_and_hot_data_in_it(tmp_path: Path) -> No
             if call.name in ("read", "view", "open"):
                 readers.append(threading.current_thread())
 
-        with Store(tmp_path, files=files, settings=Settings(tail_bytes_max=10_000)) as store:
+        with Store(tmp_path, files=files, settings=StoreSettings(tail_bytes_max=10_000)) as store:
             log = store.log(store.create_topic("orders", policy=SMALL).id)
             async with running(store):
                 for number in range(10):
@@ -1399,7 +1404,7 @@ def test_run_keeps_the_policies_and_meta_db_up_to_date() -> None:
                     await store.append(log, batch(b"%d:" % number + LARGE))
                 # The first of them may have begun before the last append.
                 await upkeeps(meta, 3).wait()
-                assert [row.base_offset for row in store.segments() if row.topic == topic.id] == [4]
+                assert [row.base_offset for row in store._meta.segments() if row.topic == topic.id] == [4]
             assert {name for name in disk.sizes(log.directory) if name.endswith(".log")} == {f"{4:020d}.log"}
 
     drive(main)
@@ -1455,7 +1460,7 @@ def test_a_topic_that_is_deleted_while_a_round_writes_it_does_not_stop_the_other
                 await asyncio.wait([rounds, append_kept], return_when=asyncio.FIRST_COMPLETED)
                 assert not rounds.done()
                 assert await append_kept == 0
-            assert store.rounds.unflushed_bytes == 0
+            assert store.rounds.unflushed.used == 0
 
     drive(main)
     with Store(tmp_path) as store:
@@ -1505,7 +1510,7 @@ def test_a_failed_sync_of_the_file_system_fails_every_log_of_the_round(
         logs = [store.log(topic.id, number) for number in range(20)]
         answers: list[PenstockError | None] = []
         for log in logs:
-            log.append(batch(b"a"), done=lambda _, error: answers.append(error))
+            log.append(batch(b"a"), outcome=Outcome(answers.append))
 
         def fail(files: list[Any]) -> list[OSError | None]:
             return [OSError(errno.EIO, "syncfs: Input/output error") for _ in files]
@@ -1513,7 +1518,7 @@ def test_a_failed_sync_of_the_file_system_fails_every_log_of_the_round(
         monkeypatch.setattr(os_files, "_syncfs", fail)
         store.flush()
         assert [type(error) for error in answers] == [LogFailed] * 20
-        assert {log.state for log in logs} == {State.FAILED}
+        assert {log.state for log in logs} == {LogState.FAILED}
 
 
 def test_a_few_dirty_logs_are_synced_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1524,7 +1529,7 @@ def test_a_few_dirty_logs_are_synced_each(tmp_path: Path, monkeypatch: pytest.Mo
         for number in range(SYNC_EACH_MAX):
             append(store.log(topic.id, number), b"%d" % number)
         store.flush()
-        assert [store.log(topic.id, number).durable for number in range(SYNC_EACH_MAX)] == [1] * SYNC_EACH_MAX
+        assert [store.log(topic.id, number).marks.durable for number in range(SYNC_EACH_MAX)] == [1] * SYNC_EACH_MAX
 
 
 # Topics that are changed while the rounds run
@@ -1716,7 +1721,7 @@ def test_a_topic_that_is_being_written_is_removed_when_that_has_ended(tmp_path: 
                 await deletion
                 assert not (tmp_path / "topics" / str(gone.id)).exists()
                 assert not rounds.done()
-            assert store.rounds.unflushed_bytes == 0
+            assert store.rounds.unflushed.used == 0
 
     drive(main)
 
@@ -1724,7 +1729,7 @@ def test_a_topic_that_is_being_written_is_removed_when_that_has_ended(tmp_path: 
 def test_a_topic_that_is_being_compacted_is_removed_when_that_has_ended(tmp_path: Path) -> None:
     async def main() -> None:
         files = WatchedFiles(OsFiles())
-        with Store(tmp_path, files=files, settings=Settings(upkeep_ms=1)) as store:
+        with Store(tmp_path, files=files, settings=StoreSettings(upkeep_ms=1)) as store:
             kept = store.create_topic("kept")
             gone = store.create_topic("gone", policy=Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT))
             for _ in range(3):
@@ -1749,7 +1754,7 @@ def test_a_topic_that_is_being_compacted_is_removed_when_that_has_ended(tmp_path
 def test_topics_are_created_changed_and_deleted_while_another_one_is_compacted(tmp_path: Path) -> None:
     async def main() -> None:
         files = WatchedFiles(OsFiles())
-        with Store(tmp_path, files=files, settings=Settings(upkeep_ms=1)) as store:
+        with Store(tmp_path, files=files, settings=StoreSettings(upkeep_ms=1)) as store:
             busy = store.create_topic("busy", policy=Policy(segment_bytes=4096, cleanup=Cleanup.COMPACT))
             for _ in range(3):
                 append(store.log(busy.id), LARGE, keys=[b"k"])
@@ -1823,7 +1828,7 @@ def test_a_failure_of_a_change_whose_caller_went_away_is_logged(caplog: pytest.L
 
     drive(main)
     assert "orders is not created" in caplog.text
-    assert "went away" in caplog.text
+    assert "its caller was cancelled" in caplog.text
 
 
 def test_run_ends_after_the_change_that_is_under_way_and_close_refuses_the_others(tmp_path: Path) -> None:
@@ -1941,7 +1946,7 @@ def test_what_waits_when_the_policy_changes_lanes_is_written(tmp_path: Path, bef
             async with running(store):
                 await asyncio.sleep(0)
                 committed = asyncio.Event()
-                log.append(batch(b"a"), done=lambda *_: committed.set())
+                log.append(batch(b"a"), outcome=Outcome(lambda _: committed.set()))
                 store.alter_topic(Topic(topic.id, "orders", 1, after))
                 await committed.wait()
             assert values(log) == [b"a"]
@@ -1982,12 +1987,12 @@ def test_a_topic_is_not_made_while_the_state_topic_is_being_written(tmp_path: Pa
     with Store(tmp_path) as store:
         state_log = store._state_log
         store.state.write([Change("positions", "a", 1)])
-        write = state_log.begin_write()
+        write = state_log.flusher.begin_write()
         assert write
         with pytest.raises(Overloaded, match="try again"):
             store.create_topic("orders")
         write.run()
-        state_log.finish_write(write)
+        state_log.flusher.finish_write(write)
         assert store.create_topic("orders").id == 1
     with Store(tmp_path) as store:
         assert [topic.name for topic in store.topics] == ["orders"]

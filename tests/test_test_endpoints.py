@@ -92,7 +92,7 @@ def test_a_file_outside_is_as_if_it_were_not_there(server: Serve, files: Path, t
     for name in outside:
         answer = load(server, name)
         assert (answer.status, answer.code) == (400, "BAD_REQUEST")
-        assert answer.json["text"].startswith("there is no file")
+        assert answer.json["text"].startswith("no file")
     assert get(server, "/test/stats").json["topics"] == []
 
 

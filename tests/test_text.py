@@ -21,15 +21,15 @@ from nats.protocol.parser import Parser as NatsParser
 from penstock.run import Run
 from penstock.wire.events import (
     Ack,
-    Asked,
     Call,
     Connect,
     Event,
     FlowControl,
-    Origin,
     Pull,
     Refused,
     Replay,
+    ReplayStart,
+    SimpleCommand,
     Stats,
     Subscribe,
     Unsubscribe,
@@ -37,7 +37,7 @@ from penstock.wire.events import (
 from penstock.wire.text import (
     LINE_BYTES_MAX,
     PAYLOAD_BYTES_MAX,
-    Parser,
+    TextParser,
     acknowledgements,
     error,
     info,
@@ -83,14 +83,14 @@ def said(events: Iterable[Event]) -> list[Said]:
     return found
 
 
-def parser_of(is_nats: bool) -> Parser:
-    parser = Parser()
+def parser_of(is_nats: bool) -> TextParser:
+    parser = TextParser()
     if is_nats:
         parser.feed(CONNECT)
     return parser
 
 
-def feed(parser: Parser, *pieces: bytes) -> list[Said]:
+def feed(parser: TextParser, *pieces: bytes) -> list[Said]:
     return said(event for piece in pieces for event in parser.feed(piece))
 
 
@@ -204,17 +204,17 @@ BOTH: Final[Table] = {
     "UNSUB with a word for a limit": (b"UNSUB 1 x\r\n", [Unsubscribe(b"1")]),
     "UNSUB with a limit below nothing": (b"UNSUB 1 -1\r\n", [Unsubscribe(b"1")]),
     "UNSUB with a limit beyond any number": (b"UNSUB 1 " + b"9" * 4000 + b"\r\n", [Unsubscribe(b"1")]),
-    "+OK": (b"+OK\r\n", [Asked.PONG]),
+    "+OK": (b"+OK\r\n", [SimpleCommand.PONG]),
     "UNSUB in lower case": (b"unsub A\r\n", [Unsubscribe(b"A")]),
     # What needs no words.
-    "PING": (b"PING\r\n", [Asked.PING]),
-    "PING in lower case": (b"ping\r\n", [Asked.PING]),
-    "PING with a line feed alone": (b"PING\n", [Asked.PING]),
-    "PING with blanks": (b" PING  \r\n", [Asked.PING]),
-    "PONG": (b"PONG\r\n", [Asked.PONG]),
-    "INFO": (b"INFO\r\n", [Asked.INFO]),
-    "JOIN": (b"JOIN node-2 127.0.0.1:7000\r\n", [Asked.MEMBERSHIP]),
-    "LEAVE": (b"LEAVE node-2\r\n", [Asked.MEMBERSHIP]),
+    "PING": (b"PING\r\n", [SimpleCommand.PING]),
+    "PING in lower case": (b"ping\r\n", [SimpleCommand.PING]),
+    "PING with a line feed alone": (b"PING\n", [SimpleCommand.PING]),
+    "PING with blanks": (b" PING  \r\n", [SimpleCommand.PING]),
+    "PONG": (b"PONG\r\n", [SimpleCommand.PONG]),
+    "INFO": (b"INFO\r\n", [SimpleCommand.INFO]),
+    "JOIN": (b"JOIN node-2 127.0.0.1:7000\r\n", [SimpleCommand.MEMBERSHIP]),
+    "LEAVE": (b"LEAVE node-2\r\n", [SimpleCommand.MEMBERSHIP]),
     "STATS": (b"STATS\r\n", [Stats(None)]),
     "STATS of one": (b"STATS 7\r\n", [Stats(b"7")]),
     # Acknowledge and pull.
@@ -245,15 +245,15 @@ BOTH: Final[Table] = {
         [FlowControl(b"A", False, 1.0, 2, 3, "drop")],
     ),
     # Replay.
-    "REPLAY": (b"REPLAY 42\r\n", [Replay(Origin.MESSAGE, 42, 1)]),
-    "REPLAY SEQ": (b"REPLAY seq 42\r\n", [Replay(Origin.SEQUENCE, 42, 100)]),
-    "REPLAY SEQ some": (b"REPLAY SEQ 42 7\r\n", [Replay(Origin.SEQUENCE, 42, 7)]),
-    "REPLAY FIRST": (b"REPLAY FIRST\r\n", [Replay(Origin.FIRST, 0, 100)]),
-    "REPLAY FIRST some": (b"replay first 7\r\n", [Replay(Origin.FIRST, 0, 7)]),
-    "REPLAY LAST": (b"REPLAY last\r\n", [Replay(Origin.LAST, 0, 1)]),
-    "REPLAY TIME": (b"REPLAY time 1700000000\r\n", [Replay(Origin.TIME, 1_700_000_000_000_000, 100)]),
-    "REPLAY TIME some": (b"REPLAY TIME 1700000000.5 7\r\n", [Replay(Origin.TIME, 1_700_000_000_500_000, 7)]),
-    "REPLAY TIME from 1970 on": (b"REPLAY TIME 0\r\n", [Replay(Origin.TIME, 0, 100)]),
+    "REPLAY": (b"REPLAY 42\r\n", [Replay(ReplayStart.MESSAGE, 42, 1)]),
+    "REPLAY SEQ": (b"REPLAY seq 42\r\n", [Replay(ReplayStart.SEQUENCE, 42, 100)]),
+    "REPLAY SEQ some": (b"REPLAY SEQ 42 7\r\n", [Replay(ReplayStart.SEQUENCE, 42, 7)]),
+    "REPLAY FIRST": (b"REPLAY FIRST\r\n", [Replay(ReplayStart.FIRST, 0, 100)]),
+    "REPLAY FIRST some": (b"replay first 7\r\n", [Replay(ReplayStart.FIRST, 0, 7)]),
+    "REPLAY LAST": (b"REPLAY last\r\n", [Replay(ReplayStart.LAST, 0, 1)]),
+    "REPLAY TIME": (b"REPLAY time 1700000000\r\n", [Replay(ReplayStart.TIME, 1_700_000_000_000_000, 100)]),
+    "REPLAY TIME some": (b"REPLAY TIME 1700000000.5 7\r\n", [Replay(ReplayStart.TIME, 1_700_000_000_500_000, 7)]),
+    "REPLAY TIME from 1970 on": (b"REPLAY TIME 0\r\n", [Replay(ReplayStart.TIME, 0, 100)]),
     # Connect.
     "CONNECT": (
         b'CONNECT {"verbose": false, "name": "a client", "echo": true}\r\n',
@@ -263,20 +263,20 @@ BOTH: Final[Table] = {
     "CONNECT in lower case": ('connect {"user":"Grüße"}\r\n'.encode(), [Connect({"user": "Grüße"})]),
     # Nothing.
     "a blank line": (b"\r\n", []),
-    "blank lines": (b"\r\n\n\r\n\n\nPING\r\n\r\n\r\n", [Asked.PING]),
-    "lines of blanks": (b"  \r\n\t\n PING\r\n   \r\n", [Asked.PING]),
+    "blank lines": (b"\r\n\n\r\n\n\nPING\r\n\r\n\r\n", [SimpleCommand.PING]),
+    "lines of blanks": (b"  \r\n\t\n PING\r\n   \r\n", [SimpleCommand.PING]),
     "blank lines between messages": (b"PUB a 1\r\nx\r\n\r\n\n\r\n" * 3, [Message(b"a", b"x")] * 3),
     "blank lines before nothing": (b"PUB a 0\r\n\r\n\r\n\r\nPUB a 0\r\n\r\n", [Message(b"a", b"")] * 2),
     # One behind the other.
     "all sorts": (
         b"PING\r\nPUB a 1\r\nx\r\nPUB a 1\r\ny\r\nSUB a 1\r\nPUB a 1\r\nz\r\nPING\r\nPUB a 1\r\nw\r\n",
         [
-            Asked.PING,
+            SimpleCommand.PING,
             Message(b"a", b"x"),
             Message(b"a", b"y"),
             Subscribe(b"a", b"1"),
             Message(b"a", b"z"),
-            Asked.PING,
+            SimpleCommand.PING,
             Message(b"a", b"w"),
         ],
     ),
@@ -430,7 +430,7 @@ CLOSING: Final[Table] = {
     },
     "an unknown verb behind others": (
         b"PING\r\nPUB a 1\r\nx\r\nNONSENSE\r\n",
-        [Asked.PING, Message(b"a", b"x"), _UNKNOWN],
+        [SimpleCommand.PING, Message(b"a", b"x"), _UNKNOWN],
     ),
     **{
         words.decode(): (words + b"\r\n", [_WRONG])
@@ -561,14 +561,14 @@ def test_nothing_is_said_behind_the_end(is_nats: bool, data: bytes, expected: li
 def test_thousands_of_commands_come_in_one_piece() -> None:
     data = b"".join(b"PUB s.%d %d\r\n%d\r\nPING\r\n" % (i % 7, len(str(i)), i) for i in range(5000))
 
-    events = feed(Parser(), data)
+    events = feed(TextParser(), data)
 
     assert events[::2] == [Message(b"s.%d" % (i % 7), b"%d" % i) for i in range(5000)]
-    assert set(events[1::2]) == {Asked.PING}
+    assert set(events[1::2]) == {SimpleCommand.PING}
 
 
 def test_messages_in_a_row_are_one_run() -> None:
-    parser = Parser()
+    parser = TextParser()
     parser.feed(b"PUB a 1\r\nx\r\n")
 
     events = parser.feed(b"PUB a 1\r\nx\r\n" * 5000)
@@ -578,13 +578,13 @@ def test_messages_in_a_row_are_one_run() -> None:
 
 
 def test_equal_subjects_of_a_connection_are_one_object() -> None:
-    events = Parser().feed(b"PUB a.b 1\r\nx\r\nPUB a.b 2\r\nxx\r\nPUB a.b r 1\r\nx\r\nHPUB a.b 0 1\r\nx\r\n")
+    events = TextParser().feed(b"PUB a.b 1\r\nx\r\nPUB a.b 2\r\nxx\r\nPUB a.b r 1\r\nx\r\nHPUB a.b 0 1\r\nx\r\n")
 
     assert len({id(subject) for event in events if isinstance(event, Run) for subject in event.subjects}) == 1
 
 
 def test_more_subjects_than_are_remembered_are_all_told_apart() -> None:
-    parser = Parser()
+    parser = TextParser()
     data = b"".join(b"PUB s.%d 1\r\nx\r\n" % i for i in range(10_000))
 
     for _ in range(2):
@@ -592,7 +592,7 @@ def test_more_subjects_than_are_remembered_are_all_told_apart() -> None:
 
 
 def test_a_flood_of_subjects_is_not_all_remembered() -> None:
-    parser = Parser()
+    parser = TextParser()
 
     def flood() -> None:
         for number in range(30_000):
@@ -605,7 +605,7 @@ def test_a_flood_of_subjects_is_not_all_remembered() -> None:
 def test_the_largest_value_may_come_in_small_pieces(piece: int) -> None:
     value = bytes(range(256)) * (PAYLOAD_BYTES_MAX // 256)
     data = b"PUB a %d\r\n%b\r\n" % (len(value), value)
-    parser = Parser()
+    parser = TextParser()
 
     events = feed(parser, *(data[at : at + piece] for at in range(0, len(data), piece)))
 
@@ -615,7 +615,7 @@ def test_the_largest_value_may_come_in_small_pieces(piece: int) -> None:
 
 def test_a_large_value_that_comes_in_pieces_is_held_about_once() -> None:
     def receive() -> None:
-        parser = Parser()
+        parser = TextParser()
         parser.feed(b"PUB a %d\r\n" % PAYLOAD_BYTES_MAX)
         for _ in range(PAYLOAD_BYTES_MAX // 4096 - 1):
             parser.feed(bytes(4096))
@@ -624,12 +624,12 @@ def test_a_large_value_that_comes_in_pieces_is_held_about_once() -> None:
 
 
 def test_a_length_that_was_announced_takes_no_memory() -> None:
-    assert peak_bytes(lambda: Parser(1 << 30).feed(b"PUB a %d\r\nx" % (1 << 30))) < 1 << 16
+    assert peak_bytes(lambda: TextParser(1 << 30).feed(b"PUB a %d\r\nx" % (1 << 30))) < 1 << 16
 
 
 @pytest.mark.parametrize("verb", [b"PUB a 64", b"HPUB a 8 64", b"PUB a r 064"])
 def test_the_largest_value_that_was_agreed_is_taken(verb: bytes) -> None:
-    events = feed(Parser(payload_bytes_max=64), verb + b"\r\nA: b\r\n\r\n" + bytes(56) + b"\r\n")
+    events = feed(TextParser(payload_bytes_max=64), verb + b"\r\nA: b\r\n\r\n" + bytes(56) + b"\r\n")
 
     assert len(events) == 1
     assert isinstance(events[0], Message)
@@ -637,38 +637,38 @@ def test_the_largest_value_that_was_agreed_is_taken(verb: bytes) -> None:
 
 @pytest.mark.parametrize("verb", [b"PUB a 65", b"HPUB a 8 65", b"PUB a r 65"])
 def test_a_larger_value_than_was_agreed_is_refused_before_it_comes(verb: bytes) -> None:
-    assert feed(Parser(payload_bytes_max=64), verb + b"\r\n") == [_TOO_LARGE]
+    assert feed(TextParser(payload_bytes_max=64), verb + b"\r\n") == [_TOO_LARGE]
 
 
 LONGEST: Final = b"PING" + b" " * (LINE_BYTES_MAX - 5) + b"\r"
 
 
 def test_the_longest_line_is_taken() -> None:
-    assert feed(Parser(), LONGEST + b"\n") == [Asked.PING]
-    assert feed(Parser(), *one_by_one(LONGEST + b"\n")) == [Asked.PING]
+    assert feed(TextParser(), LONGEST + b"\n") == [SimpleCommand.PING]
+    assert feed(TextParser(), *one_by_one(LONGEST + b"\n")) == [SimpleCommand.PING]
 
 
 @pytest.mark.parametrize("data", [b" " + LONGEST + b"\n", b" " + LONGEST, b"\xff" * 100_000, b"PUB a" + b" " * 5000])
 def test_a_longer_line_is_refused_before_it_ends(data: bytes) -> None:
-    assert feed(Parser(), data) == [_TOO_LONG]
-    assert feed(Parser(), *one_by_one(data)) == [_TOO_LONG]
+    assert feed(TextParser(), data) == [_TOO_LONG]
+    assert feed(TextParser(), *one_by_one(data)) == [_TOO_LONG]
 
 
 def test_a_line_that_is_too_long_does_not_hide_what_came_before_it() -> None:
-    assert feed(Parser(), NEXT * 2 + b"x" * 5000) == [Message(b"next", b"last")] * 2 + [_TOO_LONG]
+    assert feed(TextParser(), NEXT * 2 + b"x" * 5000) == [Message(b"next", b"last")] * 2 + [_TOO_LONG]
 
 
 def test_the_strings_of_connect_keep_their_blanks() -> None:
-    assert feed(Parser(), b'CONNECT {"pass":"a  b"}\r\n') == [Connect({"pass": "a  b"})]
+    assert feed(TextParser(), b'CONNECT {"pass":"a  b"}\r\n') == [Connect({"pass": "a  b"})]
 
 
 def test_a_call_with_headers_has_its_value_without_them() -> None:
-    assert feed(Parser(), b"HPUB $ACK.1 8 12\r\nA: b\r\n\r\n+ACK\r\n") == [Call(b"$ACK.1", b"+ACK", None)]
+    assert feed(TextParser(), b"HPUB $ACK.1 8 12\r\nA: b\r\n\r\n+ACK\r\n") == [Call(b"$ACK.1", b"+ACK", None)]
 
 
 @pytest.mark.parametrize("block", [b"A: b", b"A: b\r\n", b"A: b\r\n\r\n", b"NATS/1.0\r\nA: b"])
 def test_header_lines_have_an_end_so_that_others_can_be_put_behind_them(block: bytes) -> None:
-    events = feed(Parser(), b"HPUB a %d %d\r\n%bx\r\n" % (len(block), len(block) + 1, block))
+    events = feed(TextParser(), b"HPUB a %d %d\r\n%bx\r\n" % (len(block), len(block) + 1, block))
 
     assert events == [Message(b"a", b"x", headers=b"A: b\r\n")]
 
@@ -689,16 +689,16 @@ CUTS: Final = st.lists(st.integers(0, 1 << 16), max_size=8)
 @example(b"PUB a 1\r\nx\r\nPUB a 1\r\nx\n\rPUB a 1\r\nx\r\r\n", [21, 22, 23])
 @settings(max_examples=1000, deadline=None)
 def test_any_bytes_give_the_same_events_however_they_are_cut(data: bytes, places: list[int]) -> None:
-    whole = feed(Parser(), data)
+    whole = feed(TextParser(), data)
 
-    assert feed(Parser(), *cut(data, places)) == whole
-    assert feed(Parser(), *one_by_one(data)) == whole
+    assert feed(TextParser(), *cut(data, places)) == whole
+    assert feed(TextParser(), *one_by_one(data)) == whole
 
 
 @given(STREAMS | st.binary(max_size=200), CUTS)
 @settings(max_examples=500, deadline=None)
 def test_whatever_ends_the_connection_is_the_last_event(data: bytes, places: list[int]) -> None:
-    parser = Parser(payload_bytes_max=100)
+    parser = TextParser(payload_bytes_max=100)
 
     events = feed(parser, *cut(data, places))
 
@@ -711,7 +711,7 @@ def test_whatever_ends_the_connection_is_the_last_event(data: bytes, places: lis
 @given(st.binary(min_size=1, max_size=64).filter(lambda junk: not junk.isspace()))
 @settings(max_examples=300, deadline=None)
 def test_binary_junk_ends_the_connection_and_nothing_else(junk: bytes) -> None:
-    events = feed(Parser(), b"\x00" + junk.replace(b"\n", b"") + b"\r\n")
+    events = feed(TextParser(), b"\x00" + junk.replace(b"\n", b"") + b"\r\n")
 
     assert events == [_UNKNOWN]
 
@@ -1030,7 +1030,7 @@ def test_nats_server_closes_too(ask: Ask, data: bytes) -> None:
 
 def test_a_parser_may_take_some_lines_at_a_time() -> None:
     data = b"".join(b"PUB a.%d 1\r\nx\r\nPING\r\nPUB a r 1\r\ny\r\n" % number for number in range(20))
-    parser = Parser(lines_max=3)
+    parser = TextParser(lines_max=3)
     found = []
     for at in range(0, len(data), 100):
         events = parser.feed(data[at : at + 100])
@@ -1039,13 +1039,13 @@ def test_a_parser_may_take_some_lines_at_a_time() -> None:
             assert len(events) <= 3
             events = parser.feed(b"")
             found += events
-    pings = [event for event in found if event is Asked.PING]
+    pings = [event for event in found if event is SimpleCommand.PING]
     values = [value for event in found if isinstance(event, Run) for value in event.values]
     assert (len(pings), values) == (20, [b"x", b"y"] * 20)
 
 
 def test_messages_whose_lines_are_known_do_not_count() -> None:
-    parser = Parser(lines_max=2)
+    parser = TextParser(lines_max=2)
     parser.feed(b"PUB a 1\r\nx\r\n")
     [run] = parser.feed(b"PUB a 1\r\nx\r\n" * 100)
     assert isinstance(run, Run)
@@ -1057,7 +1057,7 @@ def test_messages_whose_lines_are_known_do_not_count() -> None:
     "line", [b"PUB a 1000000\r\n", b"PING\r\n", b"SUB a 1\r\n", b"\r\n HPUB a 1 9\r\n", b"NONE\r\n"]
 )
 def test_a_line_in_front_of_connect_is_refused_at_once_if_connect_is_needed(line: bytes) -> None:
-    assert Parser(needs_connect=True).feed(line) == [Refused("Authorization Violation", closes=True)]
-    parser = Parser(needs_connect=True)
+    assert TextParser(needs_connect=True).feed(line) == [Refused("Authorization Violation", closes=True)]
+    parser = TextParser(needs_connect=True)
     events = parser.feed(b"CONNECT {}\r\nPUB a 1\r\nx\r\n")
     assert [type(event) for event in events] == [Connect, Run]

@@ -60,7 +60,7 @@ def test_the_same_command_goes_on_and_stores_nothing_twice(
 
     done = penstock("topic", "copy", "again", "again-copy").out
 
-    assert done.startswith("copied 1 message to again-copy, after 42 offsets that were copied before: ")
+    assert done.startswith("copied 1 message to again-copy, resumed after 42 offsets: ")
     assert content(client, "again-copy", "again") == content(client, "again", "again")
 
 
@@ -163,7 +163,7 @@ def test_what_a_copy_would_mix_up_is_refused(penstock: Penstock, client: Client)
     client.create_topic("taken", partitions=3)
     client.publish("taken", b"x")
     source = client.topic("mixed")
-    with pytest.raises(PenstockError, match="narrow has 2 partitions and mixed has 3: a copy keeps them"):
+    with pytest.raises(PenstockError, match="narrow has 2 partitions and mixed has 3: a copy needs the same number"):
         copying.prepare(source, client, "narrow")
     with pytest.raises(PenstockError, match="taken has messages that are not of this copy"):
         run(client, source, client.topic("taken"))

@@ -116,8 +116,11 @@ def test_what_is_no_object_is_refused(junk: object) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"nodeId": ""}, "nodeId is '': it must be printable text, up to 256 characters, with no space at its ends"),
-        ({"nodeId": None}, "nodeId is not there: it must be printable text"),
+        (
+            {"nodeId": ""},
+            "nodeId is '': it must be printable text of at most 256 characters without surrounding spaces",
+        ),
+        ({"nodeId": None}, "nodeId is null: it must be printable text"),
         ({"nodeId": 5}, "nodeId is 5: it must be printable text"),
         ({"nodeId": "a\nb"}, r"nodeId is 'a\nb': it must be printable text"),
         ({"nodeId": "\ud800"}, r"nodeId is '\ud800': it must be printable text"),
@@ -125,23 +128,26 @@ def test_what_is_no_object_is_refused(junk: object) -> None:
         ({"nodeId": "n" * 257}, "nodeId is 'nnnn"),
         ({"role": "L4"}, "role is 'L4': it must be ROOT, L2, L3, POS or LOCAL"),
         ({"role": "root"}, "role is 'root': it must be ROOT, L2, L3, POS or LOCAL"),
-        ({"role": ["L2"]}, "role is a list: it must be ROOT"),
-        ({"role": None}, "role is not there: it must be ROOT"),
-        ({"requestToFollow": None}, "requestToFollow is not there: it must be a list"),
+        ({"role": ["L2"]}, "role is ['L2']: it must be ROOT"),
+        ({"role": None}, "role is null: it must be ROOT"),
+        ({"requestToFollow": None}, "requestToFollow is null: it must be a list"),
         ({"requestToFollow": "http://a"}, "requestToFollow is 'http://a': it must be a list"),
-        ({"requestToFollow": ["http://a", 5]}, "requestToFollow[1] is 5: it must be a URL like http://host:8222"),
-        ({"requestToFollow": ["http://a"] * (PARENTS_MAX + 1)}, "requestToFollow has 17 entries: it may have 16"),
+        ({"requestToFollow": ["http://a", 5]}, "requestToFollow[1] is 5: it must be a URL such as http://host:8222"),
+        (
+            {"requestToFollow": ["http://a"] * (PARENTS_MAX + 1)},
+            "requestToFollow has 17 entries: at most 16 are allowed",
+        ),
         ({"topics": "prices"}, "topics is 'prices': it must be a list"),
-        ({"topics": ["a", "b..c"]}, "topics[1] is 'b..c': it must be the name of a topic, or a pattern"),
-        ({"topics": ["\ud800"]}, r"topics[0] is '\ud800': it must be the name of a topic, or a pattern"),
-        ({"topics": [None]}, "topics[0] is not there: it must be the name of a topic, or a pattern"),
-        ({"topics": ["a"] * (TOPICS_MAX + 1)}, "topics has 10001 entries: it may have 10000"),
-        ({"up": [">.a"]}, "up[0] is '>.a': it must be the name of a topic, or a pattern"),
-        ({"topics": ["a", "b"], "up": ["c", "b"]}, "topics and up both have b: what comes down cannot go up"),
-        ({"topologyVersion": -1}, "topologyVersion is -1: it must be a whole number, from 0"),
-        ({"topologyVersion": True}, "topologyVersion is True: it must be a whole number, from 0"),
-        ({"topologyVersion": 1.5}, "topologyVersion is 1.5: it must be a whole number, from 0"),
-        ({"topologyVersion": 1 << 63}, "topologyVersion is 9223372036854775808: it must be a whole number, from 0"),
+        ({"topics": ["a", "b..c"]}, "topics[1] is 'b..c': it must be a topic, or a pattern"),
+        ({"topics": ["\ud800"]}, r"topics[0] is '\ud800': it must be a topic, or a pattern"),
+        ({"topics": [None]}, "topics[0] is null: it must be a topic, or a pattern"),
+        ({"topics": ["a"] * (TOPICS_MAX + 1)}, "topics has 10001 entries: at most 10000 are allowed"),
+        ({"up": [">.a"]}, "up[0] is '>.a': it must be a topic, or a pattern"),
+        ({"topics": ["a", "b"], "up": ["c", "b"]}, "topics and up both have b: a topic is piped down or up, not both"),
+        ({"topologyVersion": -1}, "topologyVersion is -1: it must be a non-negative integer"),
+        ({"topologyVersion": True}, "topologyVersion is true: it must be a non-negative integer"),
+        ({"topologyVersion": 1.5}, "topologyVersion is 1.5: it must be a non-negative integer"),
+        ({"topologyVersion": 1 << 63}, "topologyVersion is 9223372036854775808: it must be a non-negative integer"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_name(change: dict[str, Any], problem: str) -> None:
@@ -174,7 +180,7 @@ def test_a_wrong_value_is_refused_by_its_name(change: dict[str, Any], problem: s
     ],
 )
 def test_what_is_no_base_url_is_refused(url: str) -> None:
-    with pytest.raises(BadTopology, match="it must be a URL like"):
+    with pytest.raises(BadTopology, match="it must be a URL such as"):
         read_url("url", url)
 
 

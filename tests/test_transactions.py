@@ -10,8 +10,10 @@ from typing import Any, Final
 
 import pytest
 
+from penstock.awaiting import settled
 from penstock.batch import Batch, accept, encode
-from penstock.broker import broker, intake, partition, transactions
+from penstock.broker import changes, intake, transactions
+from penstock.broker import opened as opened_batches
 from penstock.broker.partition import Partition
 from penstock.errors import (
     AppendFailed,
@@ -23,9 +25,9 @@ from penstock.errors import (
     StageLost,
     UnknownTopic,
 )
-from penstock.storage import log
+from penstock.outcome import Outcome
+from penstock.storage import handover
 from penstock.storage.policy import Durability, Policy
-from penstock.storage.store import outcome
 from penstock.testing import FaultyFiles, ManualClock, PowerCut
 from tests.brokers import SECOND, Life, Recorder, each_cut, in_loop
 
@@ -46,7 +48,7 @@ def opened(life: Life) -> transactions.Transactions:
 async def make_topics(life: Life, **policies: Policy) -> None:
     await life.do(life.broker.open_transactions())
     for name, policy in policies.items():
-        await life.do(life.broker.create_topic(name.encode(), policy=policy))
+        await life.do(life.broker.changes.create(name.encode(), policy=policy))
 
 
 async def stage(
@@ -58,14 +60,11 @@ async def stage(
 async def stage_batch(
     life: Life, topic: bytes, batch: Batch, *, name: bytes = JOB, number: int = 0, partition: int = 0
 ) -> int:
-    served = life.broker.topic(topic)
-    settled, done = outcome()
-    life.broker.stage((served.topic.id, partition, len(served.partitions)), name, number, batch, done)
-    return await life.do(_wait(settled))
-
-
-async def _wait(settled: asyncio.Future[int]) -> int:
-    return await settled
+    served = life.broker.topics.named(topic)
+    outcome = Outcome()
+    offset = opened(life).stage((served.topic.id, partition, len(served.partitions)), name, number, batch, outcome)
+    await life.do(settled(outcome))
+    return offset
 
 
 async def commit(life: Life, offsets: Sequence[int], *, name: bytes = JOB, number: int = 0) -> bool:
@@ -130,7 +129,7 @@ async def test_nobody_sees_a_part_of_it() -> None:
 async def test_one_that_is_too_large_for_memory_is_delivered_from_the_disk(
     held_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "HELD_BYTES", held_bytes)
+    monkeypatch.setattr(handover, "HELD_BYTES", held_bytes)
     async with Life(FaultyFiles()) as life:
         await make_topics(life, orders=FSYNC)
         early, late, other = Recorder(), Recorder(), Recorder()
@@ -203,7 +202,7 @@ async def test_the_ids_of_a_large_batch_are_read_in_another_thread(monkeypatch: 
         return read(*given)
 
     monkeypatch.setattr(intake, "_read_identities", watched)
-    monkeypatch.setattr(partition, "LARGE_MESSAGES", 5)
+    monkeypatch.setattr(opened_batches, "LARGE_MESSAGES", 5)
     async with Life(FaultyFiles()) as life:
         await life.do(life.broker.open_transactions())
         await life.stored(b"orders", b"before", headers=b"Msg-ID: 0\r\n")
@@ -324,7 +323,7 @@ async def test_one_of_too_many_batches_is_refused_before_it_is_decided(monkeypat
         monkeypatch.setattr(transactions, "PARTS_MAX", 3)
         with pytest.raises(BadRequest, match="4 batches, the limit is 3"):
             await commit(life, offsets)
-        with pytest.raises(BadRequest, match="more than 3"):
+        with pytest.raises(BadRequest, match="has 3 batches, the limit"):
             await stage(life, b"orders", b"x")
         assert not opened(life).is_decided(JOB, 0)
         await commit(life, offsets[:3])
@@ -356,7 +355,7 @@ async def test_so_many_batches_are_staged_and_not_committed(monkeypatch: pytest.
 
 @in_loop
 async def test_what_is_staged_and_damaged_must_be_staged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "_OWN_POLICY", Policy(segment_bytes=4096))
+    monkeypatch.setattr(changes, "_OWN_POLICY", Policy(segment_bytes=4096))
     disk = FaultyFiles()
     async with Life(disk) as life:
         await make_topics(life, orders=FSYNC)
@@ -380,7 +379,7 @@ async def test_there_are_so_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
         await make_topics(life, orders=FSYNC)
         for name in (b"a", b"b"):
             await commit(life, [], name=name)
-        with pytest.raises(Overloaded, match="2 names"):
+        with pytest.raises(Overloaded, match="2 transaction names"):
             await commit(life, [], name=b"c")
         await commit(life, [], name=b"b", number=1)
         for number in range(5):
@@ -473,7 +472,7 @@ async def test_a_topic_that_is_deleted(is_decided: bool) -> None:
             disk.fail("write", errno.ENOSPC, path_suffix=_path(life, b"bills"))
             with pytest.raises(AppendFailed):
                 await commit(life, offsets)
-        await life.do(life.broker.delete_topic(b"bills"))
+        await life.do(life.broker.changes.delete(b"bills"))
         if is_decided:
             await life.advance(transactions.RETRY_US)
             assert life.in_log(b"orders") == [b"1"]
@@ -489,7 +488,7 @@ async def test_what_was_aborted_cannot_be_committed() -> None:
         await make_topics(life, orders=FSYNC)
         offset = await stage(life, b"orders", b"1")
         opened(life).abort(JOB, 0)
-        with pytest.raises(StageLost, match=f"staged at {offset} is not there"):
+        with pytest.raises(StageLost, match=f"staged at {offset} is not stored"):
             await commit(life, [offset])
         assert await commit(life, [await stage(life, b"orders", b"2")])
         assert life.in_log(b"orders") == [b"2"]
@@ -512,12 +511,12 @@ async def test_what_is_not_on_the_disk_yet_or_named_twice_cannot_be_committed() 
     async with Life(FaultyFiles()) as life:
         await make_topics(life, orders=FSYNC)
         first = await stage(life, b"orders", b"1")
-        topic = life.broker.topic(b"orders").topic
-        settled, done = outcome()
-        life.broker.stage((topic.id, 0, 1), JOB, 0, batch_of(b"2"), done)
+        topic = life.broker.topics.named(b"orders").topic
+        outcome = Outcome()
+        assert opened(life).stage((topic.id, 0, 1), JOB, 0, batch_of(b"2"), outcome) == first + 1
         with pytest.raises(StageLost):
             await opened(life).commit(JOB, 0, [first, first + 1])
-        assert await life.do(_wait(settled)) == first + 1
+        await life.do(settled(outcome))
         with pytest.raises(BadRequest, match="twice"):
             await commit(life, [first, first])
         assert await commit(life, [first, first + 1])
@@ -561,7 +560,7 @@ async def test_what_is_not_needed_any_more_is_dropped_from_the_disk() -> None:
         for number in range(70):
             await commit(life, [await stage(life, b"orders", big, number=number)], number=number)
         await life.settle()
-        assert log.unneeded <= open_
+        assert log.upkeep.unneeded <= open_
         life.store.upkeep()
         assert log.start <= open_
         assert await commit(life, [open_], name=b"open")
@@ -598,5 +597,5 @@ async def test_a_name_that_cannot_be(name: bytes) -> None:
 async def test_a_partition_that_is_not_there() -> None:
     async with Life(FaultyFiles()) as life:
         await make_topics(life, orders=FSYNC)
-        with pytest.raises(PenstockError, match="none with number 7"):
+        with pytest.raises(PenstockError, match="invalid partition 7: topic orders has 1"):
             await stage(life, b"orders", b"1", partition=7)

@@ -16,6 +16,7 @@ import pytest
 from nats.aio.client import Client as NatsClient
 
 from penstock import headers
+from penstock.broker.cursor import Cursor
 from penstock.broker.history import History
 from penstock.broker.member import Deliveries, Member
 from penstock.broker.start import Start
@@ -148,7 +149,7 @@ async def test_a_reader_that_keeps_up_gets_it_and_one_that_comes_late_does_not()
         life.subscribe(b"orders", early)
         await life.stored(b"orders", b"a", headers=TTL)
         await life.advance(10 * SECOND)
-        await life.do(life.broker.subscribe_from(b"orders", Member(b"1", late), Start.EARLIEST))
+        await life.do(life.broker.subscriptions.subscribe_from(b"orders", Member(b"1", late), Start.EARLIEST))
         await life.stored(b"orders", b"b")
         assert early.values == [b"a", b"b"]
         assert late.values == [b"b"]
@@ -175,7 +176,7 @@ async def test_of_a_batch_only_what_has_expired_is_left_out() -> None:
         await life.advance(10 * SECOND)
         assert await replayed(life) == [b"b", b"e", b"f"]
         reader = Recorder()
-        await life.do(life.broker.subscribe_from(b"orders", Member(b"1", reader), Start.EARLIEST))
+        await life.do(life.broker.subscriptions.subscribe_from(b"orders", Member(b"1", reader), Start.EARLIEST))
         await life.settle()
         assert [(got.value, got.offset) for got in reader.got] == [(b"b", 1), (b"e", 4), (b"f", 5)]
 
@@ -190,7 +191,7 @@ async def test_a_reader_that_is_behind_gets_what_has_not_expired_when_it_reads_o
         await life.do(life.publish_run(mixed(b"orders", c=b"20", d=b"10")))
         await life.advance(15 * SECOND)
         slow.is_open = True
-        for subscription in life.broker.interest.match(b"orders"):
+        for subscription in life.broker.subscriptions.interest.match(b"orders"):
             subscription.wake()
         await life.settle()
         assert slow.values == [b"b", b"c"]
@@ -239,7 +240,7 @@ async def test_messages_without_a_ttl_are_not_marked_so_readers_do_not_look() ->
 @in_loop
 async def test_a_group_passes_over_what_has_expired_and_its_lag_falls() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_group(b"g", b"orders", start=Start.EARLIEST))
+        await life.do(life.broker.groups.create(b"g", b"orders", start=Start.EARLIEST))
         await life.do(life.publish_run(mixed(b"orders", a=b"10", b=None, c=b"10")))
         await life.advance(10 * SECOND)
         sink = Recorder()
@@ -262,7 +263,7 @@ async def test_a_message_that_expires_before_its_next_delivery_is_done() -> None
         await life.advance(15 * SECOND)
         assert [(got.value, got.attempts) for got in sink.got] == [(b"b", 2), (b"c", 2)]
         await life.ack(group, *sink.take())
-        assert (group.lag(), group.expired, group.dead_lettered) == (0, 1, 0)
+        assert (group.lag(), group.expired, group.state.dead_lettered) == (0, 1, 0)
 
 
 @in_loop
@@ -284,7 +285,7 @@ async def test_a_group_without_members_is_kept_up_with_what_expires() -> None:
         await life.do(life.publish_run(mixed(b"orders.eu", back=b"10")))
         await life.settle()
         assert sink.values == [b"back"]
-        life.broker.leave(group, member)
+        life.broker.groups.leave(group, member)
         await life.do(life.publish_run(mixed(b"orders.eu", a=b"10", b=b"10")))
         await life.do(life.publish_run(mixed(b"orders.eu", c=b"10", d=b"30", e=b"10")))
         await keep_up(life)
@@ -300,13 +301,12 @@ async def test_a_group_without_members_is_kept_up_with_what_expires() -> None:
 @in_loop
 async def test_upkeep_reads_a_message_that_does_not_expire_once_for_a_group_without_members() -> None:
     async with Life(FaultyFiles()) as life:
-        group = await life.do(life.broker.create_group(b"g", b"orders", start=Start.EARLIEST))
+        group = await life.do(life.broker.groups.create(b"g", b"orders", start=Start.EARLIEST))
         await life.stored(b"orders", b"a")
         await keep_up(life)
         assert group.lag() == 1
-        partition = next(iter(group.positions.values())).partition
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(partition), "read", None)
+            patch.setattr(Cursor, "read", None)
             await keep_up(life)
         assert not life.store.health.faults
 
@@ -316,7 +316,7 @@ async def test_upkeep_reads_a_message_that_does_not_expire_once_for_a_group_with
 async def test_a_group_remembers_how_many_expired(end: End) -> None:
     clock = ManualClock()
     async with Life(FaultyFiles(), clock=clock) as life:
-        await life.do(life.broker.create_group(b"g", b"orders", start=Start.EARLIEST))
+        await life.do(life.broker.groups.create(b"g", b"orders", start=Start.EARLIEST))
         await life.do(life.publish_run(mixed(b"orders", a=b"10", b=None)))
         await life.advance(10 * SECOND)
         sink = Recorder()
@@ -325,7 +325,7 @@ async def test_a_group_remembers_how_many_expired(end: End) -> None:
         assert group.expired == 1
         disk = await end(life)
     async with Life(disk, clock=clock) as life:
-        assert (life.broker.group(b"g").expired, life.broker.group(b"g").lag()) == (1, 0)
+        assert (life.broker.groups[b"g"].expired, life.broker.groups[b"g"].lag()) == (1, 0)
 
 
 # Dead letters
@@ -336,32 +336,32 @@ async def dead(life: Life, ttl: bytes) -> None:
     sink = Recorder()
     group, _ = await life.join(b"g", b"orders", sink)
     await life.stored(b"orders", b"bad", headers=b"Colour: red\r\nNats-TTL: %b\r\n" % ttl)
-    assert group.kill(sink.got[0].place, sink.got[0].offset, reason="no")
+    assert group.reject(sink.got[0].place, sink.got[0].offset, reason="no")
     await life.settle()
 
 
 @in_loop
 async def test_a_message_that_has_expired_does_not_become_a_dead_letter() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", policy=Policy(deliveries_max=1, ack_deadline_ms=15_000)))
+        await life.do(life.broker.changes.create(b"orders", policy=Policy(deliveries_max=1, ack_deadline_ms=15_000)))
         sink = Recorder()
         group, _ = await life.join(b"g", b"orders", sink)
         await life.do(life.publish_run(mixed(b"orders", a=b"10", b=b"60")))
         await life.advance(15 * SECOND + 1)
         assert [letter.value for letter in await life.letters()] == [b"b"]
-        assert (group.lag(), group.expired, group.dead_lettered) == (0, 1, 1)
+        assert (group.lag(), group.expired, group.state.dead_lettered) == (0, 1, 1)
 
 
 @in_loop
 async def test_when_all_that_failed_has_expired_there_is_no_dead_letter_at_all() -> None:
     async with Life(FaultyFiles()) as life:
-        await life.do(life.broker.create_topic(b"orders", policy=Policy(deliveries_max=1, ack_deadline_ms=15_000)))
+        await life.do(life.broker.changes.create(b"orders", policy=Policy(deliveries_max=1, ack_deadline_ms=15_000)))
         sink = Recorder()
         group, _ = await life.join(b"g", b"orders", sink)
         await life.stored(b"orders", b"a", headers=TTL)
         await life.advance(15 * SECOND + 1)
         assert await life.letters() == []
-        assert (group.lag(), group.expired, group.dead_lettered) == (0, 1, 0)
+        assert (group.lag(), group.expired, group.state.dead_lettered) == (0, 1, 0)
         await life.stored(b"orders", b"b")
         await life.advance(15 * SECOND + 1)
         assert [letter.value for letter in await life.letters()] == [b"b"]
@@ -378,7 +378,7 @@ async def test_a_dead_letter_does_not_expire_and_its_ttl_counts_anew_when_it_is_
         assert await life.redrive() == 1
         await life.settle()
         assert await replayed(life, b"orders") == [b"bad"]
-        run = await life.do(life.partition(b"orders").message(1))
+        run = await life.do(life.partition(b"orders").cursor(1).read_message())
         assert run is not None
         assert run.headers[0] == b"Colour: red\r\nNats-TTL: 10\r\n"
         await life.advance(10 * SECOND)
@@ -402,7 +402,7 @@ async def test_letters_are_redriven_to_their_group_around_one_that_has_expired()
         group, _ = await life.join(b"g", b"orders", sink)
         for index, ttl in enumerate((b"60", b"10", b"never")):
             await life.stored(b"orders", b"bad", headers=b"Nats-TTL: %b\r\n" % ttl)
-            assert group.kill(sink.got[index].place, sink.got[index].offset, reason="no")
+            assert group.reject(sink.got[index].place, sink.got[index].offset, reason="no")
             await life.settle()
         await life.advance(10 * SECOND)
         done = await life.redrive_some(to_group=True)
@@ -436,7 +436,7 @@ async def test_the_ttl_of_a_delayed_message_counts_from_when_it_is_due(end: End)
 async def test_compaction_treats_the_latest_message_of_a_key_like_a_tombstone_once_it_has_expired(ttl: bytes) -> None:
     async with Life(FaultyFiles()) as life:
         policy = Policy(cleanup=Cleanup.COMPACT, segment_bytes=4096)
-        await life.do(life.broker.create_topic(b"orders", policy=policy))
+        await life.do(life.broker.changes.create(b"orders", policy=policy))
         for value in (b"old", b"new"):
             run = run_of(b"orders", value, headers=b"Nats-TTL: %b\r\n" % ttl if value == b"new" else b"")
             run.keys = {0: b"k"}
@@ -456,7 +456,7 @@ async def test_compaction_keeps_the_mark_of_a_batch_that_it_makes_smaller() -> N
     disk, clock = FaultyFiles(), ManualClock()
     async with Life(disk, clock=clock) as life:
         policy = Policy(cleanup=Cleanup.COMPACT, segment_bytes=4096)
-        await life.do(life.broker.create_topic(b"orders", policy=policy))
+        await life.do(life.broker.changes.create(b"orders", policy=policy))
         run = mixed(b"orders", old=None, new=None, short=b"10")
         run.keys = {0: b"k", 1: b"k"}
         await life.do(life.publish_run(run))

@@ -16,10 +16,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from penstock import address
-from penstock.server.config import Config, StorageConfig
-from penstock.server.http import application
+from penstock.server.http import guarded
 from penstock.server.server import Server
-from penstock.web import HEADER_BYTES_MAX, Credentials, Guard, local_names
+from penstock.server.settings import Config, StorageConfig
+from penstock.web.credentials import Credentials
+from penstock.web.guard import Guard, local_names
+from penstock.web.port import HEADER_BYTES_MAX
 from tests.server import Raw, Serve
 from tests.web import ask, get
 
@@ -137,8 +139,8 @@ def test_credentials_are_accepted_in_each_form_and_nothing_else_is() -> None:
 def test_a_fault_in_one_endpoint_fails_that_request_only(tmp_path: Path) -> None:
     async def run() -> None:
         server = Server(Config(storage=StorageConfig(data_dir=str(tmp_path))), listens=False)
-        server.statistics = [].pop  # type: ignore[method-assign]
-        transport = httpx.ASGITransport(application(server))
+        server.statistics = [].pop  # type: ignore[assignment]
+        transport = httpx.ASGITransport(guarded(server))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             failed = await client.get("/varz")
             served = await client.get("/healthz")

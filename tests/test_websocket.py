@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import BadFrame
 from penstock.wire import websocket
-from penstock.wire.websocket import Control, Opcode, Parser, Status, accept, messages, offers_deflate
+from penstock.wire.websocket import ControlFrame, Opcode, Status, WebSocketParser, accept, messages, offers_deflate
 from tests.websocket import DEFLATE, KEY, Frame, deflate, encode, parse
 
 BINARY, TEXT, CONTINUATION = Opcode.BINARY, Opcode.TEXT, Opcode.CONTINUATION
@@ -21,23 +21,23 @@ DEFLATED = 4
 ROOM = 1 << 16
 
 
-def drain(parser: Parser, room: int = ROOM) -> Iterator[bytes | Control]:
+def drain(parser: WebSocketParser, room: int = ROOM) -> Iterator[bytes | ControlFrame]:
     while (found := parser.read(room)) is not None:
-        assert isinstance(found, Control) or len(found) <= room
+        assert isinstance(found, ControlFrame) or len(found) <= room
         yield found
 
 
 def read(
     data: bytes, size: int | None = None, *, deflates: bool = True, room: int = ROOM
-) -> tuple[bytes, list[Control]]:
+) -> tuple[bytes, list[ControlFrame]]:
     """Return the stream and the control frames of frames that come in pieces of one size."""
-    parser = Parser(deflates=deflates)
+    parser = WebSocketParser(deflates=deflates)
     stream: list[bytes] = []
-    controls: list[Control] = []
+    controls: list[ControlFrame] = []
     for at in range(0, len(data), size or len(data)):
         parser.feed(data[at : at + (size or len(data))])
         for found in drain(parser, room):
-            if isinstance(found, Control):
+            if isinstance(found, ControlFrame):
                 controls.append(found)
             else:
                 stream.append(found)
@@ -139,7 +139,7 @@ def test_a_payload_is_handed_on_before_its_frame_is_complete() -> None:
 def test_a_bomb_is_inflated_as_far_as_it_is_asked_for() -> None:
     bomb = encode(BINARY, deflate(bytes(64 << 20)), reserved=DEFLATED, mask=bytes(4))
     assert len(bomb) < 70_000
-    parser = Parser(deflates=True)
+    parser = WebSocketParser(deflates=True)
     parser.feed(bomb)
     tracemalloc.start()
     try:
@@ -175,7 +175,7 @@ def test_messages_in_any_parts_are_the_same_stream(
             data += encode(Opcode.PING, b"!")
     stream, controls = read(data, size, room=room)
     assert stream == b"".join(message for message, *_ in wanted)
-    assert controls == [Control(Opcode.PING, b"!")] * sum(count for _, count, *_ in wanted)
+    assert controls == [ControlFrame(Opcode.PING, b"!")] * sum(count for _, count, *_ in wanted)
 
 
 @given(st.binary(max_size=200), st.integers(1, 200))
@@ -187,7 +187,7 @@ def test_any_bytes_are_read_or_refused(data: bytes, size: int) -> None:
 
 
 def test_overhead_is_all_that_is_not_handed_on() -> None:
-    parser = Parser(deflates=False)
+    parser = WebSocketParser(deflates=False)
     parser.feed(encode(BINARY, b"hello") + encode(Opcode.PING, b"12"))
     assert [*drain(parser)] == [b"hello", (Opcode.PING, b"12")]
     assert parser.overhead == 6 + 8

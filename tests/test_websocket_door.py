@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 
-from penstock.server.gate import HANDSHAKE_BYTES_MAX
+from penstock.doors.gate import HANDSHAKE_BYTES_MAX
 from penstock.wire.websocket import Opcode
 from tests.server import PATIENCE_S, Flux, Raw, Serve, pub
 from tests.trees import eventually

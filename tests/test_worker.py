@@ -140,7 +140,7 @@ def test_a_signal_lets_the_handler_finish_and_begins_no_other(
             assert worker.line() == f"ends {number}"
             ended = worker.end()
         assert ended.code == 0, ended.stderr
-        assert f"consumer bill: {topic} for group {topic}, shared, 1 at once" in ended.stderr
+        assert f"consumer bill: {topic}, group {topic} (shared), concurrency 1" in ended.stderr
         assert client.lag(topic) == 2 - number
 
 
@@ -171,7 +171,7 @@ def test_a_handler_that_never_returns_does_not_keep_it(
         worker.process.terminate()
         ended = worker.end()
     assert ended.code == 0, ended.stderr
-    assert "consumer bill: 1 handlers did not end within 0.05 s; their messages will be delivered again" in ended.stderr
+    assert "consumer bill: 1 handlers did not finish within 0.05 s; their messages will be redelivered" in ended.stderr
     assert client.lag(topic) == 1
 
 
@@ -250,16 +250,16 @@ def refused(directory: Path, target: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("target", "complaint"),
     [
-        ("shop", "'shop' names no app: write module:app, such as shop.billing:app"),
-        (":app", "':app' names no app: write module:app, such as shop.billing:app"),
-        ("shop:", "'shop:' names no app: write module:app, such as shop.billing:app"),
-        ("shpo:app", "there is no module 'shpo' in {directory} or where Python looks else"),
-        ("shop.billing:app", "there is no module 'shop.billing' in {directory} or where Python looks else"),
-        ("shop:ap", "the module shop has no 'ap'; it has shop:app"),
-        ("shop:PATTERN", "shop:PATTERN is of type str, no penstock.App; it has shop:app"),
+        ("shop", "invalid app 'shop': use module:app, such as shop.billing:app"),
+        (":app", "invalid app ':app': use module:app, such as shop.billing:app"),
+        ("shop:", "invalid app 'shop:': use module:app, such as shop.billing:app"),
+        ("shpo:app", "no module 'shpo' in {directory} or on Python's path"),
+        ("shop.billing:app", "no module 'shop.billing' in {directory} or on Python's path"),
+        ("shop:ap", "module shop has no 'ap'; it has shop:app"),
+        ("shop:PATTERN", "shop:PATTERN is a str, not a penstock.App; it has shop:app"),
         ("empty:app", "empty:app has no consumers: decorate a function with @app.consumer(pattern, group=...)"),
-        ("empty:apps", "the module empty has no 'apps'; it has empty:app"),
-        ("nothing:app", "the module nothing has no 'app'"),
+        ("empty:apps", "module empty has no 'apps'; it has empty:app"),
+        ("nothing:app", "module nothing has no 'app'"),
     ],
 )
 def test_a_target_that_is_no_app_is_refused_with_what_might_be_meant(

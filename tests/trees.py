@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from penstock.batch import Batch
-from penstock.pipe.batches import BatchReader
+from penstock.pipe.batches import BatchSplitter
 from tests.server import PATIENCE_S, Serve
 
 
@@ -91,4 +91,4 @@ def batches(broker: Serve, topic: str, *, partition: int = 0, offset: int = 0, *
     """What a child is given."""
     status, body, _ = ask(broker, "/pipe/stream", topic=topic, partition=partition, offset=offset, **query)
     assert status in (200, 204), body
-    return BatchReader().feed(body)
+    return BatchSplitter().feed(body)

@@ -1,6 +1,6 @@
 """Penstock: a durable message broker; one log, many doors.
 
-What is exported here is imported when it is first used: a worker that only publishes never loads the server.
+Names are imported on first use: a program that only publishes never loads the server.
 """
 
 from __future__ import annotations

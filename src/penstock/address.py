@@ -1,4 +1,4 @@
-"""Addresses as people write them, and sockets that listen at them: `127.0.0.1:4222`, `[::1]:4222`, `localhost`,
+"""Parse addresses, and open sockets that listen on them: `127.0.0.1:4222`, `[::1]:4222`, `localhost`,
 `nats://user:password@host:4222`."""
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 PORT_MAX: Final = 65535
-# Connections that the system keeps for us until we take them.
+# The backlog of connections that are not accepted yet.
 BACKLOG: Final = 4096
-# How often another free port is looked for, if one of several hosts has it in use.
+# Attempts to find a port that is free on all hosts.
 _TRIES: Final = 20
-# What a machine says of an address that it does not have.
+# Errors for an address that the machine does not have.
 _MISSING: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-# What a URL of a broker may begin with.
+# Schemes of a broker's URL.
 _SCHEME: Final = "nats://"
-# All addresses of the machine. `::` stands for both, as in most servers.
+# All addresses of the machine. `::` includes IPv4, as in most servers.
 _ANY: Final = "0.0.0.0"
 _ANY_6: Final = "::"
 
@@ -31,8 +31,8 @@ class _InUse(OSError):
 
 
 def split(text: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of `host`, `host:port`, `[::1]`, `[::1]:port` or `::1`, or of such a URL (`nats://host:port`);
-    ValueError if it is none of them."""
+    """Return host and port of `host`, `host:port`, `[::1]`, `[::1]:port`, `::1`, or a URL (`nats://host:port`). Raise
+    ValueError for anything else."""
     text = _without_login(text)[1]
     if text.startswith("["):
         host, bracket, port = text[1:].partition("]")
@@ -52,7 +52,7 @@ def split(text: str, default_port: int) -> tuple[str, int]:
 
 
 def login(text: str) -> dict[str, str]:
-    """Return the credentials in a URL, `nats://user:password@host` or `nats://token@host`, by their names."""
+    """Return the credentials in a URL, `nats://user:password@host` or `nats://token@host`, by name."""
     found, _ = _without_login(text)
     if not found:
         return {}
@@ -61,7 +61,7 @@ def login(text: str) -> dict[str, str]:
 
 
 def _without_login(text: str) -> tuple[str, str]:
-    """Return the credentials of an address, and the rest; nothing that is shown has them."""
+    """Return the credentials of an address, and the rest, which may be shown."""
     text = text.strip()
     if not text.lower().startswith(_SCHEME):
         return "", text
@@ -80,12 +80,12 @@ def bare(host: str) -> str:
 
 
 def listed(text: str | None) -> list[str]:
-    """Return the parts of a list with commas."""
+    """Split a comma-separated list."""
     return [part for part in (each.strip() for each in (text or "").split(",")) if part]
 
 
 def hosts(text: str) -> list[str]:
-    """Return the hosts of a list with commas."""
+    """Return the hosts of a comma-separated list."""
     return [bare(host) for host in listed(text)]
 
 
@@ -98,15 +98,15 @@ def is_ip(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can connect to a port at this host."""
+    """Return whether only this machine can connect to a port on this host."""
     host = bare(host).removesuffix(".").lower()
     return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def bind(names: Sequence[str], port: int) -> list[socket.socket]:
-    """Return sockets that listen at all addresses of these hosts, on one port. They accept nobody yet.
+    """Return sockets that are bound to one port on all addresses of these hosts, and do not accept yet.
 
-    All of them or none: OSError says what to do. Port 0: a port that is free at all of them.
+    If one fails, none stays open, and the OSError says what to do. Port 0: a port that is free on all of them.
     """
     for _ in range(_TRIES if port == 0 else 1):
         with ExitStack() as opened:
@@ -118,7 +118,7 @@ def bind(names: Sequence[str], port: int) -> list[socket.socket]:
                 raise
             opened.pop_all()
             return sockets
-    raise OSError(f"no port is free at all of {', '.join(names)}: choose one yourself")
+    raise OSError(f"found no port that is free on all of {', '.join(names)}: choose one")
 
 
 def _bind_all(names: Sequence[str], port: int) -> Iterator[socket.socket]:
@@ -133,7 +133,7 @@ def _bind_all(names: Sequence[str], port: int) -> Iterator[socket.socket]:
             try:
                 opened = _listen(family, (address[0], port, *address[2:]))
             except OSError as error:
-                # A name may have addresses that this machine does not: ::1 where IPv6 is off.
+                # A name may resolve to addresses that this machine lacks: ::1 without IPv6.
                 if error.errno not in _MISSING or is_ip(name):
                     raise _explained(error, name, address[0], port) from None
                 missing = _explained(error, name, address[0], port)
@@ -147,7 +147,7 @@ def _bind_all(names: Sequence[str], port: int) -> Iterator[socket.socket]:
 
 
 def _expand(names: Iterable[str]) -> list[str]:
-    """Return the hosts without those that others include: an address and all addresses cannot both be listened at."""
+    """Drop hosts that are included in another: a socket cannot listen on an address and on all addresses."""
     every = list(dict.fromkeys(names))
     if _ANY_6 in every:
         return [_ANY_6, _ANY]
@@ -161,7 +161,9 @@ def _resolve(name: str) -> list[tuple[socket.AddressFamily, Any]]:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise OSError(f"unknown host {name!r} ({reason}): use an address, or a name that this machine knows") from None
+        raise OSError(
+            f"unknown host {name!r} ({reason}): use an address, or a name that this machine can resolve"
+        ) from None
     return [(family, address) for family, _, _, _, address in found]
 
 
@@ -170,7 +172,7 @@ def _listen(family: socket.AddressFamily, address: Any) -> socket.socket:
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # IPv4 has a socket of its own, so its clients have addresses of their own kind.
+            # IPv4 has its own socket, so that its clients have IPv4 addresses.
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         opened.setblocking(False)
         opened.bind(address)
@@ -186,14 +188,14 @@ def _explained(error: OSError, name: str, address: str, port: int) -> OSError:
     number = error.errno or 0
     match number:
         case errno.EADDRINUSE:
-            advice = "another process listens there: end it, or choose another port (0: any free one)"
+            advice = "another process uses the port: stop it, or choose another port (0: any free one)"
         case errno.EADDRNOTAVAIL:
-            advice = "this machine has no such address: use one of its own, 127.0.0.1, or 0.0.0.0 for all"
+            advice = "this machine does not have the address: use one of its own, 127.0.0.1, or 0.0.0.0 for all"
         case errno.EAFNOSUPPORT:
             advice = "this machine has no IPv6: use an IPv4 address"
         case errno.EACCES:
-            advice = "this user may not listen there: choose a port from 1024 on"
+            advice = "permission denied for this user: choose a port from 1024 on"
         case _:
             advice = "choose another host or port"
     kind = _InUse if number == errno.EADDRINUSE else OSError
-    return kind(f"cannot listen at {where}: {os.strerror(number)}: {advice}")
+    return kind(f"cannot listen on {where}: {os.strerror(number)}: {advice}")

@@ -1,4 +1,4 @@
-"""A batch as an Arrow record batch that shares its bytes, and a batch made of Arrow columns."""
+"""Convert a batch to an Arrow record batch that shares its bytes, and Arrow columns to a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.errors import CorruptBatch
 
 _NUMBERS_MAX: Final = 1 << 16
 
-# Each column has its type whether or not a batch has it, so that the record batches of a log fit together.
+# Absent columns have a type too, so that all record batches of a log have the same schema.
 TYPES: Final = {
     "offset": pyarrow.int64(),
     "timestamp": pyarrow.timestamp("us", tz="UTC"),
@@ -44,7 +44,7 @@ TYPES: Final = {
 
 
 def decode(batch: Batch, names: Sequence[str] = tuple(TYPES)) -> pyarrow.RecordBatch:
-    """The named columns of a batch. What it holds plain is checked and not copied."""
+    """Return the named columns of a batch. Uncompressed columns are checked and not copied."""
     columns = Columns(batch)
     binary = columns.binary
     body = pyarrow.py_buffer(columns.body)
@@ -53,12 +53,12 @@ def decode(batch: Batch, names: Sequence[str] = tuple(TYPES)) -> pyarrow.RecordB
         for name in names:
             arrays.append(_binary(columns, body, name) if name in binary else _other(columns, body, name))
     except pyarrow.ArrowInvalid as error:
-        raise CorruptBatch(f"the columns are not sound: {error}") from error
+        raise CorruptBatch(f"invalid columns: {error}") from error
     return pyarrow.RecordBatch.from_arrays(arrays, schema=schema(tuple(names)))
 
 
 def take(rows: pyarrow.RecordBatch, indices: Sequence[int]) -> pyarrow.RecordBatch:
-    """A copy of some of the rows."""
+    """Return a copy of some of the rows."""
     return rows.take(pyarrow.array(indices, pyarrow.int64()))
 
 
@@ -69,17 +69,17 @@ def encode(
     compression: Compression = Compression.NONE,
     asks: bool = False,
 ) -> Batch:
-    """A batch of these columns, each of its type in `TYPES`; only `value` must be there, and has no nulls.
+    """Return a batch of these columns, each of its type in `TYPES`; only `value` is required, and must have no nulls.
 
-    What holds nothing (a column of nulls, no tombstone) is left out. The buffers are laid down as they are: about 10 ns
-    a message, mostly to copy it.
+    Empty columns (only nulls, no tombstone) are omitted. The buffers are used unchanged: about 10 ns per message,
+    mostly to copy it.
     """
     count = rows.num_rows
     if not count:
         raise ValueError("a batch needs at least one message")
     columns = dict(zip(rows.schema.names, rows.columns, strict=True))
     if columns["value"].null_count:
-        raise ValueError("a value is null: a tombstone has an empty one")
+        raise ValueError("a value is null: use an empty value for a tombstone")
     flags = ASKS if asks else 0
     parts: list[Buffer] = [BLANK_HEADER]
     if (times := columns.get("timestamp")) is not None:
@@ -96,7 +96,7 @@ def encode(
         if column.null_count:
             flags |= nullable
             append_padded(parts, _bitmap(compute.is_valid(column)))
-            # What lies under a null is nobody's.
+            # Bytes under a null may be anything.
             column = compute.fill_null(column, b"")
         _append_binary(parts, column)
     return seal(parts, flags, count, timestamp, compression, span=count)
@@ -123,7 +123,7 @@ def _other(columns: Columns, body: pyarrow.Buffer, name: str) -> pyarrow.Array:
             base = pyarrow.scalar(columns.batch.base_offset, pyarrow.int64())
             return compute.add(_numbers().slice(0, count), base)
         case "offset":
-            # array("q") of them takes twice as long.
+            # array("q") would take twice as long.
             column = pyarrow.py_buffer(struct.pack(f"={count}q", *columns.offsets()))
         case "timestamp" if columns.timestamps_at < 0:
             column = pyarrow.py_buffer(array("q", [columns.batch.timestamp]) * count)
@@ -140,13 +140,13 @@ def _other(columns: Columns, body: pyarrow.Buffer, name: str) -> pyarrow.Array:
 
 @lru_cache(64)
 def _nulls(name: str, count: int) -> pyarrow.Array:
-    """Batches of a producer are alike, and arrays never change: those of absent columns are made once."""
+    """Return an array of nulls, cached because arrays are immutable and batches often have the same size."""
     return pyarrow.nulls(count, TYPES[name])
 
 
 @cache
 def _numbers() -> pyarrow.Array:
-    """0, 1, 2, …: the offsets of a batch are these and a base. To add them takes 1 ns each, to build them 40."""
+    """Return 0, 1, 2, …, to which the base offset of a batch is added: 1 ns each, instead of 40 to build them."""
     return pyarrow.array(range(_NUMBERS_MAX), pyarrow.int64())
 
 
@@ -158,7 +158,7 @@ def _append_binary(parts: list[Buffer], column: pyarrow.Array) -> None:
     if last - first > PLAIN_BYTES_MAX:
         raise too_large(last - first)
     if first:
-        # The column is a slice of a longer one.
+        # The column is a slice of a longer array.
         whole = pyarrow.Array.from_buffers(pyarrow.int32(), len(numbers), [None, offsets], offset=begin)
         shifted = compute.subtract(whole, pyarrow.scalar(first, pyarrow.int32()))
         numbers = memoryview(shifted.buffers()[1])[: 4 * len(numbers)].cast("i")
@@ -168,7 +168,7 @@ def _append_binary(parts: list[Buffer], column: pyarrow.Array) -> None:
 
 
 def _bitmap(bits: pyarrow.Array) -> bytes:
-    """The bits from the first on, and zeros behind the last."""
+    """Return the bits aligned to the first one, padded with zeros."""
     if bits.offset:
         bits = pyarrow.concat_arrays([bits.slice(0, 0), bits])
     count = len(bits)

@@ -1,6 +1,6 @@
-"""A batch of messages and its one byte form: on disk, on the wire, and as the buffers of an Arrow record batch.
+"""A batch of messages, in one binary format for the disk, the wire, and the buffers of an Arrow record batch.
 
-All numbers are little-endian; every batch and every column begins on a multiple of 8 bytes.
+All numbers are little-endian; every batch and every column starts at a multiple of 8 bytes.
 
     stamped by the broker
       0  u32 header_crc     crc32c of the rest of the header, bytes 4 to 96
@@ -8,35 +8,35 @@ All numbers are little-endian; every batch and every column begins on a multiple
       8  u64 base_offset    offset of the first message
      16  u32 span           the next batch begins at base_offset + span or later
      20  u32 epoch          term of the leader that appended it
-     24  i64 append_time    µs, never going back within a log
+     24  i64 append_time    µs, never decreasing within a log
      32  u64 source         where it came from, if not from a producer (0: a producer) ...
      40  u64 position       ... and its place there
-     48  u32 log            which log it was stamped for: a number drawn when the log was made
-     52  u32 durable_bytes  so much of its segment was durable when the batch was written
+     48  u32 log            the log it was stamped for: a random number of the log
+     52  u32 durable_bytes  bytes of its segment that were durable when it was written
     made by the producer, under crc
      56  u32 crc            crc32c of byte 60 to the end
      60  u32 count          messages
      64  u16 version
-     66  u16 flags          bits 0-1 compression, then one bit for each column that is there (see below); bit 13: the
-                            headers of some message ask the broker for something (an id, a delay, a TTL): it
-                            looks inside, and for a TTL whenever the batch is read
+     66  u16 flags          bits 0-1 compression, then one bit per column that is present (see below); bit 13: the
+                            headers of some message are for the broker (an ID, a delay, a TTL): it
+                            opens the batch, and for a TTL at every read
      68  u32 plain_length   bytes of the columns, before compression
      72  u64 producer       0: none
      80  u64 sequence       the producer's number for this batch, one higher each time
-     88  i64 timestamp      µs, of every message unless there is a timestamp column
+     88  i64 timestamp      µs, of all messages unless there is a timestamp column
      96  columns, or if compressed: u64 packed length · packed columns · zeros (see PACKING_RATIO_MAX)
 
-The columns, in this order, each only if its flag is set except `value`, each padded with zeros to a multiple of 8:
+The columns in this order, each present only if its flag is set (`value` always), padded with zeros to a multiple of 8:
 
     timestamp   i64[count]
     delta       u32[count]      offset - base_offset; absent: 0, 1, 2, ...
     tombstone   bitmap[count]   the message deletes its key
     value, key, subject, reply, headers, each:
-        validity    bitmap[count], if flagged: 0 where the message has none
+        validity    bitmap[count], if flagged: 0 if the message has none
         offsets     i32[count + 1]
         bytes
 
-A control batch has no messages (count 0, span 0) and in place of columns (see `Control`):
+A control batch has no messages (count 0, span 0) and instead of columns (see `Control`):
 
     u64 reserved · u64 previous · u64 dropped · snapshot, padded with zeros
 """
@@ -61,11 +61,11 @@ Buffer = bytes | bytearray | memoryview
 
 VERSION: Final = 1
 HEADER_BYTES: Final = 96
-# A batch is read, checked and sent in one piece, so this bounds what one reader holds in memory.
+# A batch is read, checked and sent in one piece, so this limits the memory of one reader.
 BATCH_BYTES_MAX: Final = 64 << 20
 PLAIN_BYTES_MAX: Final = BATCH_BYTES_MAX - HEADER_BYTES
-# What a few hostile bytes can make a reader allocate: this many plain bytes for each packed one, and a message (a
-# few Python objects) for each. What packs tighter is padded up to here.
+# Limits what a few hostile bytes can make a reader allocate: this many plain bytes per compressed byte, and a message
+# (a few Python objects) for each. Batches that compress better are padded.
 PACKING_RATIO_MAX: Final = 64
 OFFSET_MAX: Final = 1 << 62
 
@@ -80,7 +80,7 @@ _COMPRESSION: Final = 0b11
 TIMESTAMPS: Final = 1 << 2
 _DELTAS: Final = 1 << 3
 TOMBSTONES: Final = 1 << 4
-# column -> (the flag that it is there, the flag that it has a validity bitmap); value is always there and whole
+# column -> (flag: present, flag: has a validity bitmap); value is always present and has none
 BINARY: Final = {
     "value": (0, 0),
     "key": (1 << 5, 1 << 9),
@@ -111,12 +111,12 @@ NO_SEGMENT: Final = (1 << 64) - 1
 
 
 class Control(NamedTuple):
-    """What a log notes for its own recovery, in a control batch.
+    """The information that a log stores for its own recovery, in a control batch.
 
-    `reserved`: no offset below it will be given out again. `previous`: the base offset of the segment
-    before this one (`NO_SEGMENT` if it is the first), so that a segment that went missing is noticed.
-    `dropped`: behind `previous` the log was cut off, up to the segment that begins here (`NO_SEGMENT`: it was not).
-    `snapshot`: at the head of a segment, what the log knew of its producers.
+    `reserved`: no offset below it will be used again. `previous`: the base offset of the previous segment
+    (`NO_SEGMENT` if this is the first), so that a missing segment is detected.
+    `dropped`: the log was truncated after `previous`, up to the segment that starts here (`NO_SEGMENT`: it was not).
+    `snapshot`: at the head of a segment, the state of the log's producers.
     """
 
     reserved: int
@@ -126,7 +126,7 @@ class Control(NamedTuple):
 
 
 class Batch:
-    """One batch: its bytes, and the fields of their header. The insides are opened only by `columns`."""
+    """One batch: its bytes and its header fields. Only `columns` decodes the rest."""
 
     __slots__ = (
         "append_time",
@@ -170,7 +170,7 @@ class Batch:
     timestamp: int
 
     def __init__(self, data: Buffer, header: tuple[int, ...] | None = None) -> None:
-        """Take `data` for a batch, at least HEADER_BYTES long; nothing is checked yet."""
+        """Read the header of `data`, which has at least HEADER_BYTES, without checks."""
         self.data = data
         (
             self.header_crc,
@@ -195,9 +195,9 @@ class Batch:
 
     @classmethod
     def at(cls, view: memoryview, position: int) -> Batch | None:
-        """The stored batch that begins at `position`, its header checked; None if it is not all there.
+        """Return the stored batch at `position` with a checked header; None if it is incomplete.
 
-        A reader goes from batch to batch with this: 1.3 µs each.
+        Readers go from batch to batch with this: 1.3 µs each.
         """
         available = len(view) - position
         if available < HEADER_BYTES:
@@ -222,12 +222,12 @@ class Batch:
         return len(self.data)
 
     def has(self, column: str) -> bool:
-        """Whether it has this one of the binary columns."""
+        """Return whether the batch has this binary column."""
         return bool(self.flags & BINARY[column][0])
 
     @property
     def asks(self) -> bool:
-        """Whether headers of some message ask the broker for something."""
+        """Return whether headers of some message are for the broker."""
         return bool(self.flags & ASKS)
 
     @property
@@ -248,7 +248,7 @@ class Batch:
         source: int = 0,
         position: int = 0,
     ) -> None:
-        """Write the broker's fields in place. The bytes under the producer's checksum are not touched."""
+        """Write the broker's fields in place. The bytes under the producer's checksum do not change."""
         data = self.data
         stamp = (base_offset, self.span, epoch, append_time, source, position, log, durable_bytes)
         _STAMP.pack_into(data, _STAMP_AT, *stamp)
@@ -263,7 +263,7 @@ class Batch:
         self.durable_bytes = durable_bytes
 
     def number(self, producer: int, sequence: int) -> None:
-        """Make it another batch of a producer, in place: for who made it, before it is sent."""
+        """Set the producer and sequence in place, before the batch is sent."""
         _PRODUCER.pack_into(self.data, _PRODUCER_AT, producer, sequence)
         self.producer = producer
         self.sequence = sequence
@@ -271,11 +271,11 @@ class Batch:
         _U32.pack_into(self.data, _CRC_AT, self.crc)
 
     def is_whole(self) -> bool:
-        """Whether the producer's part is what the producer made."""
+        """Return whether the producer's checksum is right."""
         return crc32c(memoryview(self.data)[_CRC]) == self.crc
 
     def check(self) -> None:
-        """Raise unless the batch is whole, and of a version that we know."""
+        """Raise unless the batch is intact, and of a supported version."""
         if not self.is_whole():
             raise CorruptBatch(f"checksum of the batch at offset {self.base_offset} is wrong")
         if self.version != VERSION:
@@ -287,7 +287,7 @@ class Batch:
         return Columns(self)
 
     def control(self) -> Control:
-        """What a control batch says; call it only where `count` is 0."""
+        """Return the content of a control batch; only valid if `count` is 0."""
         self.check()
         length = self.plain_length
         if self.span or length < _CONTROL.size or HEADER_BYTES + _padded(length) != len(self.data):
@@ -297,6 +297,7 @@ class Batch:
         return Control(reserved, previous, dropped, bytes(snapshot))
 
 
+# One step per column, in the order of the format.
 def encode(
     values: Sequence[bytes],
     *,
@@ -314,10 +315,10 @@ def encode(
     compression: Compression = Compression.NONE,
     asks: bool = False,
 ) -> Batch:
-    """Make a batch of `values` and, where given, their other columns, each as long as `values`.
+    """Encode `values` and optional other columns of the same length.
 
-    `deltas` and `span` are for messages whose offsets have holes between them. The batch is kept plain
-    where compression does not pay.
+    `deltas` and `span` are for messages whose offsets have holes. The batch stays uncompressed if compression does
+    not pay.
     """
     count = len(values)
     if not count:
@@ -366,7 +367,7 @@ def seal(
     producer: int = 0,
     sequence: int = 0,
 ) -> Batch:
-    """A batch of columns that are laid down as the head of this file draws them, behind a blank header."""
+    """Return a batch of encoded columns, laid out as at the head of this file, after a blank header."""
     data = bytearray().join(parts)
     plain_length = len(data) - HEADER_BYTES
     if plain_length > PLAIN_BYTES_MAX:
@@ -380,7 +381,7 @@ def seal(
 
 
 def append_padded(parts: list[Buffer], data: Buffer) -> None:
-    """Lay down a column; what comes behind it begins on a multiple of 8."""
+    """Append a column, padded to a multiple of 8."""
     parts.append(data)
     parts.append(_PADDING[-memoryview(data).nbytes % 8])
 
@@ -392,17 +393,17 @@ def too_large(length: int) -> BatchTooLarge:
 def encode_control(control: Control) -> Batch:
     body = _CONTROL.pack(control.reserved, control.previous, control.dropped) + control.snapshot
     data = bytearray().join((BLANK_HEADER, body, _PADDING[-len(body) % 8]))
-    assert len(data) <= BATCH_BYTES_MAX, "a control batch is as bounded as any"
+    assert len(data) <= BATCH_BYTES_MAX, "control batches have the same limit"
     return _sign(data, 0, 0, 0, len(body), 0, 0, 0)
 
 
 def accept(data: Buffer) -> Batch:
-    """A batch as a producer sent it: everything about it is checked, and what the broker stamps is blank."""
+    """Check a batch from a producer completely, and clear the broker's fields."""
     return accept_columns(data)[0]
 
 
 def accept_columns(data: Buffer) -> tuple[Batch, Columns]:
-    """As `accept`, with the columns: to open them again may mean to unpack them again."""
+    """Like `accept`, but also return the columns, so that they are not decompressed again."""
     if not HEADER_BYTES <= len(data) <= BATCH_BYTES_MAX:
         raise CorruptBatch(f"a batch of {len(data)} bytes")
     batch = Batch(bytearray(data))
@@ -417,9 +418,9 @@ def accept_columns(data: Buffer) -> tuple[Batch, Columns]:
 
 
 def size_at(buffer: Buffer, position: int = 0) -> int:
-    """How many bytes the stored batch at `position` has, so that they can be read; 0 if its header is not all there.
+    """Return the size of the stored batch at `position`; 0 if its header is incomplete.
 
-    The header's own checksum is what makes the size worth trusting.
+    The size can be trusted because the header has its own checksum.
     """
     header = memoryview(buffer)[position : position + HEADER_BYTES]
     if len(header) < HEADER_BYTES:
@@ -433,7 +434,7 @@ def size_at(buffer: Buffer, position: int = 0) -> int:
 
 
 def parse(buffer: Buffer, position: int = 0) -> Batch:
-    """The stored batch at `position`, its header checked; `check` and `columns` look further."""
+    """Return the stored batch at `position` with a checked header; `check` and `columns` check more."""
     batch = Batch.at(memoryview(buffer), position)
     if batch is None:
         raise CorruptBatch("the batch is cut short")
@@ -441,9 +442,9 @@ def parse(buffer: Buffer, position: int = 0) -> Batch:
 
 
 class Columns:
-    """The insides of a batch, found and bounded. Each column is built when it is asked for.
+    """The columns of a batch, located and bounds-checked. Each column is decoded on demand.
 
-    A column that the batch does not have is None; within a column None is a message that has none.
+    An absent column is None; within a column, None is a message without a value.
     """
 
     __slots__ = ("batch", "binary", "body", "deltas_at", "timestamps_at", "tombstones_at")
@@ -451,7 +452,7 @@ class Columns:
     def __init__(self, batch: Batch) -> None:
         view = memoryview(batch.data)
         if crc32c(view[60:]) != batch.crc or batch.version != VERSION:
-            batch.check()  # tells which of the two
+            batch.check()  # raises the right error
         self.batch = batch
         count = batch.count
         flags = batch.flags
@@ -463,10 +464,10 @@ class Columns:
         if len(body) != batch.plain_length:
             raise CorruptBatch(f"{len(body)} bytes of columns where the header says {batch.plain_length}")
         self.body = body
-        # Where each column begins in the body; -1: it is not there.
+        # The start of each column in the body; -1 if absent.
         self.timestamps_at = self.deltas_at = self.tombstones_at = -1
-        # Of a binary column: where its validity bitmap (-1: all valid), its offsets and its bytes begin,
-        # and where the bytes end.
+        # Of a binary column: the starts of its validity bitmap (-1: all valid), offsets and bytes, and the
+        # end of the bytes.
         binary: dict[str, tuple[int, int, int, int]] = {}
         self.binary = binary
         at = 0
@@ -499,7 +500,7 @@ class Columns:
             raise CorruptBatch(f"the columns take {at} bytes of {len(body)}")
 
     def check(self) -> None:
-        """Raise unless every column can be built."""
+        """Raise unless every column can be decoded."""
         self.offsets()
         for name in self.binary:
             self._offsets_of(name)
@@ -528,13 +529,13 @@ class Columns:
         return max(sizes)
 
     def distinct(self, name: str) -> set[bytes]:
-        """What is in a binary column, each once."""
+        """Return the distinct values of a binary column."""
         if name not in self.binary:
             return set()
         offsets = self._offsets_of(name)
         validity_at, _, start, _ = self.binary[name]
         size = offsets[1]
-        # Most often all are the same: to see that takes a third of the time that building them does.
+        # Mostly all are the same: detecting that takes a third of the time of decoding.
         if validity_at < 0 and size and offsets == list(range(0, size * len(offsets), size)):
             first = bytes(self.body[start : start + size])
             if self.body[start : start + offsets[-1]] == first * self.batch.count:
@@ -542,7 +543,7 @@ class Columns:
         return {item for item in self._build_nullable(name) or () if item is not None}
 
     def longest(self, name: str) -> int:
-        """The size of the largest item of a binary column that the batch has."""
+        """Return the size of the largest item of a binary column that is present."""
         offsets = self._offsets_of(name)
         longest: int = max(map(sub, islice(offsets, 1, None), offsets))
         return longest
@@ -582,7 +583,7 @@ class Columns:
     def _build(self, name: str) -> list[bytes]:
         offsets = self._offsets_of(name)
         _, _, start, stop = self.binary[name]
-        # Slices of bytes are bytes: one copy here is cheaper than one conversion for each message.
+        # Slices of bytes are bytes: one copy here is cheaper than one conversion per message.
         data = bytes(self.body[start:stop])
         items: list[bytes] = []
         append = items.append
@@ -605,7 +606,7 @@ class Columns:
 
 @cache
 def _binary_columns(flags: int) -> tuple[tuple[str, bool], ...]:
-    """The binary columns that a batch with these flags has, and whether each has a validity bitmap."""
+    """Return the binary columns of a batch with these flags, and whether each has a validity bitmap."""
     return tuple(
         (name, bool(flags & nullable)) for name, (present, nullable) in BINARY.items() if flags & present or not present
     )
@@ -616,7 +617,7 @@ def _padded(length: int) -> int:
 
 
 def _append_binary(parts: list[Buffer], column: Sequence[bytes]) -> None:
-    # struct.pack of the running sum takes 45 ns a message, array("i") of it 80 ns.
+    # struct.pack of the running sum takes 45 ns per message, array("i") 80 ns.
     offsets = tuple(accumulate(map(len, column), initial=0))
     if offsets[-1] > PLAIN_BYTES_MAX:
         raise too_large(offsets[-1])
@@ -642,7 +643,7 @@ def _sign(
 
 
 def _pack(plain: memoryview, count: int, compression: Compression) -> bytearray | None:
-    """A blank header and the packed columns, or None if they take no less room so."""
+    """Return a blank header and the compressed columns, or None if they are not smaller."""
     if compression is Compression.LZ4:
         packed = lz4.block.compress(plain, store_size=False)
     else:
@@ -655,7 +656,7 @@ def _pack(plain: memoryview, count: int, compression: Compression) -> bytearray 
 
 
 def _unpack(batch: Batch, body: memoryview) -> memoryview:
-    """The plain columns of a batch whose checksum is right; a hostile producer can still have made it."""
+    """Decompress the columns of a batch with a right checksum, which a hostile producer may still have made."""
     if len(body) < _U64.size:
         raise CorruptBatch("the packed columns are cut short")
     packed_length = _U64.unpack_from(body)[0]
@@ -668,7 +669,7 @@ def _unpack(batch: Batch, body: memoryview) -> memoryview:
     try:
         if batch.compression is Compression.LZ4:
             return memoryview(lz4.block.decompress(packed, uncompressed_size=plain_length))
-        # The frame's own idea of its size is what zstandard allocates.
+        # zstandard allocates the size that the frame announces.
         if zstandard.frame_content_size(packed) != plain_length:
             raise CorruptBatch("the packed columns have another size than the header says")
         return memoryview(zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False))

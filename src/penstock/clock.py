@@ -1,4 +1,4 @@
-"""The only module that asks the time. Whoever needs `now` takes a Clock, so that tests can turn its hands."""
+"""The only module that reads the time. All others take a Clock, so that tests can control it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now_us(self) -> int:
-        """Microseconds since 1970, by the wall: may jump."""
+        """Return microseconds since 1970 by the wall clock, which may jump."""
         ...
 
     def monotonic_us(self) -> int:
-        """Microseconds since some moment: never goes back."""
+        """Return microseconds since an arbitrary point; never decreases."""
         ...
 
 

@@ -1,6 +1,6 @@
 """`Broker`: a broker in this process, without a port. It is a server in a thread, and a client of that server.
 
-What it stores is stored as by any server: in a directory that stays, or in a temporary one.
+It stores data as any server does, in a directory that stays or in a temporary one.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import uvloop
 
 from penstock import address
 from penstock.client.sync import Client
+from penstock.doors.door import open_session
 from penstock.errors import BadConfig, Closed, NoBroker
 from penstock.server.config import load
-from penstock.server.door import Door
 from penstock.server.server import Server
 
 
 class Broker(Client):
     """A broker in this process, with the methods of a client.
 
-    `directory`: where its data is; None: a temporary directory, which is removed at the end. `listen`: an address, such
-    as "127.0.0.1:4222", where others may reach it too; port 0: any that is free. `settings`: those of the server by
-    their names, such as {"topic.durability": "flush"}.
+    `directory`: where to store data; by default a temporary directory, which `close` removes. `listen`: an address such
+    as "127.0.0.1:4222" for other clients; port 0 selects a free port. `settings`: settings of the server by name, such
+    as {"topic.durability": "flush"}.
 
-    It can be given to `Client`, `AsyncClient` and `App` in place of an address.
+    Pass it to `Client`, `AsyncClient` and `App` instead of an address.
     """
 
     def __init__(
@@ -47,26 +47,24 @@ class Broker(Client):
         settings: Mapping[str, Any] | None = None,
         timeout: float = 30.0,
     ) -> None:
-        self._embedded = _Host(directory, listen, dict(settings or {}))
-        super().__init__(self._embedded, name="embedded", timeout=timeout)
+        self._server_thread = _ServerThread(directory, listen, dict(settings or {}))
+        super().__init__(self._server_thread, name="embedded", timeout=timeout)
 
     async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
-        return await self._embedded.dial(factory)
+        return await self._server_thread.dial(factory)
 
     @property
     def address(self) -> str | None:
-        """Where others reach it; None if it does not listen."""
-        return self._embedded.address
+        """The address for other clients; None without `listen`."""
+        return self._server_thread.address
 
     def close(self) -> None:
-        """End the subscriptions, make everything durable, and let go of the directory."""
+        """Close the subscriptions, make everything durable, and unlock the directory."""
         super().close()
-        self._embedded.stop()
+        self._server_thread.stop()
 
 
-class _Host:
-    """The server and its thread."""
-
+class _ServerThread:
     def __init__(self, directory: str | os.PathLike[str] | None, listen: str | None, settings: dict[str, Any]) -> None:
         self._temporary = tempfile.TemporaryDirectory(prefix="penstock-") if directory is None else None
         settings["storage.data_dir"] = str(Path(directory) if directory is not None else self._data())
@@ -98,7 +96,7 @@ class _Host:
             self._thread.join()
             self._remove()
             raise self._failure
-        # A program that ends without a word stops its broker as cleanly as one that closes it.
+        # A program that exits without `close` stops its broker cleanly too.
         self._at_exit = partial(_call, weakref.WeakMethod(self.stop))
         atexit.register(self._at_exit)
 
@@ -112,9 +110,9 @@ class _Host:
         return address.join(self._loaded.config.server.host, self._server.ports["text"])
 
     async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
-        """A connection to the server, for a client in whatever loop this is."""
+        """Connect a client to the server, in the event loop of the client."""
         if os.getpid() != self._pid:
-            raise NoBroker("this broker is in the process that forked this one: let it listen, and use its address")
+            raise NoBroker("this broker runs in the parent process: start it with listen=, and use its address")
         if self._loop is None or self._stop is None or self._stop.is_set():
             raise Closed("the broker is closed")
         ours, theirs = socket.socketpair()
@@ -140,12 +138,12 @@ class _Host:
 
     def _run(self) -> None:
         try:
-            # Not asyncio.Runner, which starts a thread to end its executor: none can be started while a program exits.
+            # Not asyncio.Runner: it starts a thread to end its executor, and none can start during the exit of Python.
             with closing(uvloop.new_event_loop()) as loop, ThreadPoolExecutor(thread_name_prefix="penstock") as threads:
                 loop.set_default_executor(threads)
                 loop.run_until_complete(self._serve())
                 loop.run_until_complete(loop.shutdown_asyncgens())
-        except BaseException as error:  # noqa: BLE001  it is raised again where the broker was started
+        except BaseException as error:  # noqa: BLE001  it is raised in the thread that started the broker
             self._failure = error
         finally:
             self._started.set()
@@ -154,16 +152,18 @@ class _Host:
         self._stop = asyncio.Event()
         server = Server(self._loaded.config, listens=self._listens, settings=self._loaded.document())
         self._loop = asyncio.get_running_loop()
-        await server.run(self._stop, self._tell_ready)
+        await server.run(self._stop, self._ready)
 
-    def _tell_ready(self, server: Server) -> None:
+    def _ready(self, server: Server) -> None:
         self._server = server
         self._started.set()
 
     async def _accept(self, connection: socket.socket) -> None:
         server = self._server
         assert server is not None, "it is ready"
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: Door(server, greets=False), connection)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            partial(open_session, server.shared, greets=False), connection
+        )
 
     def _data(self) -> Path:
         assert self._temporary is not None

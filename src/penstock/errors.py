@@ -1,62 +1,62 @@
 """Every error that Penstock raises, in one tree.
 
     PenstockError
-    ├── BadConfig              a setting is wrong: the text says which
-    ├── PeerError              what was sent or asked is wrong: change it
-    │   ├── CorruptBatch       bytes that are not a batch
-    │   ├── UnsupportedBatch   a batch of a newer version
-    │   ├── BatchTooLarge      larger than a batch may be
-    │   ├── OffsetOutOfRange   an offset that the log does not hold
-    │   ├── OutOfSequence      a producer left a gap, or is not known
+    ├── BadConfig              invalid settings: the text names each
+    ├── PeerError              the request is wrong: change it
+    │   ├── CorruptBatch       bytes that are not a valid batch
+    │   ├── UnsupportedBatch   a batch of a newer format version
+    │   ├── BatchTooLarge      a batch or message above the size limit
+    │   ├── OffsetOutOfRange   an offset outside the log
+    │   ├── OutOfSequence      a gap in a producer's sequence, or an unknown producer
     │   ├── StaleEpoch         a newer instance of the producer has taken over
-    │   ├── BadSubject         no subject that can be stored, or no pattern
-    │   ├── BadHeader          a header that asks for what cannot be done
-    │   ├── BadFrame           bytes that are no frame of the protocol
-    │   ├── BadRequest         a request that is not known, or lacks something
-    │   ├── RequestTooLarge    a request with a larger body than is read
-    │   ├── Unauthorized       the broker wants a user or a token, and these are not they
-    │   ├── Forbidden          a request that a web page of another site may have sent
-    │   ├── TopicConflict      a topic of that name, or above or below it, exists
-    │   ├── StaleLayout        the topic has more partitions than the producer knew
-    │   ├── NoResponders       nobody is subscribed to the subject of a request
-    │   ├── UnknownGroup       no group has that name
-    │   ├── GroupConflict      the group exists, and is another one
-    │   ├── ClaimConflict      another client has the name
-    │   ├── StaleCommit        the group has been reset or shared out anew since
-    │   ├── RefreshConflict    a member of the group does not understand a refresh
-    │   ├── StageLost          what a transaction staged is not there any more
-    │   ├── BadTopology        a place in the tree of brokers that cannot be taken
-    │   ├── UnknownNode        the registry has no node of that id
-    │   ├── ReadOnlyTopic      the topic is piped from another broker: publish it there
-    │   ├── OriginConflict     the topic here is not the one that is piped
-    │   └── PipeLoop           a broker that would be its own ancestor
-    ├── BrokerError            this process cannot do it now: try again
-    │   ├── Overloaded         too many bytes wait for the disk
-    │   ├── Closed             stopped, or stopping
-    │   ├── TooManyTopics      more topics or partitions than are allowed
-    │   ├── TooManyGroups      no more groups can be created
-    │   ├── TooManySubscriptions   no more subscriptions can be opened
-    │   ├── TooManySources     a partition stores messages of as many sources as it can remember
-    │   ├── UnknownTopic       no such topic
-    │   └── RefreshAborted     a refresh was given up: what was there before it still counts
-    ├── ClientError            between a client and its broker
-    │   ├── NoBroker           nobody answers at the address
-    │   ├── ConnectionLost     the answer did not come: it may or may not have been done
-    │   ├── TimedOut           it took too long
-    │   ├── DeliveryFailed     messages of a producer are not stored: it tells which
-    │   ├── BadParent          what answers there is no parent of a pipe
-    │   └── NotOutstanding     too late for a message: done already, back with the group, or a dead letter
-    └── DiskError              the data directory is in the way: look at it
-        ├── DirectoryInUse     another process has it open
-        ├── BadDirectory       files that do not belong there, or do not fit together
-        ├── UnsupportedFormat  a newer version of penstock wrote it
-        ├── BadBackup          a backup that is damaged, incomplete, or not what was asked for
-        ├── LogDamaged         bytes that were durable are not what was written
-        ├── ReadFailed         the disk does not give back what is there
-        ├── AppendFailed       a write failed and was taken back; there may be room again later
-        └── LogFailed          an fsync failed: the log takes nothing more until a restart
+    │   ├── BadSubject         an invalid subject or pattern
+    │   ├── BadHeader          an invalid header, or one that asks for something impossible
+    │   ├── BadFrame           bytes that are not a frame of the protocol
+    │   ├── BadRequest         an unknown or incomplete request
+    │   ├── RequestTooLarge    a request body above the size limit
+    │   ├── Unauthorized       missing or invalid credentials
+    │   ├── Forbidden          a request that may come from a web page of another site
+    │   ├── TopicConflict      a topic with that name, or one above or below it, exists
+    │   ├── StaleLayout        the topic has more partitions than the producer assumed
+    │   ├── NoResponders       no subscription matches the subject of a request
+    │   ├── UnknownGroup       no group with that name
+    │   ├── GroupConflict      the group exists with other settings
+    │   ├── ClaimConflict      another client holds the name
+    │   ├── StaleCommit        the group was reset or rebalanced in the meantime
+    │   ├── RefreshConflict    some members of the group do not support a refresh
+    │   ├── StageLost          the staged messages of a transaction are gone
+    │   ├── BadTopology        an invalid description of the tree of brokers
+    │   ├── UnknownNode        the registry has no node with that ID
+    │   ├── ReadOnlyTopic      the topic is piped from another broker: publish there
+    │   ├── OriginConflict     the local topic is not a copy of the piped one
+    │   └── PipeLoop           a broker that would be its own ancestor in the tree
+    ├── BrokerError            the broker cannot do it now: retry later
+    │   ├── Overloaded         too many bytes are waiting for the disk
+    │   ├── Closed             closed, or closing
+    │   ├── TooManyTopics      the limit of topics or partitions is reached
+    │   ├── TooManyGroups      the limit of groups is reached
+    │   ├── TooManySubscriptions   the limit of subscriptions is reached
+    │   ├── TooManySources     a partition already tracks the maximum number of sources
+    │   ├── UnknownTopic       no topic with that name
+    │   └── RefreshAborted     a refresh was aborted: the previous state still holds
+    ├── ClientError            a failure between a client and its broker
+    │   ├── NoBroker           no broker answers at the address
+    │   ├── ConnectionLost     no reply arrived: the request may or may not have been executed
+    │   ├── TimedOut           the request timed out
+    │   ├── DeliveryFailed     a producer could not store some messages: `failed` lists them
+    │   ├── BadParent          the server at the address cannot be the parent of a pipe
+    │   └── NotOutstanding     too late: the message is done, back with the group, or a dead letter
+    └── DiskError              the data directory or disk has a problem: inspect it
+        ├── DirectoryInUse     another process has the directory open
+        ├── BadDirectory       unexpected files, or files that contradict each other
+        ├── UnsupportedFormat  a newer version of Penstock wrote the directory
+        ├── BadBackup          a damaged, incomplete or unsuitable backup
+        ├── LogDamaged         durable bytes have changed on disk
+        ├── ReadFailed         the disk failed to read
+        ├── AppendFailed       a write failed and was rolled back: mostly, the disk is full
+        └── LogFailed          an fsync failed: the log is read-only until a restart
 
-Each leaf has one code, which is what a peer sees on the wire.
+Each leaf has one code, which identifies the error on the wire.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PenstockError(Exception):
 
 
 class BadConfig(PenstockError):
-    """All that is wrong, one line each."""
+    """Carry every invalid setting, one line each, in `problems`."""
 
     code = "BAD_CONFIG"
 
@@ -100,7 +100,7 @@ class OffsetOutOfRange(PeerError):
     code = "OFFSET_OUT_OF_RANGE"
 
     def __init__(self, offset: int, start: int, end: int) -> None:
-        super().__init__(f"offset {offset} is not in the log, which holds {start} to {end}")
+        super().__init__(f"offset {offset} is out of range: the log holds {start} to {end}")
         self.offset = offset
         self.start = start
         self.end = end
@@ -251,13 +251,13 @@ class TimedOut(ClientError):
 
 
 class DeliveryFailed(ClientError):
-    """`failed`: the messages, each with its subject, its value and why it is not stored."""
+    """List the messages in `failed`, each as subject, value and error."""
 
     code = "DELIVERY_FAILED"
 
     def __init__(self, failed: Sequence[tuple[str, bytes | None, PenstockError]]) -> None:
         count, (subject, _, error) = len(failed), failed[0]
-        super().__init__(f"{count} messages are not stored; the first, to {subject}: {error}")
+        super().__init__(f"{count} messages were not stored; the first, to {subject}: {error}")
         self.failed = list(failed)
 
 
@@ -290,7 +290,7 @@ class BadBackup(DiskError):
 
 
 class LogDamaged(DiskError):
-    """Offsets `first` to `last` (the latter not included) cannot be read; all others can."""
+    """Report that offsets `first` up to but not including `last` cannot be read; all others can."""
 
     code = "LOG_DAMAGED"
 
@@ -304,18 +304,18 @@ class LogDamaged(DiskError):
         self.reason = reason
 
     def with_remedy(self, remedy: str) -> LogDamaged:
-        """Return the same for whoever can do something about it."""
-        told = LogDamaged(self.path, self.position, self.first, self.last, self.reason)
-        told.args = (f"{told}: {remedy}",)
-        return told
+        """Return the same error with advice appended to its text."""
+        advised = LogDamaged(self.path, self.position, self.first, self.last, self.reason)
+        advised.args = (f"{advised}: {remedy}",)
+        return advised
 
     def covers(self, other: LogDamaged) -> bool:
-        """Whether all that another one names is among this."""
-        is_as_far = self.last is None or (other.last is not None and other.last <= self.last)
-        return self.first <= other.first and is_as_far
+        """Return whether all offsets of `other` are within this damage."""
+        reaches_end = self.last is None or (other.last is not None and other.last <= self.last)
+        return self.first <= other.first and reaches_end
 
     def holds(self, offset: int) -> bool:
-        """Whether `offset` is among what cannot be read, and it is known what comes next."""
+        """Return whether `offset` is damaged and the next readable offset is known."""
         return self.last is not None and self.first <= offset < self.last
 
 
@@ -332,7 +332,7 @@ class LogFailed(DiskError):
 
 
 def from_wire(code: str, text: str) -> PenstockError:
-    """The error that a peer tells of, as the one that was raised there; one of a newer peer keeps its code."""
+    """Return the error that the peer raised. An unknown code, from a newer peer, is kept in a PenstockError."""
     kind = _leaves(PenstockError).get(code)
     if kind is None:
         newer = PenstockError(f"{code}: {text}")

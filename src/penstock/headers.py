@@ -1,10 +1,10 @@
-"""What a message's headers ask of the broker, and what the broker says in them.
+"""Message headers with a meaning for the broker.
 
-Msg-ID, Nats-Msg-Id     the message has this id: stored once
-Penstock-Key            its key: decides its partition, and is what compaction goes by
-Penstock-Timestamp      when it was made, in any form that `moments` reads
-Deliver-At, Delay       when it is to be appended: likewise; from now: 500ms, 5s, 2m, 1h, 1d
-Nats-TTL                for how long it is delivered, from when it was appended; as nats-server reads it: seconds, a
+Msg-ID, Nats-Msg-Id     the ID of the message, for deduplication
+Penstock-Key            its key, which selects the partition and is used by compaction
+Penstock-Timestamp      the publisher's timestamp, in any form that `times.read_moment` reads
+Deliver-At, Delay       when to append it: such a time; or a delay: 500ms, 5s, 2m, 1h, 1d
+Nats-TTL                how long it is delivered, from its append; as in nats-server: seconds, a
                         duration as Go writes it (1m30s, 1h, 2000ms), of a second or more, or never
 """
 
@@ -19,18 +19,18 @@ from typing import Final, NamedTuple
 from penstock import times
 from penstock.errors import BadHeader
 
-# A year: what is further away is a mistake in the unit.
+# A year: a longer delay is probably a mistake in the unit.
 DELAY_US_MAX: Final = 366 * 24 * 3600 * 1_000_000
 
-# The year 9999: a clock that says more is wrong, and batches have 64 bits for it.
+# The year 9999: a later time is wrong, and must fit into 64 bits.
 TIME_US_MAX: Final = 253_402_300_800_000_000
 
-# A key decides the partition, and to hash it takes 0.1 µs for each byte, while everybody waits.
+# Hashing a key takes 0.1 µs per byte, during which all clients wait.
 KEY_BYTES_MAX: Final = 64 << 10
 _KEY_BYTES_REMEMBERED: Final = 256
-# Of why a consumer could not handle a message: the broker keeps it with each message that waits for another try.
+# Limit of the reason of a failure, which the broker keeps with each message that is retried.
 REASON_BYTES_MAX: Final = 512
-# A longer message ID is replaced by its hash: whoever remembers IDs has entries of limited size.
+# A longer message ID is replaced by its hash, so that remembered IDs have a limited size.
 _IDENTITY_BYTES_MAX: Final = 64
 
 _IDENTITIES: Final = (b"msg-id", b"nats-msg-id")
@@ -57,18 +57,18 @@ _GO_UNIT_NS: Final = {
 }
 
 
-class Asked(NamedTuple):
+class HeaderOptions(NamedTuple):
     identity: bytes | None = None
     key: bytes | None = None
-    # µs since 1970: when to append it, and when it was made.
+    # µs since 1970: when to append it, and the publisher's timestamp.
     due_us: int | None = None
     time_us: int | None = None
-    # µs: how long it is delivered; None: for ever.
+    # µs: how long it is delivered; None: forever.
     ttl_us: int | None = None
 
 
-def read(block: bytes, now_us: int) -> Asked:
-    """What the header lines of a message ask for. Of two that ask for the same the first counts."""
+def read(block: bytes, now_us: int) -> HeaderOptions:
+    """Parse the header lines of a message. The first of a repeated header counts."""
     fields = _fields(block)
     due_us = None
     if (moment := fields.get(b"deliver-at")) is not None:
@@ -76,23 +76,23 @@ def read(block: bytes, now_us: int) -> Asked:
     elif (delay := fields.get(b"delay")) is not None:
         due_us = now_us + _duration(delay)
     if due_us is not None and due_us > now_us + DELAY_US_MAX:
-        raise BadHeader("a message can be delayed for a year at the most")
+        raise BadHeader("invalid delay: a message can be delayed for at most a year")
     time_us = None
     if (made := fields.get(b"penstock-timestamp")) is not None:
         time_us = _moment("Penstock-Timestamp", made, now_us)
     ttl_us = None
     if (ttl := fields.get(TTL)) is not None:
         ttl_us = read_ttl(ttl.decode(errors="replace"))
-    return Asked(_identity(fields), fields.get(b"penstock-key"), due_us, time_us, ttl_us)
+    return HeaderOptions(_identity(fields), fields.get(b"penstock-key"), due_us, time_us, ttl_us)
 
 
 def identity(block: bytes) -> bytes | None:
-    """The id of a message, if it has one."""
+    """Return the ID of a message, if it has one."""
     return _identity(_fields(block))
 
 
 def ttl_us(block: bytes) -> int | None:
-    """Return the TTL of a stored message; None if it has none, or one that cannot be read: then it never expires."""
+    """Return the TTL of a stored message; None if it never expires: it has no TTL, or an invalid one."""
     line = _TTL_LINE.search(block)
     if line is None:
         return None
@@ -117,7 +117,7 @@ def read_ttl(text: str) -> int | None:
 
 
 def lines(**fields: object) -> bytes:
-    """Header lines: `dead_letter_reason="…"` becomes `Dead-Letter-Reason: …`."""
+    """Encode header lines: `dead_letter_reason="…"` becomes `Dead-Letter-Reason: …`."""
     out = []
     for name, value in fields.items():
         text = str(value).replace("\r", " ").replace("\n", " ")
@@ -126,8 +126,8 @@ def lines(**fields: object) -> bytes:
 
 
 def reason(text: str) -> str:
-    """Return why a message failed as one printable line of at most `REASON_BYTES_MAX` bytes."""
-    # A character has a byte at the least, so what is cut here first could not stay.
+    """Return the reason of a failure as one printable line of at most `REASON_BYTES_MAX` bytes."""
+    # A character has at least one byte, so the text can be shortened first.
     line = " ".join("".join(each if each.isprintable() else " " for each in text[: 4 * REASON_BYTES_MAX]).split())
     data = line.encode(errors="replace")
     if len(data) > REASON_BYTES_MAX:
@@ -136,7 +136,7 @@ def reason(text: str) -> str:
 
 
 def without(block: bytes, *names: bytes) -> bytes:
-    """The lines that have none of these names, in lower case; what ends with a hyphen is how a name begins."""
+    """Return the lines without those of these names, in lower case; a name that ends with a hyphen is a prefix."""
     beginnings = tuple(name for name in names if name.endswith(b"-"))
     kept = []
     for line in block.split(b"\n"):
@@ -147,7 +147,7 @@ def without(block: bytes, *names: bytes) -> bytes:
 
 
 def named(block: bytes, **fields: bytes) -> bytes:
-    """A block that also has these fields, where it has none of that name and they fit into a line."""
+    """Add fields to a block, unless it has one of that name or the value does not fit into a line."""
     for name, value in fields.items():
         line = name.replace("_", "-").title().encode()
         if b"\n" not in value and b"\r" not in value and value_of(block, line) is None:
@@ -156,7 +156,7 @@ def named(block: bytes, **fields: bytes) -> bytes:
 
 
 def is_block(block: bytes) -> bool:
-    """Whether these are whole lines, and none of them is empty."""
+    """Return whether these are complete lines, none of them empty."""
     return not block or (block.endswith(b"\r\n") and not block.startswith(b"\r\n") and b"\r\n\r\n" not in block)
 
 
@@ -165,14 +165,14 @@ def value_of(block: bytes, name: bytes) -> bytes | None:
 
 
 def hash_key(key: bytes) -> int:
-    """Return the 64-bit FNV-1a hash of a key: it decides the partition, here and in every client."""
+    """Return the 64-bit FNV-1a hash of a key, which selects the partition, here and in every client."""
     return _hash_short(key) if len(key) <= _KEY_BYTES_REMEMBERED else _hash(key)
 
 
 def check_key_size(size: int) -> None:
-    """Raise unless a key may have so many bytes."""
+    """Raise if a key of this size is too large."""
     if size > KEY_BYTES_MAX:
-        raise BadHeader(f"key of {size} bytes: at most {KEY_BYTES_MAX}")
+        raise BadHeader(f"key of {size} bytes: at most {KEY_BYTES_MAX} are allowed")
 
 
 @lru_cache(4096)
@@ -188,11 +188,11 @@ def _hash(key: bytes) -> int:
 
 
 def _fields(block: bytes) -> dict[bytes, bytes]:
-    """The values by their names, in lower case; of a name that comes twice, the first."""
+    """Return the values by name in lower case; the first of a repeated name."""
     fields: dict[bytes, bytes] = {}
     for line in block.split(b"\n"):
         name, colon, value = line.partition(b":")
-        # A line that begins with a blank goes on with the one before, and is no field.
+        # A line that begins with a blank continues the one before, and is not a field.
         if colon and name[:1] not in b" \t":
             fields.setdefault(name.rstrip(b" \t").lower(), value.strip(b" \t\r"))
     return fields
@@ -201,18 +201,18 @@ def _fields(block: bytes) -> dict[bytes, bytes]:
 def _identity(fields: dict[bytes, bytes]) -> bytes | None:
     found = next((fields[name] for name in _IDENTITIES if fields.get(name)), None)
     if found is not None and len(found) > _IDENTITY_BYTES_MAX:
-        # One byte longer than any ID that stands for itself.
+        # One byte longer than any unhashed ID.
         return b"#" + blake2b(found).digest()
     return found
 
 
 def _duration(value: bytes) -> int:
-    """A number without a unit is seconds."""
+    """Parse a duration; a number without a unit is seconds."""
     text = value.decode(errors="replace")
     try:
         return times.read_duration(f"{text}s" if text[-1:].isdecimal() else text)
     except ValueError:
-        raise BadHeader(f"Delay: {text!r} is not a time such as 500ms, 5s, 2m, 1h or 1d") from None
+        raise BadHeader(f"Delay: {text!r} is not a duration such as 500ms, 5s, 2m, 1h or 1d") from None
 
 
 def _moment(name: str, value: bytes, now_us: int) -> int:

@@ -1,10 +1,10 @@
-"""What is wrong with this process right now, which bugs it has survived, and how full its tables are.
+"""The health of this process: its current problems, the unexpected exceptions so far, and the usage of its tables.
 
-A *problem* is a condition that lasts: a failed partition, a full disk, a message that cannot be moved. Whoever finds
-it reports it under a name, and clears that name when the condition is over. `/healthz` is ok when there is none.
+A *problem* is a lasting condition: a failed partition, a full disk, a message that cannot be moved. The code that
+detects it reports it under a name, and clears that name when the condition ends. `/healthz` is ok without problems.
 
-A *fault* is an unexpected exception: a bug of ours. The seam that catches it limits the damage to one session, reader,
-partition or target, logs the traceback, and counts it here, so that it shows in the metrics.
+A *fault* is an unexpected exception, that is a bug. The seam that catches it limits the damage to one session, reader,
+partition or target, logs the traceback, and counts it here for the metrics.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any, Final, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-# Problems are few kinds times few places. A flood of them must not become a problem of its own.
+# Normally there are few problems. A flood of them must not fill the memory.
 PROBLEMS_MAX: Final = 1000
 
 
 class Usage(NamedTuple):
-    """How much of a limited cache, queue or table is in use; both in the same unit, bytes unless the name says
-    otherwise."""
+    """The usage of a limited cache, queue or table; both in the same unit, bytes unless its name says otherwise."""
 
     used: int
     limit: int
@@ -30,13 +29,13 @@ class Usage(NamedTuple):
 
 class Health:
     def __init__(self) -> None:
-        # name -> what is wrong and what to do about it.
+        # name -> the problem and its remedy.
         self.problems: dict[str, str] = {}
-        # seam -> how many unexpected exceptions it has caught.
+        # seam -> number of unexpected exceptions it has caught.
         self.faults: Counter[str] = Counter()
 
     def report(self, name: str, problem: str) -> None:
-        """Record a problem, or its new text. It is logged when it is new."""
+        """Record a problem, or its new text. Log it when it is new."""
         if name not in self.problems:
             if len(self.problems) >= PROBLEMS_MAX:
                 return
@@ -44,7 +43,7 @@ class Health:
         self.problems[name] = problem
 
     def clear(self, name: str) -> None:
-        """Remove a problem, if there is one of this name."""
+        """Remove the problem with this name, if there is one."""
         if self.problems.pop(name, None) is not None:
             logger.warning("%s: solved", name)
 
@@ -54,7 +53,7 @@ class Health:
         logger.error("unexpected error in %s: %s", seam, where, exc_info=error)
 
     async def supervise(self, seam: str, task: Coroutine[Any, Any, None]) -> None:
-        """Await a task of its own. An unexpected exception ends it, and not the process."""
+        """Await a coroutine. An unexpected exception ends it, but not the process."""
         try:
             await task
         except Exception as error:  # noqa: BLE001 - supervises one task

@@ -1,8 +1,8 @@
-"""Parts of a broker that a setting chooses by name: those that ship, and those that packages add by entry points.
+"""Parts of a broker that a setting selects by name: included ones, and those that packages add with entry points.
 
 penstock.files        storage.files   `Files`: the calls to the disk            (storage/files.py)
-penstock.networks     server.network  `Listen`: who waits for connections       (server/network.py)
-penstock.pipes        pipe.type       `Connect`: what carries a pipe            (pipe/connector.py)
+penstock.networks     server.network  `Listen`: accepts connections             (server/network.py)
+penstock.pipes        pipe.type       `Connect`: the transport of a pipe        (pipe/connector.py)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 from penstock.errors import BadConfig
 
-# Also where the package is not installed: a source tree has no entry points.
+# Available even if the package is not installed: a source tree has no entry points.
 _SHIPPED: Final = {
     "penstock.files": {"os": "penstock.storage.files:OsFiles"},
     "penstock.networks": {"tcp": "penstock.server.network:listen"},
@@ -21,10 +21,10 @@ _SHIPPED: Final = {
 
 
 def find(group: str, setting: str, name: str) -> EntryPoint:
-    """What is registered under that name; it is not loaded yet. BadConfig if nothing is."""
+    """Return the entry point with that name, not loaded yet. Raise BadConfig if there is none."""
     entries = {name: EntryPoint(name, value, group) for name, value in _SHIPPED[group].items()}
     entries |= {entry.name: entry for entry in entry_points(group=group)}
     if name not in entries:
         known = ", ".join(sorted(entries))
-        raise BadConfig([f"{setting} is {name!r}: it must be one of those that are installed: {known}"])
+        raise BadConfig([f"{setting} is {name!r}: it must be an installed one: {known}"])
     return entries[name]

@@ -1,8 +1,8 @@
-"""A run: messages in a row, opened.
+"""A run: consecutive messages, decoded.
 
-What a door reads from a socket, what a log gathers until the next write, and what is delivered to a reader are all
-runs. Everything that happens to messages one by one happens here in loops of C, or not at all: no object stands for
-a single message on the way through the broker.
+The messages that a protocol reads from a socket, that a log collects for the next write, and that are delivered to a
+reader are all runs. Work on single messages is done here in C loops, or not at all: the broker creates no object per
+message.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock import headers
 from penstock.batch import BATCH_BYTES_MAX, Batch, Buffer, Columns, Compression, encode
 from penstock.errors import BatchTooLarge
 
-# The most that a batch takes besides the bytes of its messages, whatever columns it has: the header and the padding of
-# every column; and for each message 20 bytes of offsets in five columns, 8 of its timestamp, 4 of its delta, six bits.
+# The maximum overhead of a batch, whatever columns it has: the header and the padding of every column; and per message
+# 20 bytes of offsets in five columns, 8 of its timestamp, 4 of its delta, and six bits.
 RUN_BYTES: Final = 256
 MESSAGE_BYTES: Final = 33
 
 
 class Run:
-    """`values` and `subjects` are as long as each other. What few messages have is rare: index -> what it has."""
+    """`values` and `subjects` have the same length. Optional fields are dicts from index to value."""
 
     __slots__ = (
         "append_time",
@@ -52,29 +52,28 @@ class Run:
         self.keys: dict[int, bytes] = {}
         self.replies: dict[int, bytes] = {}
         self.headers: dict[int, bytes] = {}
-        # µs: when it was made, of a message whose publisher says so.
+        # µs: the publisher's timestamps, if given.
         self.times: dict[int, int] = {}
-        # µs: how long a message is delivered, if it expires; counted from `append_time`, which is 0 until it is stored.
+        # µs: the TTLs of messages that expire, counted from `append_time`, which is 0 until they are stored.
         self.ttls: dict[int, int] = {}
         self.append_time = 0
         # Messages that delete their key.
         self.tombstones: set[int] = set()
-        # The number of the partition that all of it goes to, where the publisher chose it.
+        # The partition of the whole run, if the publisher chose it.
         self.partition: int | None = None
-        # Whether it goes only to current subscribers and is not stored, for any subject.
+        # Whether it is only delivered to current subscribers and not stored, whatever the subject.
         self.is_live = False
-        # µs: of every message, unless they differ; 0: it is not stored yet.
+        # µs: the timestamp of all messages, unless they differ; 0: not stored yet.
         self.timestamp = 0
         self.timestamps: Sequence[int] | None = None
-        # The same as it is stored, where that is at hand.
+        # The same messages as a stored batch, if available.
         self.batch: Batch | None = None
         self.base_offset = 0
-        # Where compaction left holes: the offset of each message. None: base_offset, base_offset + 1, ...
+        # The offset of each message if compaction left holes. None: base_offset, base_offset + 1, ...
         self.offsets: Sequence[int] | None = None
-        # At least as many bytes as its batch has, where somebody knows that already: who read it from the wire, and
-        # the log that gathers it.
+        # An upper bound of the size of its batch, if already known from the wire or the log.
         self.size = 0
-        # What `fitting` found: up to and with each message, the bytes that it counts.
+        # Cumulative sizes of the messages, computed by `fitting`.
         self.bytes_to: list[int] | None = None
 
     def __len__(self) -> int:
@@ -86,15 +85,15 @@ class Run:
 
     @property
     def subject(self) -> bytes | None:
-        """The subject of all messages, if they have but one."""
+        """Return the subject of all messages, if they have only one."""
         subjects = self.subjects
         first = subjects[0]
-        # The same objects for the most part, so this compares pointers: 6 ns a message.
+        # Mostly the same objects, so this compares pointers: 6 ns per message.
         return first if subjects.count(first) == len(subjects) else None
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but values and subjects."""
+        """Return whether the messages have only values and subjects."""
         return not (self.replies or self.headers or self.keys or self.times or self.tombstones)
 
     def offset(self, index: int) -> int:
@@ -121,7 +120,7 @@ class Run:
         self.tombstones.update(shift + index for index in run.tombstones)
 
     def select(self, indices: Sequence[int]) -> Run:
-        """Some of the messages; `indices` ascend."""
+        """Return some of the messages; `indices` ascend."""
         first, count = indices[0], len(indices)
         is_slice = indices[-1] - first == count - 1
         if is_slice:
@@ -143,14 +142,14 @@ class Run:
         return chosen
 
     def at_least(self, offset: int) -> Run:
-        """Those of the messages whose offset is not below this one."""
+        """Return the messages with at least this offset."""
         if offset <= self.base_offset:
             return self
         first = bisect_left(self.all_offsets(), offset)
         return self.select(range(first, len(self))) if first < len(self) else Run([], [])
 
     def window(self, offset: int, count: int) -> Run:
-        """The first messages whose offset is not below this one, at most so many."""
+        """Return the first `count` messages with at least this offset."""
         first = bisect_left(self.all_offsets(), offset)
         last = min(first + count, len(self))
         if last - first == len(self):
@@ -158,14 +157,14 @@ class Run:
         return self.select(range(first, last)) if first < last else Run([], [])
 
     def below(self, offset: int) -> Run:
-        """Those of the messages whose offset is below this one."""
+        """Return the messages below this offset."""
         count = bisect_left(self.all_offsets(), offset)
         if count == len(self):
             return self
         return self.select(range(count)) if count else Run([], [])
 
     def split_expired(self, now_us: int) -> tuple[Run, Run]:
-        """The messages that have not expired, and those that have."""
+        """Return the messages that have not expired, and those that have."""
         if not self.ttls or not self.append_time:
             return self, Run([], [])
         age_us = now_us - self.append_time
@@ -177,7 +176,7 @@ class Run:
         return self.select(left) if left else Run([], []), self.select(expired)
 
     def stamp(self, now_us: int) -> None:
-        """It is stored now; a message whose publisher said when it was made has that time."""
+        """Set the time of storing; messages with a publisher's timestamp keep it."""
         self.timestamp = self.append_time = now_us
         if self.times:
             self.timestamps = [self.times.get(index, now_us) for index in range(len(self.values))]
@@ -192,11 +191,11 @@ class Run:
         compression: Compression = Compression.NONE,
         asks: bool = False,
     ) -> Batch:
-        """A batch of the run, to be stored. A message whose subject is the topic's own name has none in the batch."""
+        """Encode the run as a batch to store. A subject that equals the topic's name is omitted."""
         return self._encode(topic, timestamp, producer=producer, sequence=sequence, compression=compression, asks=asks)
 
     def stored(self, topic: bytes) -> Buffer:
-        """The messages, which are stored, as the bytes of a batch with their offsets."""
+        """Return the stored messages as the bytes of a batch with their offsets."""
         if self.batch is not None:
             return self.batch.data
         if self.offsets is None:
@@ -244,7 +243,7 @@ class Run:
 
 
 def batch_bytes(run: Run) -> int:
-    """The size of the run's batch, or a little more: never less, in whatever form it is encoded.
+    """Return an upper bound of the size of the run's batch, close to it, for any encoding.
 
     This is the one calculation of a run's size. Every intake compares it with BATCH_BYTES_MAX, and `split` cuts by it.
     """
@@ -267,7 +266,7 @@ def payload_bytes(run: Run) -> int:
 
 
 def message_bytes(run: Run, index: int) -> int:
-    """What one message adds to `batch_bytes`."""
+    """Return the share of one message in `batch_bytes`."""
     size = MESSAGE_BYTES + len(run.values[index]) + len(run.subjects[index])
     for items in (run.keys, run.replies, run.headers):
         if index in items:
@@ -276,9 +275,9 @@ def message_bytes(run: Run, index: int) -> int:
 
 
 def fitting(run: Run, bytes_max: int) -> int:
-    """Return how many of the first messages fit into so many bytes together: at least one.
+    """Return how many of the first messages fit into `bytes_max`: at least one.
 
-    Of a run that changes no more: what it finds is remembered, because many readers may have too little room.
+    The run must not change any more: the sizes are cached, because many readers may ask.
     """
     if not run.size:
         run.size = batch_bytes(run)
@@ -306,7 +305,7 @@ def check_size(run: Run, bytes_max: int = BATCH_BYTES_MAX) -> None:
 
 
 def split(run: Run, bytes_max: int) -> Iterator[Run]:
-    """The run in pieces, in order, each with a batch of at most `bytes_max`; a larger message is alone in its piece."""
+    """Split the run into pieces whose batches have at most `bytes_max`; a larger message is a piece by itself."""
     if batch_bytes(run) <= bytes_max:
         yield run
         return
@@ -321,14 +320,14 @@ def split(run: Run, bytes_max: int) -> Iterator[Run]:
 
 
 def open_batch(batch: Batch, topic: bytes, from_offset: int = 0, *, columns: Columns | None = None) -> Run:
-    """The messages of a batch from an offset on, for a topic of that name. `columns`: the batch's, if they are open."""
+    """Decode the messages of a batch from an offset on, for a topic. `columns`: the batch's, if already decoded."""
     columns = columns or batch.columns()
     values = columns.values()
     subjects = columns.subjects()
     if subjects is None:
         named = [topic] * len(values)
     else:
-        # Equal subjects become one object, so that comparing them is cheap afterwards.
+        # Equal subjects become one object, so that later comparisons are cheap.
         known: dict[bytes | None, bytes] = {None: topic}
         named = [known.setdefault(subject, subject or topic) for subject in subjects]
     run = Run(named, values)
@@ -351,7 +350,7 @@ def open_batch(batch: Batch, topic: bytes, from_offset: int = 0, *, columns: Col
 
 
 def read_ttls(blocks: Mapping[int, bytes]) -> dict[int, int]:
-    """The TTLs of messages with these headers, by index: of those that have one."""
+    """Return the TTLs of these header blocks by index, if they have one."""
     return {index: ttl_us for index, block in blocks.items() if (ttl_us := headers.ttl_us(block)) is not None}
 
 

@@ -1,10 +1,10 @@
 """Subjects and patterns.
 
-A subject is tokens with dots between them: `orders.eu.created`. A pattern may have `*` for exactly one token and, at
-its end, `>` for one or more. Both are bytes, as they are on the wire.
+A subject consists of tokens separated by dots: `orders.eu.created`. A pattern may have `*` for exactly one token and,
+at its end, `>` for one or more. Both are bytes, as on the wire.
 
-Who reads a whole topic reads its name and all below it, which is one pattern here: `orders orders.>`, two patterns with
-a blank between them. No client can write this as a subject, or as a pattern of a text protocol.
+A reader of a whole topic reads its name and everything below it, which is one pattern here: `orders orders.>`, two
+patterns separated by a blank. No client can write this as a subject, or as a pattern of a text protocol.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Final
 SUBJECT_BYTES_MAX: Final = 1024
 LABEL_CHARS_MAX: Final = 256
 
-# A token is anything but dots, blanks and control characters.
+# A token has no dots, blanks and control characters.
 _TOKENS: Final = re.compile(rb"[^\x00-\x20\x7f.]+(?:\.[^\x00-\x20\x7f.]+)*")
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def is_subject(subject: bytes) -> bool:
-    """Whether a message can have this subject: a pattern without wildcards."""
+    """Return whether a message can have this subject: a pattern without wildcards."""
     return is_pattern(subject) and is_literal(subject)
 
 
 def is_pattern(pattern: bytes) -> bool:
-    """Whether someone can subscribe to this: no empty token, `>` only at the end, and text."""
+    """Return whether this is a valid pattern: no empty token, `>` only at the end, and UTF-8."""
     if len(pattern) > SUBJECT_BYTES_MAX or not _TOKENS.fullmatch(pattern) or not is_text(pattern):
         return False
     return b">" not in pattern or b">" not in pattern.split(b".")[:-1]
 
 
 def is_readable(pattern: bytes) -> bool:
-    """Whether a subscription or a group can read this: a pattern, or a whole topic."""
+    """Return whether a subscription or a group can read this: a pattern, or a whole topic."""
     topic, _, rest = pattern.partition(b" ")
     return is_pattern(pattern) if not rest else is_subject(topic) and pattern == whole_topic(topic)
 
@@ -44,21 +44,21 @@ def whole_topic(topic: bytes) -> bytes:
 
 
 def selection(pattern: str | None, topic: str | None) -> str:
-    """Return the pattern of a reader who named either one, or a whole topic."""
+    """Return the pattern, or the pattern of the whole topic; exactly one must be given."""
     if (pattern is None) == (topic is None):
-        raise ValueError("name either a pattern of subjects or a topic, such as 'orders.*' or topic='orders'")
+        raise ValueError("give either a pattern of subjects or a topic, such as 'orders.*' or topic='orders'")
     return whole_topic(topic.encode()).decode() if topic is not None else str(pattern)
 
 
 def is_route(pattern: bytes) -> bool:
-    """Whether messages can be delivered by this pattern, though they may not be stored: no empty token, `>` only at the
-    end."""
+    """Return whether messages can be delivered by this pattern, even if they cannot be stored: no empty token, `>` only
+    at the end."""
     tokens = pattern.split(b".")
     return all(tokens) and b">" not in tokens[:-1]
 
 
 def is_literal(pattern: bytes) -> bool:
-    """Whether it has no wildcard, so that it matches just the subject that is written the same."""
+    """Return whether the pattern has no wildcard, so that it matches only the identical subject."""
     if b" " in pattern:
         return False
     if b"*" not in pattern and b">" not in pattern:
@@ -83,7 +83,7 @@ def matches(pattern: bytes, subject: bytes) -> bool:
 
 
 def meets(pattern: bytes, topic: bytes) -> bool:
-    """Whether the pattern can match a subject at or below the topic's name."""
+    """Return whether the pattern can match a subject at or below the topic's name."""
     if b" " in pattern:
         return any(meets(each, topic) for each in pattern.split(b" "))
     for want, token in zip(pattern.split(b"."), topic.split(b"."), strict=False):
@@ -95,12 +95,12 @@ def meets(pattern: bytes, topic: bytes) -> bool:
 
 
 def covers(pattern: bytes, topic: bytes) -> bool:
-    """Whether the pattern means the whole topic: it matches its name, or everything below it."""
+    """Return whether the pattern selects the whole topic: it matches its name, or everything below it."""
     return matches(pattern, topic) or (pattern.endswith(b".>") and matches(pattern[:-2], topic))
 
 
 def owns(topic: bytes, subject: bytes) -> bool:
-    """Whether the subject is the topic's name or lies below it."""
+    """Return whether the subject is the topic's name or below it."""
     return subject.startswith(topic) and (len(subject) == len(topic) or subject[len(topic)] == ord("."))
 
 
@@ -113,7 +113,7 @@ def is_text(subject: bytes) -> bool:
 
 
 def clean(label: object, chars_max: int = LABEL_CHARS_MAX) -> str:
-    """Return a label that a client gave as text that can be shown anywhere: no control characters, no lone surrogates,
-    and at most `chars_max` characters."""
+    """Return a client's label as text that is safe to show: no control characters, no lone surrogates, and at most
+    `chars_max` characters."""
     text = str(label)[:chars_max] if label is not None else ""
     return _UNPRINTABLE.sub("\ufffd", text)

@@ -1,6 +1,6 @@
-"""Times as people and other brokers write them.
+"""Parse and format times and durations.
 
-A time is ISO 8601 (UTC unless it has a zone), seconds since 1970 (`@1900000000`; the `@` may be left out where a
+A time is ISO 8601 (UTC unless it has a zone), seconds since 1970 (`@1900000000`; the `@` is optional where a
 number cannot be an offset), or relative to now: `-5m` is five minutes ago, `1h` in an hour. In Python it may also be a
 `datetime` with a zone, a `timedelta` from now, or a float of seconds since 1970, as `time.time()` returns.
 """
@@ -21,7 +21,7 @@ DELAY_FORMS: Final = (
     "seconds, a duration like 500ms, 5s, 2m, 1h or 1d, or a time like 2030-01-31T12:00:00Z or @1900000000"
 )
 
-# Where in a log: "earliest", "latest", an offset, or a time.
+# A position in a log: "earliest", "latest", an offset, or a time.
 Place = str | int | datetime
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -48,7 +48,7 @@ def is_relative(text: str) -> bool:
 
 
 def read_moment(given: Any, now_us: int, allowed: str = MOMENT_FORMS) -> int:
-    """Return a time in microseconds since 1970. Raise ValueError, with what is allowed, if it is not one."""
+    """Return a time in microseconds since 1970. Raise ValueError, with the allowed forms, if it is invalid."""
     match given:
         case datetime():
             if given.tzinfo is None:
@@ -73,7 +73,7 @@ def read_moment(given: Any, now_us: int, allowed: str = MOMENT_FORMS) -> int:
 
 
 def read_place(given: Any, now_us: int) -> Place:
-    """Return a place in a log; a whole number is an offset. Raise ValueError, with what is allowed, otherwise."""
+    """Return a position in a log; an integer is an offset. Raise ValueError, with the allowed forms, otherwise."""
     if isinstance(given, str) and _OFFSET.fullmatch(given):
         given = int(given)
     match given:
@@ -87,7 +87,7 @@ def read_place(given: Any, now_us: int) -> Place:
             raise ValueError(f"{given!r}: it must be {PLACE_FORMS}")
     time_us = read_moment(given, now_us, PLACE_FORMS)
     if time_us > now_us and (isinstance(given, timedelta) or (isinstance(given, str) and is_relative(given))):
-        raise ValueError(f"{given!r}, which would be in the future: the past has a minus, like -5m")
+        raise ValueError(f"{given!r}: it is in the future, use a minus for the past, such as -5m")
     return _datetime(time_us)
 
 
@@ -107,14 +107,14 @@ def _datetime(time_us: int) -> datetime:
 
 
 def _checked(time_us: int, given: object) -> int:
-    """Of the years 1 to 9999, so that it can be printed."""
+    """Return the time if it is in the years 1 to 9999, so that it can be formatted."""
     if not _TIME_US_MIN <= time_us < _TIME_US_MAX:
         raise ValueError(f"{given!r} is not in the years 1 to 9999: give seconds since 1970, not milliseconds")
     return time_us
 
 
 def iso(time_us: int, timespec: str = "auto") -> str:
-    """Raises OverflowError if it is not of the years 1 to 9999: a producer may say what it likes."""
+    """Return a time in ISO 8601. Raise OverflowError outside the years 1 to 9999, which a producer may send."""
     return _datetime(time_us).isoformat(timespec=timespec).replace("+00:00", "Z")
 
 
@@ -126,7 +126,7 @@ def iso_or_none(time_us: int, timespec: str = "auto") -> str | None:
 
 
 def elapsed(duration_us: int) -> str:
-    """As nats-server writes it: 1d2h3m4s, without what is none at the front."""
+    """Return a duration like nats-server: 1d2h3m4s, without leading zero units."""
     seconds = max(0, duration_us) // 1_000_000
     parts = [(seconds // 86_400, "d"), (seconds // 3600 % 24, "h"), (seconds // 60 % 60, "m"), (seconds % 60, "s")]
     while len(parts) > 1 and not parts[0][0]:

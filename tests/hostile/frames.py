@@ -16,7 +16,7 @@ from penstock.wire.binary import (
     Append,
     Fetch,
     Settle,
-    Stage,
+    StageTarget,
     Type,
     Verb,
     append_frame,
@@ -227,7 +227,9 @@ def calls_of_all_kinds(source: random.Random, target: Target) -> Iterator[Step]:
 
 def transactions_without_end(source: random.Random, target: Target) -> Iterator[Step]:
     for number in range(200):
-        stage = Stage(Append(target.topic_id, 0, 2), name(source, source.choice((1, 0xFFFF))), source.choice(_U64))
+        stage = StageTarget(
+            Append(target.topic_id, 0, 2), name(source, source.choice((1, 0xFFFF))), source.choice(_U64)
+        )
         yield stage_frame(number, stage, _batch().data)
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
-from penstock.wire.prefixed import FRAME_BYTES_MAX, VERBS, Kind, Packing, Record, batch, frame, message, pack
+from penstock.wire.cursus import VERBS, Packing, Record, batch, pack
+from penstock.wire.prefixed import FRAME_BYTES_MAX, frame
+from penstock.wire.qb import Kind, message
 from tests.hostile.oracle import PASSWORD, USER
 from tests.hostile.pieces import NUMBERS, around, dribble, in_pieces, name
 from tests.hostile.siege import TOPIC, Attack, Door, Step, Target

@@ -19,7 +19,7 @@ class Difference:
     is_rare: bool = False
 
 
-_SAYS_WHY: Final = "Penstock says why it closes a connection, and has one error for lines that cannot be parsed"
+_SAYS_WHY: Final = "Penstock gives the reason for closing a connection, and has one error for invalid lines"
 
 DIFFERENCES: Final = {
     "a message ID twice": Difference(
@@ -31,7 +31,7 @@ DIFFERENCES: Final = {
         (r"- 3 a: MSG ~.x {NATS/1.0\r\nDelay: 1h\r\n\r\n} =later @1",),
     ),
     "headers that are none": Difference(
-        "headers are stored one by one, and written again when they are delivered",
+        "headers are stored as lines, and encoded again for delivery",
         (r"- 3 a: MSG ~.x {abcdef} =hi @1", r"+ 3 a: MSG ~.x {NATS/1.0\r\nabcdef\r\n\r\n} =hi @1"),
     ),
     "header length beyond the total": Difference(_SAYS_WHY, ("+ 1 a: -ERR 'Parser Error'",)),
@@ -59,11 +59,11 @@ DIFFERENCES: Final = {
     ),
     "headers from a client without": Difference(_SAYS_WHY, ("+ 1 a: -ERR 'message headers not supported'",)),
     "a pong follows the messages it covers": Difference(
-        "what is stored together is delivered together: a PONG may come behind messages that were published after it",
+        "messages that are stored together are delivered together: a PONG may follow messages published after it",
         ("- 1 a: PONG", "- 1 a: PONG", "+ 1 a: PONG (2 times)"),
     ),
     "verbose to oneself": Difference(
-        "+OK says that a message is stored: those before it are delivered by then",
+        "+OK confirms that a message is stored: those before it are delivered first",
         (
             "+ 1 a: +OK",
             "+ 1 a: MSG ~.x =0 @1",
@@ -74,7 +74,7 @@ DIFFERENCES: Final = {
         ),
     ),
     "no responders takes its turn": Difference(
-        "that nobody responds is said at once, and does not wait for messages that are being stored",
+        "a missing responder is reported immediately, without waiting for messages being stored",
         (
             r"+ 2 a: MSG _INBOX.# {NATS/1.0 503\r\nNats-Subject: ~.service\r\n\r\n} =",
             r"- 2 a: MSG _INBOX.# {NATS/1.0 503\r\nNats-Subject: ~.service\r\n\r\n} =",

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.request import urlopen
 
+from tests import forks
 from tests.nats.scenario import Act, Step, parse, restore
 from tests.server import Serve
 from tests.websocket import WebSocket
@@ -49,7 +50,7 @@ class Peer:
     name: str
     port: int
     http_port: int
-    process: subprocess.Popen[bytes]
+    process: forks.Process
     # Where it takes WebSocket, and whether that is what is tried.
     websocket_port: int = 0
     is_websocket: bool = False

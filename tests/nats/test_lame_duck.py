@@ -24,8 +24,8 @@ from nats.aio.client import Client as NatsClient
 from nats.aio.msg import Msg
 
 from penstock import BrokerClient, Client
+from penstock.doors.sessions import _pace
 from penstock.errors import PenstockError
-from penstock.server.server import _pace
 from penstock.wire.websocket import Opcode
 from tests.nats.run import NATS_SERVER, Peer, nats_server, penstock
 from tests.nats.test_clients import NATS_JS, install_nats_js

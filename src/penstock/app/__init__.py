@@ -1,4 +1,4 @@
-"""Consumers as functions: decorated, run, retried and stopped in good order."""
+"""Consumers as functions: decorate, run, retry and stop them."""
 
 from penstock.app.app import App
 from penstock.app.consumer import BatchHandler, Consumer, ErrorHandler, MessageHandler

@@ -1,4 +1,4 @@
-"""An app: the consumers of a program, and their life from the first subscription to the last acknowledgement."""
+"""An app: the consumers of a program, from the first subscription to the last acknowledgement."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from penstock.app.consumer import BatchHandler, Consumer, ErrorHandler, MessageHandler, Mode, Start
+from penstock.app.consumer import BatchHandler, Consumer, ErrorHandler, MessageHandler, Mode
 from penstock.app.retry import Retry
 from penstock.app.threads import call_in
 from penstock.app.worker import Worker
-from penstock.client.aio import AsyncClient, AsyncSubscription
-from penstock.client.link import Servers
+from penstock.client.aio import AsyncClient
+from penstock.client.servers import Servers
+from penstock.client.subscription import AsyncSubscription
+from penstock.client.values import Place
 from penstock.subject import selection
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,8 @@ class _Running(NamedTuple):
 
 
 class App:
-    """Takes what `AsyncClient` takes. `stop_timeout`: how many seconds handlers may go on when it is stopped."""
+    """The consumers of a program. It takes the parameters of `AsyncClient`. `stop_timeout`: the seconds for handlers to
+    finish when the app stops."""
 
     def __init__(
         self,
@@ -62,24 +65,24 @@ class App:
         retry: Retry = _RETRY,
         on_error: ErrorHandler | None = None,
         concurrency: int = 1,
-        start: Start = "earliest",
+        start: Place = "earliest",
         batch: int | None = None,
         buffer: int = 100,
         name: str | None = None,
     ) -> Callable[[Handler], Handler]:
-        """The decorated function is called with each message of a pattern or a whole topic (`topic="orders"`), or with
-        lists of up to `batch`. It may be plain, then it runs in a thread, or `async def`; `concurrency` of it run at
-        once. The function itself stays as it is.
+        """Decorate a function to be called with each message of a pattern or a whole topic (`topic="orders"`), or with
+        lists of up to `batch` messages. A plain function runs in a thread, an `async def` function in the event loop.
+        Up to `concurrency` calls run at once. The function itself is not changed.
 
-        A message that it returns from is acknowledged. If it raises, `on_error` hears of it, and `retry` says what
-        becomes of the message. `buffer`: so many messages are asked for ahead. `start` counts when the group is new.
+        Returning acknowledges the message. Raising calls `on_error`, and `retry` decides what happens to the message.
+        `buffer`: messages to receive ahead. `start`: where a new group begins.
         """
         selected = selection(pattern, topic)
 
         def register(function: Handler) -> Handler:
             chosen = name or str(getattr(function, "__name__", type(function).__name__))
             if chosen in self._consumers:
-                raise ValueError(f"there is a consumer {chosen} already: give this one another name with name=")
+                raise ValueError(f"duplicate consumer {chosen}: give this one another name with name=")
             self._consumers[chosen] = Consumer(
                 name=chosen,
                 function=function,
@@ -99,60 +102,62 @@ class App:
 
     @property
     def consumers(self) -> list[Consumer]:
+        """The registered consumers."""
         return list(self._consumers.values())
 
     def pause(self, name: str) -> None:
+        """Pause a consumer: start no more handlers until `resume`. Any thread may call this."""
         self._named(name).pause()
 
     def resume(self, name: str) -> None:
+        """Resume a paused consumer. Any thread may call this."""
         self._named(name).resume()
 
     def _named(self, name: str) -> Consumer:
         if name not in self._consumers:
-            raise LookupError(f"there is no consumer {name}, but {', '.join(self._consumers) or 'none at all'}")
+            raise LookupError(f"unknown consumer {name}: the app has {', '.join(self._consumers) or 'none'}")
         return self._consumers[name]
 
-    # Its life.
+    # Running.
 
     def run(self) -> None:
-        """Until SIGTERM, SIGINT or `stop`, and then until all is in good order. A second signal ends it at once."""
+        """Run until SIGTERM, SIGINT or `stop`, then stop in order. A second signal ends the process at once."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
-        def let_go() -> None:
-            """Of the signals: they do again what they do by default."""
+        def restore_signals() -> None:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-        def hear(number: signal.Signals) -> None:
+        def request_stop(number: signal.Signals) -> None:
             logger.info("%s: stopping", number.name)
-            let_go()
+            restore_signals()
             stop.set()
 
         for number in _SIGNALS:
-            loop.add_signal_handler(number, hear, number)
+            loop.add_signal_handler(number, request_stop, number)
         try:
             await self.serve(stop)
         finally:
-            let_go()
+            restore_signals()
 
     async def serve(self, stop: asyncio.Event | None = None) -> None:
-        """As `run`, in a loop that is there, until `stop` is set; by whoever made it, by `stop()`, or by an error that
-        ends a subscription: that is raised in the end."""
+        """Run in the current event loop until the event `stop` is set: by the caller, by `stop()`, or because a
+        subscription has ended with an error, which is raised at the end."""
         await self._serve(stop or asyncio.Event(), lambda: None)
 
     def stop(self) -> None:
-        """From any thread. It does not wait, and does nothing if the app does not run."""
+        """Stop the app without waiting. Any thread may call this. If the app is not running, nothing happens."""
         running = self._running
         if running is not None:
             call_in(running.loop, running.stop.set)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """In a thread beside this one, for tests: from when all consumers are subscribed. At the end of the block it is
-        stopped, and what went wrong in it is raised here."""
+        """Run in another thread during a `with` block, for tests. The block starts when all consumers are subscribed.
+        At the end the app stops, and its error is raised."""
         subscribed: Future[None] = Future()
         with ThreadPoolExecutor(1, "penstock app") as thread:
             serving = self._serve(asyncio.Event(), lambda: subscribed.set_result(None))
@@ -171,7 +176,7 @@ class App:
         if not self._consumers:
             raise ValueError("the app has no consumers: decorate a function with @app.consumer(pattern, group=...)")
         if self._running is not None:
-            raise RuntimeError("the app runs already")
+            raise RuntimeError("the app is already running")
         self._running = _Running(asyncio.get_running_loop(), stop)
         try:
             async with self._connect(self.servers) as client:
@@ -182,7 +187,7 @@ class App:
                     for consumer, subscription in zip(consumers, subscriptions, strict=True)
                 ]
                 subscribed()
-                # One that fails lets the others stop in good order, and does not cancel them.
+                # A consumer that fails does not cancel the others: they stop in order.
                 outcomes = await asyncio.gather(*(worker.run() for worker in workers), return_exceptions=True)
         finally:
             self._running = None
@@ -191,7 +196,7 @@ class App:
 
 async def _subscribe(client: AsyncClient, consumer: Consumer) -> AsyncSubscription:
     logger.info(
-        "consumer %s: %s for group %s, %s, %d at once",
+        "consumer %s: %s, group %s (%s), concurrency %d",
         consumer.name,
         consumer.pattern,
         consumer.group,

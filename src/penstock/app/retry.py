@@ -1,4 +1,4 @@
-"""What becomes of a message whose handler failed. Nothing here waits: attempts in, seconds out."""
+"""What happens to a message whose handler has failed. No I/O: attempts in, seconds out."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 
-# From any first delay that makes sense, so many lead to any last one; and more would leave the range of a float.
+# More doublings would exceed the range of a float.
 _DOUBLINGS_MAX: Final = 1000
 
 
-class Failed(StrEnum):
-    """What follows a failure."""
+class FailureAction(StrEnum):
+    """What to do after a failure."""
 
-    RETRY = "retry"  # the same message again, later
-    SKIP = "skip"  # the next message: this one counts as done
-    PAUSE = "pause"  # nothing, until somebody who has looked says so
+    RETRY = "retry"  # try the message again later
+    SKIP = "skip"  # acknowledge the message, and continue with the next one
+    PAUSE = "pause"  # stop until the consumer is resumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """Made by `exponential`, `forever`, `skip` or `pause`. Delays are seconds; attempts are counted from 1."""
+    """A retry policy: use `exponential`, `forever`, `skip` or `pause`. Delays are in seconds; attempts start at 1."""
 
-    failed: Failed
+    action: FailureAction
     initial: float = 1.0
     maximum: float = 30.0
     doublings: int = 10
@@ -38,11 +38,11 @@ class Retry:
         for name in ("initial", "maximum", "then"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name} is {value!r}, it must be a number of seconds, 0 or more")
+                raise ValueError(f"invalid {name} {value!r}: it must be 0 or more seconds")
         if not 0 <= self.doublings <= _DOUBLINGS_MAX:
-            raise ValueError(f"doublings is {self.doublings!r}, it must be from 0 to {_DOUBLINGS_MAX}")
+            raise ValueError(f"invalid doublings {self.doublings!r}: it must be 0 to {_DOUBLINGS_MAX}")
         if self.attempts is not None and self.attempts < 1:
-            raise ValueError(f"attempts is {self.attempts!r}, it must be at least 1, or None: no bound")
+            raise ValueError(f"invalid attempts {self.attempts!r}: it must be at least 1, or None for no limit")
 
     @classmethod
     def exponential(
@@ -53,23 +53,28 @@ class Retry:
         then: float = 30.0,
         attempts: int | None = None,
     ) -> Retry:
-        """Again after `initial`, then each time after twice as long, up to `maximum`; when that was done for
-        `doublings` attempts, every `then`, until there were so many `attempts`.
+        """Retry after `initial` seconds, doubling the delay up to `maximum`. After `doublings` attempts, retry every
+        `then` seconds. Give up after `attempts`.
 
         Without `attempts`, a shared group dead-letters a message after the topic's `deliveries_max`, and a partitioned
         group retries forever.
         """
         return cls(
-            failed=Failed.RETRY, initial=initial, maximum=maximum, doublings=doublings, then=then, attempts=attempts
+            action=FailureAction.RETRY,
+            initial=initial,
+            maximum=maximum,
+            doublings=doublings,
+            then=then,
+            attempts=attempts,
         )
 
     @classmethod
     def forever(cls, initial: float = 1.0, maximum: float = 30.0) -> Retry:
-        """Again after `initial`, then each time after twice as long, up to `maximum`, until it succeeds, whatever the
-        topic's `deliveries_max`. It never becomes a dead letter.
+        """Retry after `initial` seconds, doubling the delay up to `maximum`, until the message succeeds. It is never
+        dead-lettered, whatever the topic's `deliveries_max`.
         """
         return cls(
-            failed=Failed.RETRY,
+            action=FailureAction.RETRY,
             initial=initial,
             maximum=maximum,
             doublings=_DOUBLINGS_MAX,
@@ -79,23 +84,23 @@ class Retry:
 
     @classmethod
     def skip(cls) -> Retry:
-        """Go on with the next message; `on_error` is all that hears of this one."""
-        return cls(failed=Failed.SKIP, attempts=1)
+        """Acknowledge the message and continue with the next one. Only `on_error` is called."""
+        return cls(action=FailureAction.SKIP, attempts=1)
 
     @classmethod
     def pause(cls) -> Retry:
-        """Keep the message, and take no others, until the consumer is resumed: then it is tried again."""
-        return cls(failed=Failed.PAUSE, attempts=1)
+        """Keep the message and take no others until the consumer is resumed. Then try it again."""
+        return cls(action=FailureAction.PAUSE, attempts=1)
 
     @property
     def deliveries_max(self) -> int | None:
-        """For a shared group: after how many deliveries it dead-letters a message; 0: never, None: the topic says."""
+        """The deliveries after which a shared group dead-letters a message; 0: never, None: the topic's policy."""
         if self.is_endless:
             return 0
-        return self.attempts if self.failed is Failed.RETRY else None
+        return self.attempts if self.action is FailureAction.RETRY else None
 
     def delay_s(self, attempt: int) -> float | None:
-        """How long to wait when attempt number `attempt` has failed; None: it was the last."""
+        """Return the delay after attempt number `attempt` has failed; None if it was the last attempt."""
         if self.attempts is not None and attempt >= self.attempts:
             return None
         if attempt > self.doublings:
@@ -104,7 +109,7 @@ class Retry:
 
 
 def halves(batch: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """In their order, neither of them empty: halved as long as it fails, a batch leaves a bad message alone."""
-    assert len(batch) > 1, "there is nothing to halve"
+    """Return two parts in order, neither of them empty. Repeated halving isolates a message that fails."""
+    assert len(batch) > 1, "a batch of one cannot be halved"
     middle = len(batch) // 2
     return batch[:middle], batch[middle:]

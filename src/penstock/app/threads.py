@@ -1,4 +1,4 @@
-"""Between threads and an event loop."""
+"""Calls between threads and an event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Outcome = tuple[object, BaseException | None]
 
 
 def call_in(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: Any) -> bool:
-    """From any thread, soon. False if the loop is closed: then there is nobody to be called."""
+    """Call it in the loop, from any thread. Return False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *arguments)
     except RuntimeError:
@@ -32,8 +32,8 @@ class _Call(NamedTuple):
 
 
 class Threads:
-    """So many threads, for functions that block. They are daemons, unlike those of concurrent.futures: a function that
-    never returns must not keep the process from ending."""
+    """A pool of threads for functions that block. They are daemons, unlike those of concurrent.futures: a function that
+    never returns must not keep the process from exiting."""
 
     def __init__(self, count: int, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -44,7 +44,7 @@ class Threads:
             thread.start()
 
     async def call(self, function: Callable[..., object], *arguments: Any) -> object:
-        """What it returns or raises. If this is cancelled the function goes on, and nobody hears of its outcome."""
+        """Return or raise what the function does. Cancelling this does not stop the function."""
         outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
         self._calls.put(_Call(function, arguments, outcome))
         result, error = await outcome
@@ -53,24 +53,24 @@ class Threads:
         return result
 
     def close(self) -> None:
-        """Each thread ends when its function returns."""
+        """End each thread when its function returns."""
         for _ in self._threads:
             self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            if not call_in(call.outcome.get_loop(), _tell, call.outcome, _outcome(call)):
-                logger.warning("%s: the function returned when nobody waited any more", threading.current_thread().name)
+            if not call_in(call.outcome.get_loop(), _set, call.outcome, _outcome(call)):
+                logger.warning("%s: a function returned after the loop was closed", threading.current_thread().name)
 
 
 def _outcome(call: _Call) -> _Outcome:
-    """As a value: a future takes some exceptions and refuses others (StopIteration)."""
+    """Return the outcome as a value, because a future refuses some exceptions (StopIteration)."""
     try:
         return call.function(*call.arguments), None
-    except BaseException as error:  # noqa: BLE001 it is raised to whoever called
+    except BaseException as error:  # noqa: BLE001 it is raised in the caller
         return None, error
 
 
-def _tell(future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
+def _set(future: asyncio.Future[_Outcome], outcome: _Outcome) -> None:
     if not future.done():
         future.set_result(outcome)

@@ -1,7 +1,7 @@
-"""Copy a snapshot to a target: what the target lacks, and then the manifest.
+"""Copy a snapshot to a target: first the segments that the target lacks, then the manifest.
 
-The broker tells what there is and hands the bytes out; whoever makes the backup writes them. So the broker needs no
-credentials of the target, and the rate is limited where the backup is made.
+The broker lists and serves the bytes; the client that makes the backup writes them. So the broker needs no
+credentials for the target, and the client limits the rate.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from penstock.backup.manifest import (
     BackedDamage,
     BackedLog,
     BackedSegment,
-    Manifest,
+    BackupManifest,
     SegmentKey,
 )
-from penstock.backup.target import Part, Target
+from penstock.backup.target import BackupPart, Target
 from penstock.errors import ReadFailed
 from penstock.storage.files import OsFiles
 from penstock.storage.format import FORMAT
-from penstock.storage.segment import Damage, OpenSegments, Segment
-from penstock.storage.snapshot import ListedLog, ListedSegment, Listing
+from penstock.storage.open_segments import OpenSegments
+from penstock.storage.scan import Damage
+from penstock.storage.segment import Segment
+from penstock.storage.snapshot import ListedLog, ListedSegment, SnapshotListing
 
-# What is asked for at once, and what is given up at once where the disk of the source cannot be read.
+# Bytes to request at once, and bytes to skip at once where the disk of the source cannot be read.
 _READ_BYTES: Final = 4 << 20
 _SECTOR_BYTES: Final = 4096
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _STEP_BYTES_MIN: Final = 64 << 10
 
 
-class Source(Protocol):
-    """A snapshot, of a broker or of a store in this process."""
+class BackupSource(Protocol):
+    """A snapshot of a broker, or of a store in this process."""
 
     @property
     def listing(self) -> tuple[int, int]: ...
@@ -48,18 +50,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    manifest: Manifest
+    manifest: BackupManifest
     copied_segments: int
     copied_bytes: int
 
 
 class Throttle:
-    """Let so many bytes pass in a second."""
+    """Limit the bytes per second."""
 
     def __init__(self, bytes_per_s: int | None) -> None:
         self._rate = bytes_per_s
         self._free_at = time.monotonic()
-        # What is read at once: about a second's worth.
+        # Bytes to read at once: about one second's worth.
         self.step_bytes = _READ_BYTES if bytes_per_s is None else max(_STEP_BYTES_MIN, min(bytes_per_s, _READ_BYTES))
 
     def pass_(self, count: int) -> None:
@@ -73,14 +75,14 @@ class Throttle:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the source has, and what of it the target has: the name of each segment."""
+    """The segments of the source, and the names of those that the target already has."""
 
-    listing: Listing
+    listing: SnapshotListing
     known: Mapping[SegmentKey, str]
 
     @property
     def bytes(self) -> int:
-        """How much is to be copied."""
+        """Return the number of bytes to copy."""
         return sum(
             segment.bytes
             for log in self.listing.logs
@@ -89,16 +91,16 @@ class Plan:
         )
 
 
-def plan(source: Source, target: Target) -> Plan:
+def plan(source: BackupSource, target: Target) -> Plan:
     file, size = source.listing
     data = b"".join(
         source.read(file, position, min(_READ_BYTES, size - position)) for position in range(0, size, _READ_BYTES)
     )
-    return Plan(Listing.decode(data), dict(_known(target)))
+    return Plan(SnapshotListing.decode(data), dict(_known(target)))
 
 
 def create(
-    source: Source,
+    source: BackupSource,
     target: Target,
     planned: Plan,
     *,
@@ -106,7 +108,7 @@ def create(
     throttle: Throttle,
     progress: Callable[[int], object] = lambda count: None,
 ) -> Done:
-    """Copy what the target lacks, then write the manifest; `progress` is told how many bytes were copied."""
+    """Copy the segments that the target lacks, then write the manifest; call `progress` with the bytes copied."""
     copied = _Copied(source, target, throttle, progress)
     logs, file = [], 0
     for log in planned.listing.logs:
@@ -133,13 +135,13 @@ def create(
             )
         )
     time_us = planned.listing.time_us
-    manifest = Manifest(new_id(time_us), time_us, penstock, FORMAT, logs)
+    manifest = BackupManifest(new_id(time_us), time_us, penstock, FORMAT, logs)
     put(target, manifest.name, manifest.encode())
     return Done(manifest, copied.segments, copied.bytes)
 
 
 def new_id(time_us: int) -> str:
-    """Ids sort by time."""
+    """Return a new backup ID; IDs sort by time."""
     return f"{(_EPOCH + timedelta(microseconds=time_us)):%Y%m%dT%H%M%S.%fZ}-{secrets.token_hex(3)}"
 
 
@@ -153,7 +155,9 @@ def put(target: Target, name: str, data: bytes) -> None:
 
 
 class _Copied:
-    def __init__(self, source: Source, target: Target, throttle: Throttle, progress: Callable[[int], object]) -> None:
+    def __init__(
+        self, source: BackupSource, target: Target, throttle: Throttle, progress: Callable[[int], object]
+    ) -> None:
         self._source = source
         self._target = target
         self._throttle = throttle
@@ -184,13 +188,13 @@ class _Copied:
                 data = self._source.read(file, position, length)
             except ReadFailed:
                 data = b"".join(self._read_sectors(file, position, length))
-            # Zeros stand for what the source does not have any more: no batch, so it is found to be damaged.
+            # Zeros replace bytes that the source has lost: they are not a batch, so the damage is detected.
             yield data.ljust(length, b"\0")
             self._throttle.pass_(length)
             self._progress(length)
 
     def _read_sectors(self, file: int, position: int, length: int) -> Iterator[bytes]:
-        """Read around what cannot be read."""
+        """Read in sectors, and replace those that cannot be read."""
         for at in range(position, position + length, _SECTOR_BYTES):
             wanted = min(_SECTOR_BYTES, position + length - at)
             try:
@@ -206,9 +210,9 @@ def _known(target: Target) -> Iterator[tuple[SegmentKey, str]]:
             yield SegmentKey(found[1], int(found[2]), int(found[3], 16), found[4]), name
 
 
-def _damage(part: Part, log: ListedLog, segment: ListedSegment) -> list[BackedDamage]:
-    """What is damaged in a segment that was copied."""
-    # What was written is in the buffer of the part until it is flushed.
+def _damage(part: BackupPart, log: ListedLog, segment: ListedSegment) -> list[BackedDamage]:
+    """Return the damage of a copied segment."""
+    # Written bytes stay in the buffer of the part until it is flushed.
     part.flush()
     path = part.path
     copied = Segment(

@@ -1,15 +1,14 @@
-"""Restore to an earlier moment: where each log of a restored store is cut.
+"""Restore to an earlier point: compute where to cut each log of a restored store, and cut it.
 
-A log is cut where a batch begins, so a message goes with those that were stored together with it. To a time: before
-the first batch that was appended later. To an offset: before the batch that holds it.
+A log is cut at the start of a batch, so messages that were stored together are dropped together. A cut to a time is
+before the first batch that was appended later; a cut to an offset is before the batch that holds it.
 
-A transaction is kept whole or not at all. It could be read only once the last of its batches was appended, and until
-then its logs were held. So where one of its batches goes, a cut to a time goes back to its first batch in every log:
-what is left is what could be read at that time. A cut to an offset names the partitions that it is about, and is
-refused if it would break a transaction.
+A transaction is kept whole or dropped whole. It could be read only after its last batch was appended, and until then
+its logs were held. So if a cut to a time drops one of its batches, it goes back to its first batch in every log: the
+rest is exactly what could be read at that time. A cut to an offset is refused if it would split a transaction.
 
-The state topic is not cut, because older values of it are gone: topics, groups and their positions are those of
-the backup. A log that is cut never gives out the offsets of what was cut off, so positions behind the cut stay valid.
+The state topic is not cut, because its older values are gone: topics, groups and their positions are those of the
+backup. A cut log never reuses the dropped offsets, so positions after the cut stay valid.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from penstock.errors import BadBackup
 from penstock.storage.log import Log
 from penstock.storage.meta import Change
 from penstock.storage.policy import Topic
-from penstock.storage.segment import Found
-from penstock.storage.state import State
+from penstock.storage.scan import Found
+from penstock.storage.state import StoreState
 from penstock.storage.store import Store
 
 
-class Place(NamedTuple):
+class PartitionName(NamedTuple):
     topic: str
     partition: int
 
@@ -43,20 +42,20 @@ class ToTime:
 
 @dataclass(frozen=True, slots=True)
 class ToOffsets:
-    offsets: Mapping[Place, int]
+    offsets: Mapping[PartitionName, int]
 
 
 @dataclass(frozen=True, slots=True)
 class CutLog:
-    place: Place
+    place: PartitionName
     offset: int
     messages: int
-    # Those of them that the broker had moved there: dead letters, redriven and delayed messages. Not all come again.
+    # Dropped messages that the broker itself had stored: dead letters, redriven and delayed messages. Most are lost.
     moved: int
 
 
-def find_cuts(store: Store, to: ToTime | ToOffsets, ends: Mapping[Place, int]) -> dict[Place, int]:
-    """Return the offset at which each log is to be cut. `ends`: where what was backed up of each ends."""
+def find_cuts(store: Store, to: ToTime | ToOffsets, ends: Mapping[PartitionName, int]) -> dict[PartitionName, int]:
+    """Return the offset at which to cut each log. `ends`: the end of each log in the backup."""
     logs = dict(_logs(store))
     if isinstance(to, ToTime):
         cuts = {place: max(log.start, log.offset_at(to.time_us + 1)) for place, log in logs.items()}
@@ -73,8 +72,8 @@ def find_cuts(store: Store, to: ToTime | ToOffsets, ends: Mapping[Place, int]) -
     return cuts
 
 
-def cut(store: Store, cuts: Mapping[Place, int]) -> list[CutLog]:
-    """Cut the logs; return those that had anything there."""
+def cut(store: Store, cuts: Mapping[PartitionName, int]) -> list[CutLog]:
+    """Cut the logs; return those that lost messages."""
     logs, done = dict(_logs(store)), []
     for place, offset in cuts.items():
         messages = moved = 0
@@ -84,13 +83,13 @@ def cut(store: Store, cuts: Mapping[Place, int]) -> list[CutLog]:
             messages += found.batch.count
             moved += found.batch.count if found.batch.source not in (0, SOURCE) else 0
         if messages:
-            logs[place].truncate(offset)
+            logs[place].upkeep.truncate(offset)
             done.append(CutLog(place, kept, messages, moved))
     return done
 
 
-def undecided(state: State, time_us: int) -> list[Change]:
-    """Forget the transactions that were committed after a time, and would be stored when the broker starts."""
+def undecided(state: StoreState, time_us: int) -> list[Change]:
+    """Return the changes that drop transactions committed after a time, which a broker would store at its start."""
     changes = []
     for number, decided in state.items("decided"):
         last = state.get("transaction", decided["name"])
@@ -99,30 +98,32 @@ def undecided(state: State, time_us: int) -> list[Change]:
     return changes
 
 
-def _logs(store: Store) -> Iterator[tuple[Place, Log]]:
-    """The logs that can be cut. Those of the broker itself belong to its state; piped ones are a copy of another's."""
+def _logs(store: Store) -> Iterator[tuple[PartitionName, Log]]:
+    """Yield the logs that can be cut: not those of the broker's own state, and not copies of piped topics."""
     for topic in store.topics:
         if _is_cut(topic):
             for partition in range(topic.partitions):
                 if (topic.id, partition) not in store.catalogue.refused:
-                    yield Place(topic.name, partition), store.log(topic.id, partition)
+                    yield PartitionName(topic.name, partition), store.log(topic.id, partition)
 
 
 def _is_cut(topic: Topic) -> bool:
     return not topic.is_internal and topic.origin is None
 
 
-def _checked(logs: Mapping[Place, Log], place: Place, offset: int, ends: Mapping[Place, int]) -> int:
+def _checked(
+    logs: Mapping[PartitionName, Log], place: PartitionName, offset: int, ends: Mapping[PartitionName, int]
+) -> int:
     if place not in logs:
         raise BadBackup(f"the backup has no {place} that can be cut: it has {', '.join(map(str, logs)) or 'none'}")
     log = logs[place]
     if not log.start <= offset <= ends[place]:
-        raise BadBackup(f"offset {offset} is not in {place}, which holds {log.start} to {ends[place]} in this backup")
+        raise BadBackup(f"offset {offset} is out of range: {place} has {log.start} to {ends[place]} in this backup")
     return next((found.batch.base_offset for found in _batches(log, offset)), offset)
 
 
 def _batches(log: Log, offset: int) -> Iterator[Found]:
-    """The batches with messages that reach beyond an offset."""
+    """Yield the batches that end after an offset."""
     for segment, following in zip(log.segments, [*log.segments[1:], None], strict=True):
         if following is not None and following.base <= offset:
             continue
@@ -131,8 +132,10 @@ def _batches(log: Log, offset: int) -> Iterator[Found]:
                 yield found
 
 
-def _keep_transactions_whole(logs: Mapping[Place, Log], cuts: Mapping[Place, int]) -> dict[Place, int]:
-    """Return cuts further back, such that no transaction has one part before a cut and another behind."""
+def _keep_transactions_whole(
+    logs: Mapping[PartitionName, Log], cuts: Mapping[PartitionName, int]
+) -> dict[PartitionName, int]:
+    """Return cuts moved back such that none splits a transaction."""
     parts = {place: list(_transactions(log)) for place, log in logs.items()}
     found = dict(cuts)
     while True:
@@ -148,7 +151,7 @@ def _keep_transactions_whole(logs: Mapping[Place, Log], cuts: Mapping[Place, int
 
 
 def _transactions(log: Log) -> Iterator[tuple[int, int]]:
-    """The number of each transaction that has a batch in a log, and the offset of the batch."""
+    """Yield the number of each transaction with a batch in the log, and the offset of the batch."""
     for found in _batches(log, log.start):
         if found.batch.source == SOURCE:
             yield found.batch.position >> PARTS_BITS, found.batch.base_offset

@@ -1,13 +1,13 @@
-"""What a backup consists of: one manifest, and the segments that it names.
+"""A backup consists of a manifest and the segments that it names.
 
     segments/<log number>/<base>-<bytes>-<version>-<sha256>.log
     backups/<time>-<random>.json
 
-The name of a segment says what it is (log number, base, bytes, and the version of the file that it was copied from) and
-what is in it. So the names alone tell which segments the target has already, also those of a backup that was
-interrupted. Names never change their content: several backups share segments, and may be made at the same time.
+The name of a segment identifies its source (log number, base, bytes, and version of the file) and its content. So the
+names alone show which segments the target already has, including those of interrupted backups. The content of a name
+never changes, so several backups can share segments and run at the same time.
 
-A manifest is written when all that it names is there. A backup without one does not exist.
+A manifest is written after all of its segments. A backup without a manifest does not exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.storage.snapshot import ListedLog, ListedSegment
 VERSION: Final = 1
 SEGMENTS: Final = "segments/"
 MANIFESTS: Final = "backups/"
-# A segment that is damaged is named otherwise: the next backup reads it again, and says so again.
+# A damaged segment has another name, so that the next backup reads it again and reports it again.
 SEGMENT_NAME: Final = re.compile(
     r"segments/([0-9a-f]{8}|refused)/([0-9]{20})-([0-9a-f]+)-([0-9a-f.]+)-([0-9a-f]{64})\.(log|damaged)"
 )
@@ -33,7 +33,7 @@ MANIFEST_BYTES_MAX: Final = 1 << 30
 
 
 class SegmentKey(NamedTuple):
-    """Tell a segment of one version from all others."""
+    """Identify one version of a segment."""
 
     log: str
     base: int
@@ -68,7 +68,7 @@ class BackedSegment:
     @property
     def sha256(self) -> str:
         found = SEGMENT_NAME.fullmatch(self.name)
-        assert found, "it was checked when the manifest was read"
+        assert found, "names are checked when the manifest is read"
         return found[5]
 
 
@@ -79,7 +79,7 @@ class BackedLog:
     partition: int
     number: int | None
     start: int
-    # None: the log could not be opened, for the reason that `problem` tells.
+    # None: the log could not be opened, see `problem`.
     committed: int | None
     is_piped: bool
     problem: str | None
@@ -91,7 +91,7 @@ class BackedLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class BackupManifest:
     id: str
     time_us: int
     penstock: str
@@ -109,7 +109,7 @@ class Manifest:
 
     @property
     def problems(self) -> list[str]:
-        """What was wrong with the source, a line each."""
+        """Return the damage of the source, one line each."""
         found = [f"{log.title}: {log.problem}" for log in self.logs if log.problem]
         for log in self.logs:
             for segment in log.segments:
@@ -130,8 +130,8 @@ class Manifest:
         return json.dumps({"version": VERSION, "sha256": _digest(document), "manifest": document}).encode()
 
     @classmethod
-    def decode(cls, name: str, data: bytes) -> Manifest:
-        """Raises BadBackup, with its name, if it is damaged or of a newer version."""
+    def decode(cls, name: str, data: bytes) -> BackupManifest:
+        """Parse a manifest. Raise BadBackup, with its name, if it is damaged or of a newer version."""
         try:
             document = json.loads(data)
             if document["version"] != VERSION:
@@ -148,17 +148,17 @@ def _digest(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def _read(value: dict[str, Any]) -> Manifest:
+def _read(value: dict[str, Any]) -> BackupManifest:
     logs = [
         BackedLog(**{**log, "segments": [_read_segment(segment) for segment in log["segments"]]})
         for log in value["logs"]
     ]
     for log in logs:
-        # They become paths.
+        # These become paths.
         for number in (log.topic_id, log.partition, log.number or 0, *(segment.base for segment in log.segments)):
             if type(number) is not int or number < 0:
                 raise ValueError(f"{number!r} is not a number")
-    return Manifest(**{**value, "logs": logs})
+    return BackupManifest(**{**value, "logs": logs})
 
 
 def _read_segment(value: dict[str, Any]) -> BackedSegment:

@@ -1,4 +1,4 @@
-"""An object store as the place of backups: S3, Google Cloud Storage, Azure, or local files, by obstore."""
+"""An object store as a target: S3, Google Cloud Storage, Azure, or local files, through obstore."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backup.target import CHUNK_BYTES, Part, SpooledPart, Stored, copy
+from penstock.backup.target import CHUNK_BYTES, BackupPart, SpooledPart, StoredFile, copy
 from penstock.errors import BadBackup, BadConfig
 from penstock.storage.files import OsFiles
 
@@ -22,7 +22,7 @@ class ObjectTarget:
 
     @classmethod
     def open(cls, url: str) -> ObjectTarget:
-        """Credentials are where the tools of the store look for them: in the environment, or with the machine."""
+        """Open an object store. Credentials come from the environment or from the machine."""
         try:
             from obstore.exceptions import BaseError
             from obstore.store import from_url
@@ -33,17 +33,17 @@ class ObjectTarget:
                 OsFiles().make_directory(Path(url.removeprefix("file://")))
             return cls(from_url(url), url)
         except (BaseError, ValueError) as error:
-            raise BadConfig([f"{url}: {_brief(error)}: it must be like s3://BUCKET/PATH, gs://… or az://…"]) from error
+            raise BadConfig([f"{url}: {_brief(error)}: use s3://BUCKET/PATH, gs://… or az://…"]) from error
 
-    def begin(self) -> Part:
+    def begin(self) -> BackupPart:
         return SpooledPart(self._put)
 
-    def names(self, prefix: str) -> dict[str, Stored]:
+    def names(self, prefix: str) -> dict[str, StoredFile]:
         import obstore
 
-        with self._told(prefix):
+        with self._translated_errors(prefix):
             return {
-                meta["path"]: Stored(meta["size"], meta["last_modified"].timestamp())
+                meta["path"]: StoredFile(meta["size"], meta["last_modified"].timestamp())
                 for page in obstore.list(self._store, prefix)
                 for meta in page
             }
@@ -51,7 +51,7 @@ class ObjectTarget:
     def read(self, name: str) -> Iterator[bytes]:
         import obstore
 
-        with self._told(name):
+        with self._translated_errors(name):
             for chunk in obstore.get(self._store, name).stream(min_chunk_size=CHUNK_BYTES):
                 yield bytes(chunk)
 
@@ -62,18 +62,18 @@ class ObjectTarget:
         import obstore
 
         for name in names:
-            with self._told(name), contextlib.suppress(FileNotFoundError):
+            with self._translated_errors(name), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
 
     def _put(self, name: str, path: Path) -> None:
         import obstore
 
-        with self._told(name):
+        with self._translated_errors(name):
             obstore.put(self._store, name, path)
 
     @contextlib.contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        """Raise what the store says as an error of ours, with the name."""
+    def _translated_errors(self, name: str) -> Iterator[None]:
+        """Raise errors of the store as errors of Penstock, with the name."""
         from obstore.exceptions import BaseError
 
         try:
@@ -85,5 +85,5 @@ class ObjectTarget:
 
 
 def _brief(error: Exception) -> str:
-    """Without the dump of the request that obstore adds."""
+    """Return the text of an error without the request that obstore appends."""
     return str(error).split("\n", 1)[0]

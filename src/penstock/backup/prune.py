@@ -1,9 +1,9 @@
-"""Remove old backups, and the segments that no other backup names, while backups may be made at the same time.
+"""Remove old backups, and the segments that no other backup names, while other backups may run.
 
-A backup counts on segments that it found in the target. So a backup puts a flag there first, and so does a removal of
-segments; then each looks for the flag of the other. At least one of them sees it: a backup waits until the removal has
-ended, a removal leaves the segments for the next time. A flag that was not put again for a while is of a process that
-was killed. Its age is told by the clock of the target.
+A running backup relies on segments that it found in the target. So both a backup and a removal first put a flag there,
+and then look for flags of the other kind. At least one of them sees the other: a backup waits for the removal, a
+removal leaves the segments for the next time. A flag that has not been renewed for a while belongs to a killed process;
+its age is measured by the clock of the target.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.backup.target import Target
 RUNNING: Final = "running/"
 PRUNING: Final = "pruning/"
 _REFRESH_S: Final = 20.0
-# A backup may be busy with one large segment for long; a removal never is.
+# A backup may take long for one large segment; a removal does not.
 _STALE_S: Final = {RUNNING: 3600.0, PRUNING: 120.0}
 _POLL_S: Final = 1.0
 
@@ -41,7 +41,7 @@ class Flag:
         self._target.remove([self.name])
 
     def others(self, kind: str) -> list[str]:
-        """The flags of others that were put not long ago."""
+        """Return the flags of other processes that are not stale."""
         self._put()
         own = self.name.partition("/")[0] + "/"
         found = self._target.names(own) | self._target.names(kind)
@@ -59,7 +59,7 @@ class Flag:
 
 @contextmanager
 def running(target: Target) -> Iterator[Flag]:
-    """Let nobody remove segments meanwhile."""
+    """Prevent the removal of segments while a backup runs."""
     flag = Flag(target, RUNNING)
     try:
         while flag.others(PRUNING):
@@ -70,7 +70,7 @@ def running(target: Target) -> Iterator[Flag]:
 
 
 def prune(target: Target, keep: int) -> list[str]:
-    """Remove all but the newest backups, and what only they had; return their ids."""
+    """Remove all but the `keep` newest backups and their unshared segments; return the removed IDs."""
     names = sorted(name for name in target.names(MANIFESTS) if MANIFEST_NAME.fullmatch(name))
     removed = names[:-keep]
     target.remove(removed)
@@ -84,7 +84,7 @@ def prune(target: Target, keep: int) -> list[str]:
 
 
 def _remove_unneeded(target: Target, flag: Flag) -> None:
-    # A damaged manifest may name any of them: it raises, and they all stay.
+    # A damaged manifest may name any segment: reading it raises, so all segments stay.
     needed = {segment.name for manifest in manifests(target) for segment in manifest.segments}
     for name in target.names(SEGMENTS):
         if SEGMENT_NAME.fullmatch(name) and name not in needed:

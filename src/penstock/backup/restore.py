@@ -1,12 +1,12 @@
-"""Make a data directory of a backup.
+"""Restore a backup into a new data directory.
 
-Everything is prepared in `<data>/restoring/data`, which is a data directory of its own. A broker refuses `<data>` while
-`<data>/restoring` is there. So a restore that is interrupted leaves nothing that could be taken for a whole store, and
-is simply run again.
+Everything is prepared in `<data>/restoring/data`, which is itself a data directory. A broker refuses `<data>` while
+`<data>/restoring` exists. So an interrupted restore leaves nothing that looks like a complete store, and can be run
+again.
 
-The broker that was backed up may have gone on, and consumers may have seen what it stored then. So no offset and no
-topic id that it may have given out is given out again: every log goes on far behind the backup. `meta.db` and the
-indexes are not part of a backup: they are built again from the logs.
+The broker may have stored messages after the backup, and consumers may have read them. So no offset and no topic ID
+that it may have used is used again: every log continues far above the backup. `meta.db` and the indexes are not part
+of a backup: they are rebuilt from the logs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,31 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from penstock.backup import cut
-from penstock.backup.cut import CutLog, Place, ToOffsets, ToTime
-from penstock.backup.manifest import MANIFEST_BYTES_MAX, MANIFEST_NAME, MANIFESTS, BackedLog, BackedSegment, Manifest
+from penstock.backup.cut import CutLog, PartitionName, ToOffsets, ToTime
+from penstock.backup.manifest import (
+    MANIFEST_BYTES_MAX,
+    MANIFEST_NAME,
+    MANIFESTS,
+    BackedLog,
+    BackedSegment,
+    BackupManifest,
+)
 from penstock.backup.target import CHUNK_BYTES, Target, digest_of, read_tar, unpack, writing
 from penstock.batch import NO_SEGMENT, Control, encode_control
-from penstock.errors import BadBackup, BadDirectory, LogDamaged, PenstockError
-from penstock.storage import recovery
+from penstock.errors import BadBackup, BadDirectory, LogDamaged
+from penstock.outcome import Outcome
+from penstock.storage import log_files
 from penstock.storage.files import FILE_MODE, OsFiles
 from penstock.storage.format import FORMAT, FORMAT_NAME, RESTORING_NAME
 from penstock.storage.meta import Change
-from penstock.storage.segment import Found, OpenSegments, Segment, log_name
+from penstock.storage.open_segments import OpenSegments
+from penstock.storage.scan import Found
+from penstock.storage.segment import Segment, log_name
 from penstock.storage.state import Addition
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 
-# A log goes on so many offsets behind its backup: at 100,000 messages a second it takes half a day to get there. The
-# sequences of the text door have 40 bits for an offset, so 255 restores in a row fit.
+# A log continues this many offsets above its backup: half a day at 100,000 messages per second. Sequences of the text
+# protocol have 40 bits for an offset, so 255 restores in a row fit.
 OFFSETS_AHEAD: Final = 1 << 32
 TOPIC_IDS_AHEAD: Final = 256
 
@@ -44,26 +54,26 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    manifest: Manifest
+    manifest: BackupManifest
     cuts: list[CutLog]
 
 
-def manifests(target: Target) -> list[Manifest]:
-    """The backups of a target, oldest first. Raises BadBackup if a manifest is damaged."""
+def manifests(target: Target) -> list[BackupManifest]:
+    """Return the backups of a target, oldest first. Raise BadBackup if a manifest is damaged."""
     names = sorted(name for name in target.names(MANIFESTS) if MANIFEST_NAME.fullmatch(name))
     return [_read_manifest(target, name) for name in names]
 
 
-def choose(found: list[Manifest], backup: str | None, to: ToTime | ToOffsets | None) -> Manifest:
-    """Return the backup with this id; or the newest; or the first that was made after a time."""
+def choose(found: list[BackupManifest], backup: str | None, to: ToTime | ToOffsets | None) -> BackupManifest:
+    """Return the backup with this ID, or the newest, or the first one after a time."""
     if backup is not None:
         found = [manifest for manifest in found if manifest.id == backup]
     if not found:
-        raise BadBackup("there is no backup" if backup is None else f"there is no backup {backup}: see --list")
+        raise BadBackup("the target has no backup" if backup is None else f"unknown backup {backup}: see --list")
     if isinstance(to, ToTime):
         found = [manifest for manifest in found if manifest.time_us >= to.time_us][:1]
         if not found:
-            raise BadBackup("all backups are older than --time: leave it out to restore the newest")
+            raise BadBackup("all backups are older than --time: omit it to restore the newest")
     manifest = found[-1]
     if manifest.data_format > FORMAT:
         raise BadBackup(
@@ -73,8 +83,8 @@ def choose(found: list[Manifest], backup: str | None, to: ToTime | ToOffsets | N
     return manifest
 
 
-def check(target: Target, manifest: Manifest, progress: Progress = lambda count: None) -> list[str]:
-    """Read every segment of a backup; return what is damaged or missing."""
+def check(target: Target, manifest: BackupManifest, progress: Progress = lambda count: None) -> list[str]:
+    """Read every segment of a backup; return the damaged and missing ones."""
     problems = []
     for segment in manifest.segments:
         try:
@@ -87,22 +97,22 @@ def check(target: Target, manifest: Manifest, progress: Progress = lambda count:
     return problems
 
 
-def check_tar(stream: BinaryIO) -> tuple[Manifest, list[str]]:
-    """As `check`, of the backup in a tar stream."""
+def check_tar(stream: BinaryIO) -> tuple[BackupManifest, list[str]]:
+    """Check the backup in a tar stream, like `check`."""
     digests: dict[str, str] = {}
-    manifest: Manifest | None = None
+    manifest: BackupManifest | None = None
     for name, data in read_tar(stream):
         if MANIFEST_NAME.fullmatch(name):
-            manifest = Manifest.decode(name, b"".join(islice(data, MANIFEST_BYTES_MAX // CHUNK_BYTES)))
+            manifest = BackupManifest.decode(name, b"".join(islice(data, MANIFEST_BYTES_MAX // CHUNK_BYTES)))
         else:
             digests[name] = digest_of(data)
-    assert manifest is not None, "`read_tar` has seen it"
+    assert manifest is not None, "`read_tar` raises without a manifest"
     wrong = [segment.name for segment in manifest.segments if digests.get(segment.name) != segment.sha256]
     return manifest, [f"{name} is {'damaged' if name in digests else 'missing'}" for name in wrong]
 
 
 class Restore:
-    """A restore into a directory, from `__enter__` on; nobody else can use the directory until it has ended."""
+    """A restore into a directory, which is locked from `__enter__` to `__exit__`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -117,7 +127,7 @@ class Restore:
             raise BadDirectory(f"{self._directory} is not empty: restore into a new directory")
         self._files.make_directory(self._restoring)
         self._lock = self._files.lock(self._restoring / "LOCK")
-        # All that is here is of a restore that was interrupted: a broker does not open such a directory.
+        # Existing files are of an interrupted restore: a broker does not open such a directory.
         for name in names - {RESTORING_NAME}:
             _remove(self._directory / name)
         for name in set(os.listdir(self._restoring)) - {"LOCK"}:
@@ -128,19 +138,19 @@ class Restore:
         self._lock.close()
 
     def unpack(self, stream: BinaryIO) -> Target:
-        """Return the backup in a tar stream, which takes room in the directory until it is restored."""
+        """Unpack the backup in a tar stream into the directory, until it is restored."""
         return unpack(stream, self._restoring / "unpacked")
 
     def run(
         self,
         target: Target,
-        manifest: Manifest,
+        manifest: BackupManifest,
         to: ToTime | ToOffsets | None = None,
         progress: Progress = lambda count: None,
         *,
         offsets_ahead: int = OFFSETS_AHEAD,
     ) -> Restored:
-        """Raises BadBackup, with its name, at the first file that is damaged or missing."""
+        """Restore the backup. Raise BadBackup, with its name, at the first damaged or missing file."""
         self._check_room(manifest)
         self._files.make_directory(self._data)
         for log in manifest.logs:
@@ -153,11 +163,11 @@ class Restore:
         self._finish()
         return Restored(manifest, cuts)
 
-    def _check_room(self, manifest: Manifest) -> None:
+    def _check_room(self, manifest: BackupManifest) -> None:
         free, _ = self._files.space(self._directory)
         if manifest.total_bytes > free:
             raise BadDirectory(
-                f"backup {manifest.id} has {manifest.total_bytes} bytes, and {free} are free in {self._directory}"
+                f"backup {manifest.id} needs {manifest.total_bytes} bytes, but {self._directory} has only {free} free"
             )
 
     def _copy_log(self, target: Target, log: BackedLog, progress: Progress) -> None:
@@ -174,11 +184,11 @@ class Restore:
             raise BadBackup(f"{segment.name} is damaged: its checksum is wrong; restore another backup (--list)")
         if segment.damage:
             damage = [LogDamaged(path, each.position, each.first, each.last, each.reason) for each in segment.damage]
-            recovery.note_damage(self._files, directory, segment.base, damage)
+            log_files.note_damage(self._files, directory, segment.base, damage)
 
     def _end_log(self, log: BackedLog, committed: int, offsets_ahead: int) -> None:
-        """Note at the end of a log that all of it was durable, or damage there would be taken for a torn tail; and
-        where it goes on. Offsets of internal topics were seen by nobody, and those of piped ones are the origin's."""
+        """Record at the end of a log that all of it was durable, so that damage there is not taken for a torn tail, and
+        its next offset. Internal topics need no new offsets, because consumers do not see them, nor do piped ones."""
         *others, last = log.segments
         path = self._log_directory(log) / log_name(last.base)
         segment = Segment(self._files, OpenSegments(), path.parent, last.base, last.bytes, "pread")
@@ -203,11 +213,11 @@ class Restore:
     def _log_directory(self, log: BackedLog) -> Path:
         return self._data / "topics" / str(log.topic_id) / str(log.partition)
 
-    def _adjust(self, manifest: Manifest, to: ToTime | ToOffsets | None) -> list[CutLog]:
-        """Open the logs, cut them, and let groups and topics know that offsets and ids are left out."""
-        settings = Settings(partitions_max=1 << 31)
+    def _adjust(self, manifest: BackupManifest, to: ToTime | ToOffsets | None) -> list[CutLog]:
+        """Open and cut the logs, and adjust groups and topic IDs to the skipped offsets and IDs."""
+        settings = StoreSettings(partitions_max=1 << 31)
         with Store(self._data, settings=settings) as store:
-            held = {Place(log.topic or "", log.partition): log.committed or 0 for log in manifest.logs}
+            held = {PartitionName(log.topic or "", log.partition): log.committed or 0 for log in manifest.logs}
             cuts = cut.cut(store, {} if to is None else cut.find_cuts(store, to, held))
             ends = {(log.topic_id, log.partition): log.committed for log in manifest.logs}
             ids = {topic.name: topic.id for topic in store.topics}
@@ -221,7 +231,7 @@ class Restore:
         return cuts
 
     def _finish(self) -> None:
-        """From the first of these renames on, the directory has the whole store."""
+        """Move the store into place: after the first rename, the directory has the complete store."""
         self._files.sync_directory(self._data / "topics")
         for name in ("topics", FORMAT_NAME):
             (self._data / name).rename(self._directory / name)
@@ -232,9 +242,9 @@ class Restore:
 
 
 def _move_groups(store: Store, ends: Mapping[tuple[int, int], int | None]) -> Iterator[Addition]:
-    """Let the groups that had read all of a log go on where it does: they lag behind nothing."""
+    """Move groups that had read all of a log to its new next offset, so that they have no lag."""
     for key, whole in store.state.items("position"):
-        # `<group>/<topic id>/<partition>`, and the name of a group may have slashes.
+        # `<group>/<topic id>/<partition>`; the name of a group may contain slashes.
         _, topic_id, partition = key.rsplit("/", 2)
         place = int(topic_id), int(partition)
         end = ends.get(place)
@@ -248,15 +258,14 @@ def _move_groups(store: Store, ends: Mapping[tuple[int, int], int | None]) -> It
 
 
 def _write(store: Store, changes: list[Change | Addition]) -> None:
-    errors: list[PenstockError] = []
-    store.state.write(changes, lambda _, error: errors.append(error) if error else None)
+    outcome = Outcome()
+    store.state.write(changes, outcome)
     store.flush()
-    if errors:
-        raise errors[0]
+    outcome.check()
 
 
-def _read_manifest(target: Target, name: str) -> Manifest:
-    return Manifest.decode(name, b"".join(target.read(name)))
+def _read_manifest(target: Target, name: str) -> BackupManifest:
+    return BackupManifest.decode(name, b"".join(target.read(name)))
 
 
 def _counted(data: Iterator[bytes], progress: Progress) -> Iterator[bytes]:

@@ -1,10 +1,10 @@
-"""Where backups are: a directory, a tar stream, or an object store. One seam for all of them.
+"""Targets of backups: a directory, a tar stream or an object store, behind one interface.
 
-    part = target.begin()       bytes go to a file of its own first: `part.path`
+    part = target.begin()       bytes go to a temporary file first: `part.path`
     part.write(data) …
-    part.commit(name)           from here on the target has it, durably, whole and under this name
+    part.commit(name)           from here on the target has the file, durable and complete, under this name
 
-What is not committed leaves nothing that has a name of a backup.
+A part that is not committed leaves no file with the name of a backup.
 """
 
 from __future__ import annotations
@@ -32,69 +32,69 @@ _PARTIAL: Final = "partial"
 _FILE_SCHEME: Final = "file://"
 
 
-class Part(Protocol):
+class BackupPart(Protocol):
     path: Path
 
     def write(self, data: bytes) -> None: ...
 
     def flush(self) -> None:
-        """Let what was written be read at `path`."""
+        """Make the written bytes readable at `path`."""
         ...
 
     def commit(self, name: str) -> None: ...
 
     def close(self) -> None:
-        """Let it go, committed or not."""
+        """Release the part, committed or not."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredFile:
     bytes: int
-    # When it was stored, in seconds, by the clock of the target.
+    # The time of the commit in seconds, by the clock of the target.
     time_s: float
 
 
 class Target(Protocol):
-    def begin(self) -> Part: ...
+    def begin(self) -> BackupPart: ...
 
-    def names(self, prefix: str) -> dict[str, Stored]:
-        """All that is committed under names that begin with `prefix`, which ends with a slash."""
+    def names(self, prefix: str) -> dict[str, StoredFile]:
+        """Return the committed files whose names begin with `prefix`, which ends with a slash."""
         ...
 
     def read(self, name: str) -> Iterator[bytes]:
-        """Raises BadBackup if it is not there."""
+        """Yield the bytes of a file. Raise BadBackup if it is missing."""
         ...
 
     def fetch(self, name: str, path: Path) -> str:
-        """Copy to a new file, durably, and return the SHA-256 of what was copied."""
+        """Copy to a new durable file, and return the SHA-256 of its bytes."""
         ...
 
     def remove(self, names: list[str]) -> None: ...
 
 
 class DirectoryTarget:
-    """Files are private, whatever the umask says."""
+    """A directory. Files are private, whatever the umask is."""
 
     def __init__(self, directory: Path, *, is_temporary: bool = False) -> None:
-        """What is fetched from one that is temporary is moved, not copied."""
+        """`is_temporary`: `fetch` moves files instead of copying them."""
         self._directory = directory
         self._is_temporary = is_temporary
         self._files = OsFiles()
 
-    def begin(self) -> Part:
+    def begin(self) -> BackupPart:
         self._files.make_directory(self._directory / _PARTIAL)
         self._clear()
-        return _FilePart(self._directory, self._files)
+        return _DirectoryPart(self._directory, self._files)
 
-    def names(self, prefix: str) -> dict[str, Stored]:
+    def names(self, prefix: str) -> dict[str, StoredFile]:
         found = {}
         for directory, _, names in os.walk(self._directory / prefix):
             for name in names:
                 path = Path(directory, name)
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
-                    found[str(path.relative_to(self._directory))] = Stored(status.st_size, status.st_mtime)
+                    found[str(path.relative_to(self._directory))] = StoredFile(status.st_size, status.st_mtime)
         return found
 
     def read(self, name: str) -> Iterator[bytes]:
@@ -119,14 +119,14 @@ class DirectoryTarget:
                 (self._directory / name).unlink()
 
     def _clear(self) -> None:
-        """Remove what backups that were killed have left. Those that run have their files locked."""
+        """Remove the temporary files of killed backups. Running backups have theirs locked."""
         for path in (self._directory / _PARTIAL).iterdir():
             with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 
 
-class _FilePart:
+class _DirectoryPart:
     def __init__(self, directory: Path, files: OsFiles) -> None:
         self._directory = directory
         self._files = files
@@ -135,7 +135,7 @@ class _FilePart:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             self._file = os.fdopen(descriptor, "wb")
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            # Another backup may have taken it for left over before it was locked.
+            # Another backup may have removed the file before it was locked.
             if self.path.exists():
                 break
             self._file.close()
@@ -162,7 +162,7 @@ class _FilePart:
 
 
 class SpooledPart:
-    """A temporary file, private as those are, that `store` copies to where it belongs."""
+    """A private temporary file that `store` copies to its final place."""
 
     def __init__(self, store: Callable[[str, Path], None]) -> None:
         descriptor, path = tempfile.mkstemp(prefix="penstock-backup-")
@@ -187,17 +187,17 @@ class SpooledPart:
 
 
 class TarTarget:
-    """A stream: it can be written once, and holds one backup."""
+    """A tar stream: it is written once, and holds one backup."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._output = _Output(stream)
+        self._output = _TarStream(stream)
         output = cast("BinaryIO", self._output)
         self._tar = tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - `close`
 
-    def begin(self) -> Part:
+    def begin(self) -> BackupPart:
         return SpooledPart(self._store)
 
-    def names(self, prefix: str) -> dict[str, Stored]:
+    def names(self, prefix: str) -> dict[str, StoredFile]:
         return {}
 
     def read(self, name: str) -> Iterator[bytes]:
@@ -207,7 +207,7 @@ class TarTarget:
         raise BadBackup("a tar stream that is being written cannot be read")
 
     def remove(self, names: list[str]) -> None:
-        pass  # it has nothing but this backup
+        pass  # a stream has only this backup
 
     def close(self) -> None:
         self._output.check_open()
@@ -222,46 +222,46 @@ class TarTarget:
             self._tar.addfile(member, file)
 
 
-class _Output:
-    """The stream that a tar is written to, until it fails. A tar that is not closed writes its end when it is
-    collected, where nobody could be told of an error."""
+class _TarStream:
+    """The stream that a tar is written to, until it fails. An unclosed tar would write its end when it is garbage
+    collected, where an error could not be reported."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._has_failed = False
 
     def write(self, data: bytes) -> int:
-        # A stream that its owner has closed is written to only when the tar is collected: see `check_open`.
+        # A stream that its owner has closed is written to only when the tar is garbage collected: see `check_open`.
         if not (self._has_failed or self._stream.closed):
-            with self._telling():
+            with self._translated_errors():
                 self._stream.write(data)
         return len(data)
 
     def check_open(self) -> None:
         if self._stream.closed:
-            raise BadBackup("the tar stream is closed: the backup is not whole")
+            raise BadBackup("the tar stream is closed: the backup is incomplete")
 
     def flush(self) -> None:
-        with self._telling():
+        with self._translated_errors():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self._has_failed = True
-            raise BadBackup(f"the tar stream cannot be written: {error.strerror}: the backup is not whole") from error
+            raise BadBackup(f"cannot write the tar stream: {error.strerror}: the backup is incomplete") from error
 
 
 def read_tar(stream: BinaryIO) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The members of a tar stream that belong to a backup, in order, each to be read before the next. Raises BadBackup
-    if the stream is damaged or cut short, unless a checksum of the backup can tell that better."""
+    """Yield the members of a tar stream that belong to a backup, in order, each to be read before the next. Raise
+    BadBackup if the stream is damaged or truncated, unless a checksum of the backup can report it better."""
     has_manifest = False
-    with _telling_damage():
+    with _translated_damage():
         tar = tarfile.open(fileobj=stream, mode="r|")  # noqa: SIM115 - the stream is the caller's
     while True:
-        with _telling_damage():
+        with _translated_damage():
             member = tar.next()
             file = tar.extractfile(member) if member is not None and member.isfile() else None
         if member is None:
@@ -269,14 +269,14 @@ def read_tar(stream: BinaryIO) -> Iterator[tuple[str, Iterator[bytes]]]:
         if file is not None and (SEGMENT_NAME.fullmatch(member.name) or MANIFEST_NAME.fullmatch(member.name)):
             has_manifest |= MANIFEST_NAME.fullmatch(member.name) is not None
             yield member.name, _read_member(file)
-    # To tarfile a header that is damaged or cut off is the end. The manifest is written last.
+    # tarfile takes a damaged or truncated header for the end. The manifest is written last.
     if not has_manifest:
-        raise BadBackup("the tar stream is damaged or cut short: it has no manifest")
+        raise BadBackup("the tar stream is damaged or truncated: it has no manifest")
 
 
 def _read_member(file: IO[bytes]) -> Iterator[bytes]:
     while True:
-        with _telling_damage():
+        with _translated_damage():
             data = file.read(CHUNK_BYTES)
         if not data:
             return
@@ -284,16 +284,16 @@ def _read_member(file: IO[bytes]) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _telling_damage() -> Iterator[None]:
+def _translated_damage() -> Iterator[None]:
     try:
         yield
-    # Numbers and names in extended headers have no checksum, and tarfile reads them without care.
+    # Numbers and names in extended headers have no checksum, and tarfile does not validate them.
     except (tarfile.TarError, EOFError, ValueError, OverflowError, LookupError) as error:
-        raise BadBackup(f"the tar stream is damaged or cut short: {error}") from error
+        raise BadBackup(f"the tar stream is damaged or truncated: {error}") from error
 
 
 def unpack(stream: BinaryIO, directory: Path) -> DirectoryTarget:
-    """Write the files of a tar stream to a directory, and return that."""
+    """Write the files of a tar stream to a directory, and return it as a target."""
     files = OsFiles()
     for name, data in read_tar(stream):
         path = directory / name
@@ -306,7 +306,7 @@ def unpack(stream: BinaryIO, directory: Path) -> DirectoryTarget:
 def copy(data: Iterator[bytes], path: Path) -> str:
     """Write a new private file, sync it, and return the SHA-256 of its bytes."""
     digest = hashlib.sha256()
-    # Without a buffer of its own: there is nothing left to write when it is closed after an error.
+    # Unbuffered: nothing is left to write when it is closed after an error.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb", 0) as file:
         for chunk in data:
             digest.update(chunk)
@@ -328,25 +328,25 @@ def digest_of(data: Iterator[bytes]) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the place of an error: what the system says of an open file has no name."""
+    """Add the path to errors: those of an open file have none."""
     try:
         yield
     except OSError as error:
-        raise BadDirectory(f"{error.filename or path} cannot be written: {error.strerror}") from error
+        raise BadDirectory(f"cannot write {error.filename or path}: {error.strerror}") from error
 
 
 def _discard(file: BinaryIO, path: Path) -> None:
-    # What could not be written is tried again here, and was told.
+    # Closing retries a failed write, which was already reported.
     with contextlib.suppress(OSError):
         file.close()
     path.unlink(missing_ok=True)
 
 
 def open_target(place: str, *, is_new: bool = False) -> Target:
-    """Return the target at a path or, where there is a scheme, the URL of an object store. `is_new`: a directory that
-    does not exist is made when something is written there."""
+    """Return the target at a path or, with a scheme, the URL of an object store. `is_new`: the directory may
+    not exist, and is created by the first write."""
     if not place:
-        raise BadDirectory("the name of the target is empty: name a directory or the URL of an object store")
+        raise BadDirectory("the target is empty: give a directory or the URL of an object store")
     if "://" not in place or place.startswith(_FILE_SCHEME):
         _check_directory(Path(place.removeprefix(_FILE_SCHEME)), is_new=is_new)
     if "://" not in place:
@@ -361,6 +361,6 @@ def _check_directory(path: Path, *, is_new: bool) -> None:
     if FORMAT_NAME in names or RESTORING_NAME in names or {"LOCK", "topics"} <= names:
         raise BadDirectory(f"{path} is the data directory of a broker: choose another directory")
     if path.exists() and not path.is_dir():
-        raise BadDirectory(f"{path} is not a directory: a tar file is read from stdin, by the name -")
+        raise BadDirectory(f"{path} is not a directory: to read a tar file, use - and stdin")
     if not is_new and not path.exists():
-        raise BadDirectory(f"{path}: there is no such directory")
+        raise BadDirectory(f"{path} does not exist")

@@ -1,8 +1,8 @@
 """Dead letters: messages that a group could not handle. They are listed, redriven and purged.
 
-A redriven letter is published to its subject again, for everybody who reads that. One that is redriven to its group is
-not copied: its message is still in its topic, and the group goes back to it. A purged letter is not listed any more. It
-stays in the log until retention removes it, like all that is stored.
+A redriven letter is published to its subject again, for all readers of that subject. A letter that is redriven to its
+group is not copied: its message is still in its topic, and the group goes back to it. A purged letter is not listed any
+more, and remains in the log until retention removes it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from penstock import headers
-from penstock.broker.group import Group, Mode, Position
+from penstock.broker.group import Group
+from penstock.broker.group_state import Mode
 from penstock.broker.mover import Mover
 from penstock.broker.partition import Partition
+from penstock.broker.position import Position
 from penstock.broker.sources import pause
-from penstock.broker.topic import ServedTopic
+from penstock.broker.topic import ServedTopic, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, Overloaded, PenstockError
 from penstock.run import Run, read_ttls
@@ -25,22 +27,25 @@ from penstock.storage.meta import Change
 from penstock.storage.store import Store
 from penstock.subject import is_subject, matches
 
+if TYPE_CHECKING:
+    from penstock.broker.changes import TopicChanges
+    from penstock.broker.groups import Groups
 
-class Host(Protocol):
+
+class RedriveHost(Protocol):
+    """The broker, as far as dead letters are redriven in it."""
+
     clock: Clock
     store: Store
-
-    async def owner(self, subject: bytes) -> ServedTopic: ...
-
-    def group(self, name: bytes) -> Group: ...
-
-    def partition(self, topic_id: int, number: int) -> Partition | None: ...
+    topics: Topics
+    changes: TopicChanges
+    groups: Groups
 
 
 class DeadLetter(NamedTuple):
     partition: int
     offset: int
-    # Where it was published, and where it lies in its topic.
+    # Where the message was published, and where it is in its topic.
     subject: bytes
     topic: bytes
     origin_partition: int
@@ -55,18 +60,18 @@ class DeadLetter(NamedTuple):
     is_redriven: bool
 
 
-class Wanted(NamedTuple):
-    """Which dead letters: those that meet every condition that is not None."""
+class DeadLetterFilter(NamedTuple):
+    """Selects the dead letters that meet every condition that is not None."""
 
-    # Of their own subjects.
+    # Of the subjects that their messages were published to.
     pattern: bytes = b">"
     group: bytes | None = None
     # Part of the reason, in upper or lower case.
     reason: str | None = None
-    # When they died: not before, and before.
+    # When they became dead letters: at or after, and before.
     since_us: int | None = None
     until_us: int | None = None
-    # Where they are themselves.
+    # Where the letters are.
     partition: int | None = None
     offsets: frozenset[int] | None = None
 
@@ -81,13 +86,13 @@ class Wanted(NamedTuple):
         )
 
 
-_ALL: Final = Wanted()
+_ALL: Final = DeadLetterFilter()
 
 
 @dataclass(frozen=True, slots=True)
 class Redriven:
     count: int
-    # How many could not be redriven: they are still listed. And why the first of them could not.
+    # How many could not be redriven and are still listed, and why the first of them could not.
     skipped: int = 0
     reason: str | None = None
 
@@ -96,34 +101,34 @@ class _Origin(NamedTuple):
     """Where the message of a letter is, for its group."""
 
     group: Group
-    position: Position
+    position: Position[Partition]
     offset: int
 
 
 class DeadLetters:
-    def __init__(self, topic: ServedTopic, host: Host) -> None:
+    def __init__(self, topic: ServedTopic, host: RedriveHost) -> None:
         self._host = host
         self._movers: dict[Partition, Mover] = {}
         self.serve(topic)
 
     def serve(self, topic: ServedTopic) -> None:
-        """Serve the topic as it is now: it may have been given more partitions."""
+        """Serve the topic as it is now: it may have more partitions than before."""
         self.topic = topic
         for partition in topic.partitions:
             if partition not in self._movers:
                 name = f"redriven {partition.topic_id} {partition.number}"
                 self._movers[partition] = Mover(name, partition, self._host, self._route, self._shape)
 
-    async def list(self, wanted: Wanted = _ALL, *, redriven: bool = False) -> AsyncIterator[DeadLetter]:
-        """Those that are wanted and not purged, oldest first; with `redriven`, also those that were redriven."""
+    async def list(self, wanted: DeadLetterFilter = _ALL, *, redriven: bool = False) -> AsyncIterator[DeadLetter]:
+        """Yield letters that are not purged, oldest first; with `redriven`, also those that were redriven."""
         for partition, mover in list(self._movers.items()):
-            offset = partition.start
-            while (found := await partition.read(offset)) is not None:
-                run, offset = found.run, found.following
+            cursor = partition.cursor(partition.start)
+            while (found := await cursor.read()) is not None:
+                run, cursor.offset = found.run, found.following
                 for index in range(len(run)):
                     await pause(index)
-                    is_redriven = mover.has_arrived(run.offset(index))
-                    if is_redriven and (not redriven or mover.is_dropped(run.offset(index))):
+                    is_redriven = mover.moves.has_arrived(run.offset(index))
+                    if is_redriven and (not redriven or mover.moves.is_dropped(run.offset(index))):
                         continue
                     subject = _subject(run.headers.get(index, b""))
                     if subject is not None and matches(wanted.pattern, subject):
@@ -137,36 +142,38 @@ class DeadLetters:
                 return letter
         return None
 
-    async def redrive(self, wanted: Wanted = _ALL, count: int | None = None, *, to_group: bool = False) -> Redriven:
-        """Publish dead letters to their subjects again, and return how many. Each is published once, even if this is
-        interrupted and called again. `to_group`: deliver each again to the group that failed, and to nobody else.
+    async def redrive(
+        self, wanted: DeadLetterFilter = _ALL, count: int | None = None, *, to_group: bool = False
+    ) -> Redriven:
+        """Publish dead letters to their subjects again. Each is published once, even if this is interrupted and called
+        again. `to_group`: redeliver each to the group that failed, and to nobody else.
 
-        Those that cannot be redriven are skipped, and still listed. Raises if there is none that can.
+        Letters that cannot be redriven are skipped, and still listed. Raises if none can.
         """
         chosen = await self._choose(wanted, count)
         failed: list[PenstockError] = []
         for partition, mover in list(self._movers.items()):
             offsets = chosen.get(partition.number, [])
             try:
-                found = await (self._revive(mover, offsets) if to_group else mover.move(offsets, retry=True))
+                found = await (self._requeue(mover, offsets) if to_group else mover.move(offsets, retry=True))
             except PenstockError as error:
-                # Of many some may have been redriven before.
-                found = {offset: error for offset in offsets if not mover.has_arrived(offset)}
+                # Some of them may have been redriven before the error.
+                found = {offset: error for offset in offsets if not mover.moves.has_arrived(offset)}
             failed += found.values()
         redriven = sum(map(len, chosen.values())) - len(failed)
         if failed and not redriven:
             raise failed[0]
         return Redriven(redriven, len(failed), str(failed[0]) if failed else None)
 
-    async def purge(self, wanted: Wanted = _ALL, count: int | None = None) -> int:
-        """Forget dead letters, and return how many."""
+    async def purge(self, wanted: DeadLetterFilter = _ALL, count: int | None = None) -> int:
+        """Remove dead letters from the list, and return how many."""
         chosen = await self._choose(wanted, count)
         for partition, mover in list(self._movers.items()):
             await mover.drop(chosen.get(partition.number, []))
         return sum(map(len, chosen.values()))
 
-    async def _choose(self, wanted: Wanted, count: int | None) -> dict[int, Sequence[int]]:
-        """Return the offsets of the first that are wanted, by partition."""
+    async def _choose(self, wanted: DeadLetterFilter, count: int | None) -> dict[int, Sequence[int]]:
+        """Return the offsets of the first letters that are wanted, by partition."""
         chosen: dict[int, list[int]] = {}
         taken = 0
         async for letter in self.list(wanted):
@@ -176,11 +183,11 @@ class DeadLetters:
             taken += 1
         return {**chosen}
 
-    async def _revive(self, mover: Mover, offsets: Sequence[int]) -> dict[int, PenstockError]:
-        """Let groups go back to the messages of these letters. Return those to which they cannot, and why."""
+    async def _requeue(self, mover: Mover, offsets: Sequence[int]) -> dict[int, PenstockError]:
+        """Let groups go back to the messages of these letters. Return why some cannot, by offset."""
         failed: dict[int, PenstockError] = {}
         found: dict[int, _Origin] = {}
-        taken: Counter[Position] = Counter()
+        taken: Counter[Position[Partition]] = Counter()
         for index, offset in enumerate(offsets):
             await pause(index)
             try:
@@ -196,26 +203,30 @@ class DeadLetters:
             taken[origin.position] += 1
             found[offset] = origin
 
-        def revive(letters: Sequence[int]) -> list[Change]:
-            origins: dict[tuple[Group, Position], list[int]] = {}
+        def requeue(letters: Sequence[int]) -> list[Change]:
+            origins: dict[tuple[Group, Position[Partition]], list[int]] = {}
             for group, position, offset in map(found.__getitem__, letters):
                 origins.setdefault((group, position), []).append(offset)
-            return [group.revive(position, together) for (group, position), together in origins.items()]
+            return [
+                change
+                for (group, position), together in origins.items()
+                for change in group.requeue(position, together)
+            ]
 
-        await mover.replace(list(found), revive)
+        await mover.replace(list(found), requeue)
         return failed
 
     async def _find_origin(self, partition: Partition, offset: int) -> _Origin:
-        """Return where the message of a letter still is, for its group."""
+        """Return where the message of a letter is, for its group. Raises if the group cannot go back to it."""
 
         def refused(reason: str) -> BadRequest:
             return BadRequest(f"dead letter {offset} cannot be redriven to its group: {reason}")
 
-        stored = await partition.message(offset)
+        stored = await partition.cursor(offset).read_message()
         if stored is None:
-            raise refused("retention has removed it")
+            raise refused("retention removed it")
         letter = _letter(partition, stored, 0, is_redriven=False)
-        group = self._host.group(letter.group)
+        group = self._host.groups[letter.group]
         position = next(
             (
                 each
@@ -226,7 +237,7 @@ class DeadLetters:
         )
         if position is None or group.mode is not Mode.SHARED:
             raise refused(f"{letter.group.decode()} is not a shared group that reads {letter.topic.decode()} any more")
-        run = await position.partition.message(letter.origin_offset)
+        run = await position.partition.cursor(letter.origin_offset).read_message()
         if run is None or not _is_of(stored, run):
             raise refused("its message is not in its topic any more; redrive it to its subject")
         if not run.split_expired(self._host.clock.now_us())[0].values:
@@ -242,7 +253,7 @@ class DeadLetters:
                 f"dead letter {run.offset(0)} cannot be redriven: its message was too large for a dead letter;"
                 " fetch it from its topic, at the offset that the letter names"
             )
-        topic = await self._host.owner(subject)
+        topic = await self._host.changes.owner(subject)
         return topic.choose(subject, run.keys.get(0))
 
     def _shape(self, run: Run, _target: Partition) -> Run:
@@ -259,13 +270,13 @@ class DeadLetters:
 
 
 def _subject(block: bytes) -> bytes | None:
-    """Return the subject of a dead letter; None if it is a message that somebody published there."""
+    """Return the subject of a dead letter; None for other messages, which clients published to the topic."""
     subject = headers.value_of(block, b"Dead-Letter-Subject")
     return subject if subject is not None and is_subject(subject) else None
 
 
 def _is_of(letter: Run, run: Run) -> bool:
-    """Return whether a message is the one that a letter was made of, and not one of a topic that was made again."""
+    """Return whether a letter is that of a message, and not of one in a deleted topic of the same name."""
     is_empty = headers.value_of(letter.headers[0], b"Dead-Letter-Is-Empty") is not None
     return _subject(letter.headers[0]) == run.subjects[0] and (is_empty or letter.values[0] == run.values[0])
 

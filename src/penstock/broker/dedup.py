@@ -1,41 +1,39 @@
-"""The ids of messages that were stored not long ago, so that one sent again is not stored again."""
+"""The IDs of messages that were stored recently, so that duplicates are not stored again."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 from weakref import WeakSet
 
 from penstock.errors import PenstockError
 from penstock.health import Usage
+from penstock.outcome import Outcome
 
-# The oldest are forgotten first, even within the window: in a topic, and in the topics that have most of all.
+# The oldest IDs are forgotten first, even within the window: in a topic, and in the topic that has the most.
 ENTRIES_MAX: Final = 100_000
 BYTES_MAX: Final = 128 << 20
-# Of an entry: an ID of at most 65 bytes, where it is, when it came, and their places in a dict and a deque.
+# What an entry takes: an ID of at most 65 bytes, an offset and a time, in a dict and a deque.
 ENTRY_BYTES: Final = 300
-# The topics are counted again when so many IDs are new.
+# The topics are counted again after so many new IDs.
 _UNCOUNTED_MAX: Final = 1000
-
-# Called with the offset of a message, and why it is not stored after all.
-Done = Callable[[int, PenstockError | None], None]
 
 
 class DedupBudget:
-    """What the IDs of all topics may take together."""
+    """Limits the memory of the IDs of all topics together."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        # A topic that is deleted, or needs no IDs any more, drops out by itself.
-        self._topics: WeakSet[Dedup] = WeakSet()
+        # A topic is removed when it is deleted, or needs no IDs any more.
+        self._topics: WeakSet[DedupWindow] = WeakSet()
         self._uncounted = 0
 
-    def join(self, dedup: Dedup) -> None:
+    def join(self, dedup: DedupWindow) -> None:
         self._topics.add(dedup)
 
     def grow(self) -> None:
-        """One more ID."""
+        """Count a new ID."""
         self._uncounted += 1
         if self._uncounted < _UNCOUNTED_MAX:
             return
@@ -49,8 +47,8 @@ class DedupBudget:
         return Usage(ENTRY_BYTES * sum(map(len, self._topics)), self._bytes_max)
 
 
-class Dedup:
-    """Times are those of the messages, in µs; they must not go back."""
+class DedupWindow:
+    """Times are those of the messages, in µs. They must not decrease."""
 
     __slots__ = (
         "__weakref__",
@@ -72,16 +70,16 @@ class Dedup:
         self.checked = 0
         self.found = 0
         self._offsets: dict[bytes, int] = {}
-        # When each id was stored, oldest first.
+        # When each ID was stored, oldest first.
         self._order: deque[tuple[int, bytes]] = deque()
-        # The ids of messages that wait for the disk, and who waits for the same: repetitions of them.
-        self._on_the_way: dict[bytes, list[Done]] = {}
+        # The IDs of messages that wait for the disk, and the outcomes of their duplicates.
+        self._on_the_way: dict[bytes, list[Outcome]] = {}
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def find(self, identity: bytes, now_us: int) -> int | None:
-        """Where a message with this id is stored, if it came within the window."""
+        """Return the offset of the message with this ID, if it was stored within the window."""
         self._expire(now_us)
         self.checked += 1
         offset = self._offsets.get(identity)
@@ -100,46 +98,46 @@ class Dedup:
             self._budget.grow()
 
     def shrink(self) -> int:
-        """Forget the oldest eighth; how many those are."""
+        """Forget the oldest eighth of the IDs, and return their number."""
         count = len(self._order) // 8 + 1
         for _ in range(count):
             self._offsets.pop(self._order.popleft()[1], None)
         return count
 
     def place(self, identity: bytes, offset: int) -> None:
-        """Where a message that was added lies, now that it is known."""
+        """Set the offset of a message that was added before its offset was known."""
         if identity in self._offsets:
             self._offsets[identity] = offset
 
     def get(self, identity: bytes) -> int | None:
-        """As `find`, for who has asked already."""
+        """As `find`, without counting."""
         return self._offsets.get(identity)
 
     def expect(self, identities: Iterable[bytes]) -> None:
-        """Messages with these ids, which were added, wait for the disk; `settle` tells what became of them."""
+        """Note that messages with these IDs, which were added, wait for the disk until `settle` is called."""
         for identity in identities:
             self._on_the_way.setdefault(identity, [])
 
-    def wait(self, identity: bytes, done: Done) -> bool:
-        """Call `done` with what becomes of the message that has this id; False if it is stored already."""
+    def wait(self, identity: bytes, outcome: Outcome) -> bool:
+        """Settle `outcome` together with the message that has this ID. Return False if it is stored already."""
         waiting = self._on_the_way.get(identity)
         if waiting is None:
             return False
-        waiting.append(done)
+        waiting.append(outcome)
         return True
 
     def settle(self, identities: Iterable[bytes], error: PenstockError | None) -> None:
-        """The messages with these ids are stored, or were taken back."""
+        """Settle the duplicates of messages that are stored, or failed."""
         for identity in identities:
             waiting = self._on_the_way.pop(identity, [])
             if error is not None:
                 self._forget(identity)
-            for done in waiting:
-                done(self._offsets.get(identity, 0), error)
+            for outcome in waiting:
+                outcome.settle(error)
 
     def _forget(self, identity: bytes) -> None:
         if self._offsets.pop(identity, None) is not None:
-            # The last ones, most likely.
+            # It is most likely one of the last.
             for place in range(len(self._order) - 1, -1, -1):
                 if self._order[place][1] == identity:
                     del self._order[place]

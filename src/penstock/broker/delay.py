@@ -1,10 +1,10 @@
-"""Delayed messages: stored at once in a topic of the broker's own, and appended to their topics when they are due.
+"""Delayed messages: stored at once in an internal topic, and appended to their topics when they are due.
 
-Upkeep removes the segments of that topic whose messages were all delivered. One message that is due in a year would
-keep all segments behind its own, so messages that wait in the oldest segment are stored again at the end of the topic
-when it has grown to a multiple of what waits in it. Then they have other offsets.
+Upkeep removes the segments of the internal topic whose messages were all moved. One message that is due in a year would
+keep all segments behind its own. So when the topic has grown to a multiple of the messages that wait in it, those in
+the oldest segment are stored again at its end. They have new offsets then.
 
-A message that is cancelled counts as moved, to nowhere: see `mover.py`.
+A message that is cancelled is dropped by the mover: see `mover.py`.
 """
 
 from __future__ import annotations
@@ -13,48 +13,49 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable
 from heapq import heapify, heappop, heappush, merge
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from penstock import headers
 from penstock.broker.mover import RETRY_US, RETRY_US_MAX, Mover
 from penstock.broker.partition import Partition
 from penstock.broker.sources import pause
 from penstock.broker.subscription import Loop
-from penstock.broker.topic import ServedTopic
+from penstock.broker.topic import Topics
 from penstock.errors import LogDamaged, Overloaded, PenstockError
 from penstock.health import Usage
 from penstock.run import Run, message_bytes
 from penstock.storage.store import Store
 from penstock.subject import matches
 
+if TYPE_CHECKING:
+    from penstock.broker.changes import TopicChanges
+
 DELAYED_TOPIC: Final = b"$delayed"
 # Each takes some memory until it is due.
 DELAYED_MAX: Final = 100_000
-# Those that are due within so short a time go together.
+# Messages that are due within this time are moved together.
 _TOGETHER_US: Final = 5_000
 _MOVE_MAX: Final = 1000
-# So many are sorted at once, in about a millisecond.
+# How many are sorted at once, in about a millisecond.
 _SORT_MAX: Final = 2000
-# The log may have so many bytes beyond twice those that wait.
+# How large the log may be, beyond twice the bytes that wait.
 _SLACK_BYTES: Final = 64 << 20
 _FOREVER_US: Final = 3600 * 1_000_000
-# Under which problems and faults are reported.
+# The name of problems in the health report.
 _NAME: Final = "delayed messages"
 _DUE: Final = b"Penstock-Due"
 
 
-class Host(Loop, Protocol):
+class DelaysHost(Loop, Protocol):
+    """The broker, as far as messages are delayed in it."""
+
     store: Store
-
-    async def owner(self, subject: bytes) -> ServedTopic:
-        """The topic that stores a subject, made if need be."""
-        ...
-
-    def partition(self, topic_id: int, number: int) -> Partition | None: ...
+    topics: Topics
+    changes: TopicChanges
 
 
 class _Waiting(NamedTuple):
-    """A message that is to be moved at a moment: when it is due, or when to try again."""
+    """A message to move at a moment: when it is due, or when to retry."""
 
     moment_us: int
     due_us: int
@@ -63,7 +64,7 @@ class _Waiting(NamedTuple):
 
 
 class Delayed(NamedTuple):
-    """A message that waits: where it is until then, and when it is due, in µs since 1970."""
+    """A message that waits: its offset in the internal topic, and when it is due, in µs since 1970."""
 
     offset: int
     due_us: int
@@ -74,8 +75,8 @@ class Delayed(NamedTuple):
     value: bytes
 
 
-class DelayedWanted(NamedTuple):
-    """Which delayed messages: those that meet every condition that is not None."""
+class DelayedFilter(NamedTuple):
+    """Selects the delayed messages that meet every condition that is not None."""
 
     pattern: bytes = b">"
     message_id: bytes | None = None
@@ -85,26 +86,27 @@ class DelayedWanted(NamedTuple):
         return matches(self.pattern, message.subject) and self.message_id in (None, message.message_id)
 
 
-_ALL: Final = DelayedWanted()
+_ALL: Final = DelayedFilter()
 
 
 class Delays:
-    def __init__(self, partition: Partition, host: Host) -> None:
+    def __init__(self, partition: Partition, host: DelaysHost) -> None:
         self.partition = partition
         self._host = host
         self._mover = Mover(f"delayed {partition.topic_id}", partition, host, self._route, self._shape)
-        self._next = max(self._mover.floor, partition.start)
-        # One at a time takes note of new messages.
+        self._next = max(self._mover.moves.floor, partition.start)
+        self._cursor = partition.cursor(self._next)
+        # Held while new messages are read.
         self._looking = asyncio.Lock()
-        # A heap of those that wait, and their bytes.
+        # A heap of the messages that wait, and their bytes.
         self._due: list[_Waiting] = []
         self._bytes = 0
-        # How often each of those was tried that are due and cannot be moved, and why the last of them could not.
+        # The attempts for each message that is due and cannot be moved, and why the last one failed.
         self._tries: dict[int, int] = {}
         self._error: PenstockError | None = None
-        # Where messages cannot be read, if there was such a place.
+        # The damage that was met last, if any.
         self._damage: PenstockError | None = None
-        # Whether the mover is to store messages again in their own topic.
+        # Whether the mover stores messages again in the internal topic.
         self._is_trimming = False
         self._woken = asyncio.Event()
         partition.groups[self._woken.set] = None
@@ -116,11 +118,11 @@ class Delays:
     def refusal(self) -> PenstockError | None:
         """Return why no more messages can be delayed, if so."""
         if len(self) >= DELAYED_MAX:
-            return Overloaded(f"{len(self)} messages are delayed: no more than {DELAYED_MAX} can be")
+            return Overloaded(f"{len(self)} messages are delayed, the limit is {DELAYED_MAX}")
         return None
 
     def usage(self) -> dict[str, Usage]:
-        """How full each limited table is, by name."""
+        """Return how full each limited table is, by name."""
         return {"delayed_messages": Usage(len(self), DELAYED_MAX)}
 
     def delayed(self, run: Run, index: int, due_us: int) -> Run:
@@ -130,8 +132,8 @@ class Delays:
         late.headers[0] = block + headers.lines(penstock_due=due_us)
         return late
 
-    async def find(self, wanted: DelayedWanted = _ALL) -> AsyncIterator[Delayed]:
-        """Yield the messages that wait and are wanted, those first that are due first."""
+    async def find(self, wanted: DelayedFilter = _ALL) -> AsyncIterator[Delayed]:
+        """Yield messages that wait, in the order in which they are due."""
         await self._look()
         unsorted = self._due.copy()
         parts = []
@@ -142,12 +144,14 @@ class Delays:
             await pause(index)
             if wanted.offsets is not None and waiting.offset not in wanted.offsets:
                 continue
-            run = None if self._mover.is_moved(waiting.offset) else await self.partition.message(waiting.offset)
+            if self._mover.moves.is_moved(waiting.offset):
+                continue
+            run = await self.partition.cursor(waiting.offset).read_message()
             if run is not None and wanted.meets(message := _delayed(run, waiting)):
                 yield message
 
-    async def cancel(self, wanted: DelayedWanted) -> int:
-        """Drop messages that wait, and return how many. What is being delivered at this moment is not cancelled."""
+    async def cancel(self, wanted: DelayedFilter) -> int:
+        """Drop messages that wait, and return how many. A message that is being moved is not cancelled."""
         chosen = [message.offset async for message in self.find(wanted)]
         dropped = set(await self._mover.drop(chosen))
         self._due = [waiting for waiting in self._due if waiting.offset not in dropped]
@@ -170,7 +174,7 @@ class Delays:
             timer.cancel()
 
     async def _attempt(self, step: Callable[[], Awaitable[None]]) -> Exception | None:
-        """Do one step, and return what prevented it. An error in one does not end the others."""
+        """Do one step, and return its error. An error in one step does not prevent the others."""
         try:
             await step()
         except PenstockError as error:
@@ -181,7 +185,7 @@ class Delays:
         return None
 
     def _report(self, error: Exception | None) -> int:
-        """Report what prevents messages from being moved, and return how long to wait until the next try."""
+        """Report what prevents messages from being moved, and return how long to wait until the next attempt."""
         health = self._host.store.health
         reason = error or self._mover.problem or (self._error if self._tries else None)
         if self._damage is not None:
@@ -190,40 +194,38 @@ class Delays:
         if reason is None:
             health.clear(_NAME)
             return max(0, self._due[0].moment_us - self._host.clock.now_us()) if self._due else _FOREVER_US
-        stuck = len(self._tries) + self._mover.waiting
-        health.report(_NAME, f"{stuck} that are due cannot be stored yet, and are tried again: {reason}")
+        stuck = len(self._tries) + len(self._mover.moves.targets)
+        health.report(_NAME, f"{stuck} that are due cannot be stored yet, and are retried: {reason}")
         return RETRY_US
 
     async def _look(self) -> None:
-        """Take note of messages that were stored since the last time."""
+        """Read messages that were stored since the last time."""
         async with self._looking:
-            await self._take_note()
-
-    async def _take_note(self) -> None:
-        while (found := await self._read()) is not None:
-            run, following = found
-            for index in range(len(run)):
-                await pause(index)
-                offset = run.offset(index)
-                self._skip(offset)
-                due = headers.value_of(run.headers.get(index, b""), _DUE)
-                if due is not None and due.isdigit() and not self._mover.is_moved(offset):
-                    self._wait(_Waiting(int(due), int(due), offset, message_bytes(run, index)))
-                    self._next = offset + 1
-            self._skip(following)
+            while (found := await self._read()) is not None:
+                run, following = found
+                for index in range(len(run)):
+                    await pause(index)
+                    offset = run.offset(index)
+                    self._skip(offset)
+                    due = headers.value_of(run.headers.get(index, b""), _DUE)
+                    if due is not None and due.isdigit() and not self._mover.moves.is_moved(offset):
+                        self._wait(_Waiting(int(due), int(due), offset, message_bytes(run, index)))
+                        self._next = offset + 1
+                self._skip(following)
 
     async def _read(self) -> tuple[Run, int] | None:
-        """Return the next messages. Damaged ones are left out: they are not marked as moved, so their segment stays."""
+        """Return the next messages, without damaged ones: those do not count as moved, so their segment remains."""
         while True:
             try:
-                return await self.partition.read_stored(self._next)
+                self._cursor.offset = self._next
+                return await self._cursor.read_stored()
             except LogDamaged as error:
                 if error.last is None:
                     raise
                 self._damage, self._next = error, max(self._next, error.last)
 
     def _skip(self, offset: int) -> None:
-        """Below this offset there is nothing more to move that is not waiting."""
+        """Read on at `offset`: before it there is nothing else to move."""
         if offset > self._next:
             self._mover.skip(self._next, offset - 1)
             self._next = offset
@@ -243,19 +245,19 @@ class Delays:
             await self._hand_over(due)
 
     async def _hand_over(self, chosen: list[_Waiting]) -> None:
-        """Let the mover have these, which are not in the heap any more. Those that it cannot move go back."""
+        """Move messages that were taken out of the heap. Those that cannot be moved are put back."""
         failed: dict[int, PenstockError] = {}
         try:
             failed = await self._mover.move([waiting.offset for waiting in chosen])
         finally:
             for waiting in chosen:
-                if self._mover.is_moved(waiting.offset):
+                if self._mover.moves.is_moved(waiting.offset):
                     self._tries.pop(waiting.offset, None)
                 else:
                     self._wait(self._later(waiting, failed.get(waiting.offset)))
 
     def _later(self, waiting: _Waiting, error: PenstockError | None) -> _Waiting:
-        """Try it again: after a while if it alone could not be moved."""
+        """Return when to retry a message: with backoff, if there was an error for it alone."""
         if error is None:
             return waiting
         self._error = error
@@ -264,9 +266,9 @@ class Delays:
         return waiting._replace(moment_us=max(waiting.due_us, retry_us))
 
     async def _trim(self) -> None:
-        """Let upkeep remove what was delivered."""
+        """Let upkeep remove what was moved."""
         log = self.partition.log
-        log.unneeded = self._mover.needed_from
+        log.upkeep.unneeded = self._mover.moves.needed_from
         while oldest := self._oldest():
             moved = set(oldest)
             self._due = [waiting for waiting in self._due if waiting not in moved]
@@ -277,12 +279,12 @@ class Delays:
                 await self._hand_over(oldest)
             finally:
                 self._is_trimming = False
-            log.unneeded = self._mover.needed_from
+            log.upkeep.unneeded = self._mover.moves.needed_from
 
     def _oldest(self) -> list[_Waiting]:
-        """Return what to store again at the end, for the oldest segment to be removed; nothing if it may stay."""
+        """Return what to store again, so that the oldest segment can be removed; nothing if it may remain."""
         segments = self.partition.log.segments
-        first = max(0, bisect_right(segments, self.partition.log.unneeded, key=lambda segment: segment.base) - 1)
+        first = max(0, bisect_right(segments, self.partition.log.upkeep.unneeded, key=lambda segment: segment.base) - 1)
         size = sum(segment.size for segment in segments[first:])
         if first + 1 == len(segments) or size <= 2 * self._bytes + _SLACK_BYTES:
             return []
@@ -291,14 +293,14 @@ class Delays:
     async def _route(self, run: Run) -> Partition:
         if self._is_trimming:
             return self.partition
-        topic = await self._host.owner(run.subjects[0])
+        topic = await self._host.changes.owner(run.subjects[0])
         return topic.choose(run.subjects[0], run.keys.get(0))
 
     def _shape(self, run: Run, target: Partition) -> Run:
         """Return the message as it was published, without what delayed it."""
         shaped = Run(run.subjects, run.values)
         shaped.keys, shaped.replies, shaped.tombstones = run.keys, run.replies, run.tombstones
-        # It counts from when it is due.
+        # The TTL begins when the message is due.
         shaped.ttls = run.ttls
         block = run.headers[0] if target is self.partition else headers.without(run.headers[0], _DUE.lower())
         if block:

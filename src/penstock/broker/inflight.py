@@ -1,32 +1,32 @@
-"""The position of one shared group in one partition: what is done, and what was delivered and is not done yet.
+"""Which messages of a partition a group has taken, and which of those are not done yet.
 
-All offsets below `floor` are done. Of those in [`floor`, `next`) the pending ones are not, all others are. The group
+All offsets below `floor` are done. In [`floor`, `next`) the pending ones are not done, and all others are. The group
 reads on at `next`. A pending message is in one of three states:
 
     OUT    a member has it, until its deadline
-    BACK   it waits to be delivered again, from a moment on
-    DEAD   its last try failed; it waits until its dead letter is stored
+    BACK   it waits to be redelivered, from a moment on
+    DEAD   its last attempt failed; it waits until its dead letter is stored
 
-    take                        → OUT
-    nack, release, expire   OUT → BACK
-    retake                 BACK → OUT
-    doom                   BACK → DEAD
-    kill            OUT or BACK → DEAD
-    ack             OUT or BACK → done
-    bury                   DEAD → done
-    revive                 done → BACK
+    take                                     → OUT
+    nack, release, release_all, expire   OUT → BACK
+    retake                              BACK → OUT
+    kill_exhausted                      BACK → DEAD
+    kill                         OUT or BACK → DEAD
+    ack                          OUT or BACK → done
+    finish_dead                         DEAD → done
+    requeue                             done → BACK
 
-Messages are delivered in runs, and those of a run mostly share their lot: they expire, or go back with their member,
-all at once. So what is said of a message (attempts, member, moment) is said once for its lot; a message that fares
-otherwise moves to a lot of its own. In a run, taking a message costs 0.05 µs, and acknowledging one 0.1 µs.
+Messages are delivered in runs, and most messages of a run change together: all expire, or all go back when their member
+leaves. So attempts, member and moment are stored once for a lot of messages; a message that changes alone moves to a
+lot of its own. In a run, taking a message costs 0.05 µs, and acknowledging one 0.1 µs.
 
-A position is stored as a snapshot followed by records of changes, so that one ack among 10,000 pending messages costs
+The state is stored as a snapshot followed by records of changes, so that one ack among 10,000 pending messages costs
 a few bytes. `restore` applies them in order; each record overrides earlier ones for the offsets that it lists:
 
     floor, next   as above
     lots          pending messages: [attempts, delay in µs (null: DEAD), offsets]
     done          offsets that are done; only in records of changes
-    reasons       why pending messages failed: [delivery, reason, offsets]; left out if there are none
+    reasons       why pending messages failed: [delivery, reason, offsets]; omitted if there are none
 
 Offsets are stored as runs, relative to the record's `floor`: [skipped, taken, skipped, taken, …].
 """
@@ -39,19 +39,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, repeat, takewhile
 from typing import Any, Final
 
-# What is stale in a queue is swept out when it outweighs what is not by this much: seldom, and never for a short queue.
+# Stale entries of a queue are removed when there are this many more than others: seldom, and never in a short queue.
 _STALE_MAX: Final = 64
-# Of the reasons of one position, in characters; the oldest go first.
+# The reasons of one position, in characters; the oldest are forgotten first.
 REASONS_MAX: Final = 256 << 10
 
-# What a number takes in a record, about.
+# About what a number takes in a record.
 _NUMBER_BYTES: Final = 4
 
-Record = dict[str, Any]
+PositionRecord = dict[str, Any]
 
 
 class Inflight:
-    """Moments are monotonic microseconds; what is due at a moment is due from it on."""
+    """Moments are monotonic microseconds.
+
+    One class with many methods: each of the transitions above keeps the same tables consistent.
+    """
 
     __slots__ = (
         "floor",
@@ -75,8 +78,8 @@ class Inflight:
         self.reset(floor)
 
     def reset(self, offset: int) -> None:
-        """Start again at `offset`, with nothing pending. Only this may move `next` back, and only this and `revive`
-        the floor."""
+        """Start again at `offset`, with nothing pending. Only this can lower `next`, and only this and `requeue` the
+        floor."""
         self.floor = offset
         self.next = offset
         # The lot of each message that is OUT or BACK. Ascending: offsets are taken in order.
@@ -88,9 +91,9 @@ class Inflight:
         self._deadlines = _Timeline()  # of all OUT
         self._delays = _Timeline()  # of those BACK that were not yet found due
         self._ready: list[int] = []  # a heap: all BACK that were found due, and some that are not any more
-        # Offsets whose stored state changed since `mark`; None: unknown.
+        # Offsets whose stored state has changed since `mark`; None: unknown.
         self._changed: set[int] | None = None
-        # Of those that are pending: the last delivery that failed for a known reason, and the reason.
+        # Of pending messages: the last delivery that failed for a known reason, and the reason.
         self._reasons: dict[int, tuple[int, str]] = {}
         self._reasons_size = 0
 
@@ -98,20 +101,20 @@ class Inflight:
         return len(self._lots) + len(self._dead)
 
     def room(self) -> int:
-        """How many more may be taken."""
+        """Return how many more messages may be taken."""
         return max(0, self.pending_max - len(self))
 
     def owner(self, offset: int) -> int | None:
-        """The member that has it OUT."""
+        """Return the member that has a message OUT."""
         lot = self._lots.get(offset)
         return None if lot is None else lot.member
 
     def is_pending(self, offset: int) -> bool:
-        """Whether it is OUT, BACK or DEAD."""
+        """Return whether a message is OUT, BACK or DEAD."""
         return offset in self._lots or offset in self._dead
 
     def attempts(self, offset: int) -> int:
-        """How often it was delivered; 0 if it is not pending."""
+        """Return how often a message was delivered; 0 if it is not pending."""
         lot = self._lots.get(offset)
         return self._dead.get(offset, 0) if lot is None else lot.attempts
 
@@ -122,7 +125,7 @@ class Inflight:
     # Out.
 
     def take(self, offsets: Sequence[int], upto: int, member: int, due_us: int) -> None:
-        """`offsets`, ascending, were delivered for the first time. The others below `upto` are not for this group."""
+        """Deliver `offsets`, which ascend, for the first time. The others below `upto` are not for this group."""
         assert upto >= self.next
         if offsets:
             assert self.next <= offsets[0] <= offsets[-1] < upto
@@ -138,7 +141,7 @@ class Inflight:
         self._raise_floor()
 
     def share(self, shares: Sequence[tuple[int, Sequence[int]]], upto: int, due_us: int) -> None:
-        """As `take`, of messages that went to several members: (member, its offsets, ascending)."""
+        """As `take`, for several members: (member, its offsets, which ascend)."""
         offsets = sorted(chain.from_iterable(each for _, each in shares))
         self.take(offsets, upto, shares[0][0], due_us)
         for member, each in shares[1:]:
@@ -147,15 +150,15 @@ class Inflight:
             self._leave(lot, len(each))
 
     def held(self, member: int) -> int:
-        """How many messages a member has OUT."""
+        """Return how many messages a member has OUT."""
         return sum(lot.size for lot in self._out.get(member, ()))
 
     def taken_by(self, member: int) -> list[int]:
-        """Which messages a member has OUT, ascending."""
+        """Return the messages that a member has OUT, ascending."""
         return sorted(offset for lot in self._out.get(member, ()) for offset in self._left(lot))
 
     def back(self, now_us: int, limit: int) -> list[int]:
-        """The first offsets that are BACK and due, ascending: to be delivered again, and told to `retake`."""
+        """Return the first offsets that are BACK and due, ascending, for `retake`."""
         ready = self._ready
         for lot in self._delays.pop(now_us):
             for offset in self._left(lot):
@@ -172,7 +175,7 @@ class Inflight:
         return found
 
     def retake(self, offsets: Iterable[int], member: int, due_us: int) -> None:
-        """`offsets`, which are BACK, were delivered once more."""
+        """Redeliver `offsets`, which are BACK."""
         by_attempts: dict[int, list[int]] = {}
         left: Counter[_Lot] = Counter()
         for offset in offsets:
@@ -188,7 +191,7 @@ class Inflight:
             self._note(together)
 
     def extend(self, offset: int, due_us: int) -> bool:
-        """Whoever has it OUT may keep it until `due_us`. False if nobody has."""
+        """Set the deadline of a message that is OUT. Return False if it is not."""
         lot = self._lots.get(offset)
         if lot is None or lot.member is None:
             return False
@@ -199,7 +202,7 @@ class Inflight:
     # Done.
 
     def ack(self, offset: int) -> bool:
-        """It is done. False if it was before, was never taken, or is DEAD: then only `bury` ends it."""
+        """Mark a message that is OUT or BACK as done. Return False if it is neither."""
         lot = self._lots.pop(offset, None)
         if lot is None:
             return False
@@ -211,7 +214,7 @@ class Inflight:
         return True
 
     def ack_many(self, offsets: Sequence[int]) -> int:
-        """`ack` for each; how many of them were true."""
+        """Call `ack` for each, and return how many of them were OUT or BACK."""
         before = len(self._lots)
         lots = list(map(self._lots.pop, offsets, repeat(None)))
         for lot, count in Counter(lots).items():
@@ -223,13 +226,13 @@ class Inflight:
         return before - len(self._lots)
 
     def ack_upto(self, offset: int) -> int:
-        """`ack` for all up to and including `offset`; how many of them were true."""
+        """Call `ack` for all up to and including `offset`, and return how many of them were OUT or BACK."""
         return self.ack_many(list(takewhile(lambda pending: pending <= offset, self._order)))
 
     def forget_below(self, offset: int) -> int:
-        """Retention dropped all below `offset`. How many of them were pending, DEAD ones too: they are lost."""
+        """Drop all messages below `offset`. Return how many of them were pending, including DEAD ones."""
         dropped = list(takewhile(lambda pending: pending < offset, self._order))
-        lost = self.ack_many(dropped) + self.bury(dropped)
+        lost = self.ack_many(dropped) + self.finish_dead(dropped)
         self.next = max(self.next, offset)
         self._raise_floor()
         return lost
@@ -237,7 +240,7 @@ class Inflight:
     # Back.
 
     def nack(self, offset: int, back_us: int, reason: str = "") -> bool:
-        """It goes BACK, due at `back_us`, also if it is BACK already. False if it is neither OUT nor BACK."""
+        """Redeliver a message from `back_us` on. Return False if it is neither OUT nor BACK."""
         lot = self._lots.get(offset)
         if lot is None:
             return False
@@ -247,8 +250,8 @@ class Inflight:
         self._note((offset,))
         return True
 
-    def untake(self, offset: int, now_us: int) -> bool:
-        """It goes BACK, due at once, as if this delivery had not been. False if it is not OUT."""
+    def release(self, offset: int, now_us: int) -> bool:
+        """Redeliver a message at once, without counting its last delivery. Return False if it is not OUT."""
         lot = self._lots.get(offset)
         if lot is None or lot.member is None:
             return False
@@ -257,8 +260,8 @@ class Inflight:
         self._note((offset,))
         return True
 
-    def release(self, member: int, now_us: int) -> int:
-        """The member is gone: all that it has go BACK, due at once. How many."""
+    def release_all(self, member: int, now_us: int) -> int:
+        """Redeliver all messages of a member that left at once, and return their number."""
         lots = list(self._out.get(member, ()))
         for lot in lots:
             self._deadlines.drop(lot)
@@ -266,37 +269,37 @@ class Inflight:
         return sum(lot.size for lot in lots)
 
     def expire(self, now_us: int) -> int:
-        """All OUT whose deadline has come go BACK, due at once. How many."""
+        """Redeliver all messages whose deadline is over at once, and return their number."""
         lots = self._deadlines.pop(now_us)
         for lot in lots:
             self._turn_back(lot, now_us)
         return sum(lot.size for lot in lots)
 
     def next_us(self) -> int | None:
-        """When to look again: the earliest deadline of an OUT, or moment of a BACK that `back` has not found due yet.
+        """Return the next moment at which a deadline or a delay is over.
 
-        One that was found due waits for a member, not for a moment.
+        A message that `back` has returned waits for a member, not for a moment.
         """
         moments = (self._deadlines.first_us(), self._delays.first_us())
         return min((moment for moment in moments if moment is not None), default=None)
 
     # Dead.
 
-    def doom(self, deliveries_max: int) -> list[tuple[int, int]]:
-        """All BACK that were delivered so often turn DEAD, due or not: before `back`, which would give them once more.
+    def kill_exhausted(self, deliveries_max: int) -> list[tuple[int, int]]:
+        """Turn all messages DEAD that are BACK after so many deliveries. Return their (offset, attempts), ascending.
 
-        Their (offset, attempts), ascending.
+        Call it before `back`, which would return them once more.
         """
-        doomed = []
+        exhausted = []
         for attempts in [attempts for attempts in self._back if attempts >= deliveries_max]:
             for lot in list(self._back[attempts]):
-                doomed += [(offset, attempts) for offset in self._left(lot)]
-        for offset, _ in doomed:
+                exhausted += [(offset, attempts) for offset in self._left(lot)]
+        for offset, _ in exhausted:
             self.kill(offset)
-        return sorted(doomed)
+        return sorted(exhausted)
 
     def kill(self, offset: int, reason: str = "") -> bool:
-        """It turns DEAD, however often it was delivered. False if it is neither OUT nor BACK."""
+        """Turn a message DEAD, whatever its attempts. Return False if it is neither OUT nor BACK."""
         lot = self._lots.pop(offset, None)
         if lot is None:
             return False
@@ -307,41 +310,41 @@ class Inflight:
         return True
 
     def dead(self) -> list[tuple[int, int]]:
-        """(offset, attempts) of all DEAD, ascending."""
+        """Return (offset, attempts) of all DEAD messages, ascending."""
         return sorted(self._dead.items())
 
-    def bury(self, offsets: Iterable[int]) -> int:
-        """Their dead letters are stored: those that are DEAD are done. How many."""
-        buried = [offset for offset in offsets if self._dead.pop(offset, None) is not None]
-        self._forget_reasons(buried)
-        self._note(buried)
+    def finish_dead(self, offsets: Iterable[int]) -> int:
+        """Mark DEAD messages as done: their dead letters are stored. Return how many of `offsets` were DEAD."""
+        finished = [offset for offset in offsets if self._dead.pop(offset, None) is not None]
+        self._forget_reasons(finished)
+        self._note(finished)
         self._raise_floor()
-        return len(buried)
+        return len(finished)
 
     def is_dead(self, offset: int) -> bool:
-        """Return whether it is DEAD: its dead letter may be stored, but it is not done."""
+        """Return whether a message is DEAD: its dead letter may be stored, but it is not done."""
         return offset in self._dead
 
-    def revive(self, offsets: Iterable[int], now_us: int) -> None:
-        """Let messages that are done go BACK, due at once, as if they had never been delivered. Those that are pending
-        or were not read yet stay as they are. It sorts all that is pending, and the next record is a snapshot."""
-        revived = tuple(sorted({each for each in offsets if each < self.next and not self.is_pending(each)}))
-        if not revived:
+    def requeue(self, offsets: Iterable[int], now_us: int) -> None:
+        """Redeliver messages that are done at once, as if for the first time. Others stay as they are. This sorts all
+        pending messages, and the next record is a snapshot."""
+        again = tuple(sorted({each for each in offsets if each < self.next and not self.is_pending(each)}))
+        if not again:
             return
-        self._begin(revived, 0, None, now_us)
+        self._begin(again, 0, None, now_us)
         self._lots = dict(sorted(self._lots.items()))
         self._order = deque(sorted((*self._lots, *self._dead)))
         self.floor = self._order[0]
-        # A record of changes does not list what is done below the floor that it was made at.
+        # A record of changes does not list messages that are done below its floor.
         self._changed = None
 
-    # Kept.
+    # Records.
 
-    def snapshot(self, now_us: int) -> Record:
-        """Return the whole position. Moments become delays; what is OUT has none: after a restart nobody has it."""
+    def snapshot(self, now_us: int) -> PositionRecord:
+        """Return the whole state. Moments become delays; messages that are OUT have none: they will be BACK."""
         return self._record(sorted(chain(self._lots, self._dead)), now_us)
 
-    def changes(self, now_us: int) -> Record | None:
+    def changes(self, now_us: int) -> PositionRecord | None:
         """Return what changed since `mark`, or None if that is unknown: then take a `snapshot`."""
         if self._changed is None:
             return None
@@ -358,8 +361,8 @@ class Inflight:
         self._changed = None
 
     @classmethod
-    def restore(cls, records: Sequence[Record], now_us: int, pending_max: int = 10_000) -> Inflight:
-        """As it was, but what was OUT is BACK. More than `pending_max` may be pending: then there is no room."""
+    def restore(cls, records: Sequence[PositionRecord], now_us: int, pending_max: int = 10_000) -> Inflight:
+        """Restore the state. What was OUT is BACK. There may be more than `pending_max` pending messages."""
         said: dict[int, tuple[int, int | None]] = {}
         reasons: dict[int, tuple[int, str]] = {}
         for record in map(_upgrade, records):
@@ -391,7 +394,7 @@ class Inflight:
         assert found.floor == last["floor"]
         return found
 
-    def _record(self, offsets: Sequence[int], now_us: int) -> Record:
+    def _record(self, offsets: Sequence[int], now_us: int) -> PositionRecord:
         """Return a record of the pending messages among `offsets`, which ascend."""
         alike: dict[tuple[int, int | None], list[int]] = {}
         for offset in offsets:
@@ -402,7 +405,7 @@ class Inflight:
             elif offset in self._dead:
                 alike.setdefault((self._dead[offset], None), []).append(offset)
         lots = [[*of, _runs(together, self.floor)] for of, together in alike.items()]
-        record: Record = {"floor": self.floor, "next": self.next, "lots": lots}
+        record: PositionRecord = {"floor": self.floor, "next": self.next, "lots": lots}
         if self._reasons:
             failed: dict[tuple[int, str], list[int]] = {}
             for offset in offsets:
@@ -446,7 +449,7 @@ class Inflight:
             self._deadlines.push(lot)
 
     def _turn_back(self, lot: _Lot, now_us: int) -> None:
-        """A lot that is OUT, and off its timeline, goes BACK as it is."""
+        """Turn a whole lot from OUT, and off its timeline, to BACK."""
         assert lot.member is not None
         _remove(self._out, lot.member, lot)
         lot.member = None
@@ -455,7 +458,7 @@ class Inflight:
         self._delays.push(lot)
 
     def _leave(self, lot: _Lot, count: int = 1) -> None:
-        """Messages of the lot are elsewhere now, and `_lots` says so already."""
+        """Remove messages from a lot; `_lots` does not refer to it for them any more."""
         lot.size -= count
         if lot.size <= lot.size_min:
             self._shrink(lot)
@@ -493,14 +496,14 @@ class Inflight:
 
 
 class _Lot:
-    """Messages of which the same is to be said: OUT with `member` until `at_us`, or BACK from `at_us` on."""
+    """Messages that changed together: OUT with `member` until `at_us`, or BACK from `at_us` on."""
 
     __slots__ = ("offsets", "size", "size_min", "attempts", "member", "at_us", "timeline")
 
     def __init__(self, offsets: tuple[int, ...], attempts: int, member: int | None, at_us: int) -> None:
-        self.offsets = offsets  # those that left too, until it shrinks
+        self.offsets = offsets  # also those that left, until it shrinks
         self.size = len(offsets)  # without those that left
-        self.size_min = self.size // 4  # then it shrinks: one message that stays must not keep the offsets of hundreds
+        self.size_min = self.size // 4  # it shrinks then: one message must not keep the offsets of hundreds in memory
         self.attempts = attempts
         self.member = member  # None: BACK
         self.at_us = at_us
@@ -508,19 +511,19 @@ class _Lot:
 
 
 class _Timeline:
-    """Lots by their moment. A lot is on a timeline once: dropped or popped, it never comes back to the same one."""
+    """Lots by their moment. A lot is never pushed to the same timeline again."""
 
     __slots__ = ("_heap", "_pushed", "_size")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, _Lot]] = []  # those that were dropped too, until they are swept out
+        self._heap: list[tuple[int, int, _Lot]] = []  # also those that were dropped, until they are removed
         self._pushed = 0
         self._size = 0  # without those that were dropped
 
     def push(self, lot: _Lot) -> None:
         lot.timeline = self
         self._size += 1
-        self._pushed += 1  # of two with one moment the first comes first: lots have no order
+        self._pushed += 1  # orders lots of the same moment
         heapq.heappush(self._heap, (lot.at_us, self._pushed, lot))
 
     def drop(self, lot: _Lot) -> None:
@@ -531,7 +534,7 @@ class _Timeline:
             heapq.heapify(self._heap)
 
     def pop(self, now_us: int) -> list[_Lot]:
-        """The lots whose moment has come."""
+        """Remove and return the lots whose moment has come."""
         lots = []
         while (at_us := self.first_us()) is not None and at_us <= now_us:
             lot = heapq.heappop(self._heap)[2]
@@ -554,7 +557,7 @@ def _remove(table: dict[int, set[_Lot]], key: int, lot: _Lot) -> None:
         del table[key]
 
 
-def weight(record: Record) -> int:
+def weight(record: PositionRecord) -> int:
     """Return the size of a record, in numbers."""
     reasons = sum(len(runs) + 2 + len(reason) // _NUMBER_BYTES for _, reason, runs in record.get("reasons", ()))
     return sum(len(runs) + 2 for *_, runs in record["lots"]) + len(record.get("done", ())) + reasons + 2
@@ -581,7 +584,7 @@ def _offsets(runs: Sequence[int], floor: int) -> Iterator[int]:
         at += taken
 
 
-def _upgrade(record: Record) -> Record:
+def _upgrade(record: PositionRecord) -> PositionRecord:
     """Return a record in the current format. Older records list [offset, attempts, delay] for each pending message."""
     if "pending" not in record:
         return record

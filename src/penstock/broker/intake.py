@@ -13,23 +13,27 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from penstock import headers
 from penstock.batch import Batch
-from penstock.broker.dedup import ENTRIES_MAX, Dedup, DedupBudget
+from penstock.broker.dedup import ENTRIES_MAX, DedupBudget, DedupWindow
 from penstock.broker.delay import Delays
+from penstock.broker.opened import is_large
 from penstock.broker.order import Order, Publisher
-from penstock.broker.partition import LivePartition, LiveQueue, Partition, is_large
+from penstock.broker.partition import LivePartition, LiveQueue, Partition
 from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.health import Usage
+from penstock.outcome import Outcome
 from penstock.run import Run
-from penstock.storage.log import Done
 from penstock.storage.policy import PARTITIONS_MAX, OnDamage
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.store import Store
+
+if TYPE_CHECKING:
+    from penstock.broker.changes import TopicChanges
 
 _READ_BYTES: Final = 1 << 20
 # Identities that are looked at before others may use the loop: less than a millisecond.
@@ -51,11 +55,13 @@ class Stored(NamedTuple):
 
 
 class Receipt:
-    """What becomes of a run that is published. `done` is called once, when all of it is decided."""
+    """What becomes of the messages of a run that is published. Its `outcome` is settled when all of them are decided,
+    with the first error if there is one."""
 
-    __slots__ = ("_done", "_waiting", "count", "duplicates", "failed", "late", "places")
+    __slots__ = ("_waiting", "count", "duplicates", "failed", "late", "outcome", "places")
 
-    def __init__(self, count: int, done: Callable[[Receipt], None]) -> None:
+    def __init__(self, count: int) -> None:
+        self.outcome = Outcome()
         self.count = count
         # Why messages are not stored, by their place in the run.
         self.failed: dict[int, PenstockError] = {}
@@ -65,7 +71,6 @@ class Receipt:
         self.late: dict[int, bytes] = {}
         # Where the messages went: partition, first offset, and their places in the run.
         self.places: list[tuple[Target, int, Sequence[int]]] = []
-        self._done = done
         # Parts that are not decided; until `close` there may come more.
         self._waiting = 1
 
@@ -89,16 +94,16 @@ class Receipt:
             found[index] = error
         return found
 
-    def part(self, indices: Sequence[int]) -> Done:
-        """These messages are decided when what is returned is called."""
+    def part(self, indices: Sequence[int]) -> Outcome:
+        """Return the outcome of some of the messages, for whoever stores them to settle."""
         self._waiting += 1
 
-        def settle(_offset: int, error: PenstockError | None) -> None:
+        def settle(error: PenstockError | None) -> None:
             if error is not None:
                 self.refuse(indices, error)
             self.close()
 
-        return settle
+        return Outcome(settle)
 
     def refuse(self, indices: Sequence[int], error: PenstockError) -> None:
         for index in indices:
@@ -107,23 +112,32 @@ class Receipt:
     def close(self) -> None:
         self._waiting -= 1
         if not self._waiting:
-            self._done(self)
+            self.outcome.settle(self.error)
 
 
 _NOWHERE: Final = Stored(b"", -1, -1, False)
 
 
-class Host(Protocol):
+class Appended(NamedTuple):
+    """Where a producer's batch is."""
+
+    offset: int
+    # It was stored before, and is not again.
+    is_duplicate: bool
+
+
+class IntakeHost(Protocol):
+    """The broker, as far as publishing needs it."""
+
     clock: Clock
     store: Store
     topics: Topics
+    changes: TopicChanges
     delays: Delays | None
-
-    async def owner(self, subject: bytes) -> ServedTopic: ...
 
 
 class Intake:
-    def __init__(self, host: Host, live: LivePartition, order: Order, ids_max: int = ENTRIES_MAX) -> None:
+    def __init__(self, host: IntakeHost, live: LivePartition, order: Order, ids_max: int = ENTRIES_MAX) -> None:
         """`ids_max`: ids of messages that each topic remembers."""
         self._host = host
         self._ids_max = ids_max
@@ -139,8 +153,8 @@ class Intake:
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE)):
             # What has to wait for the disk counts with what waits for it.
-            return publisher is None or not publisher.is_waiting or not self._host.store.rounds.is_crowded
-        if self._host.store.rounds.is_crowded:
+            return publisher is None or not publisher.is_waiting or not self._host.store.rounds.unflushed.is_crowded
+        if self._host.store.rounds.unflushed.is_crowded:
             return False
         subjects = set(run.subjects) if subject is None else (subject,)
         return all(self._knows(each, has_headers=bool(run.headers)) for each in subjects)
@@ -157,11 +171,18 @@ class Intake:
                     await self._prepare_topic(subject)
                 except PenstockError as error:
                     refusals[subject] = error
-        await self._host.store.rounds.room()
+        await self._host.store.rounds.unflushed.room()
+        return refusals
+
+    async def make_ready(self, run: Run, publisher: Publisher | None = None) -> Refusals:
+        """Repeat `prepare` until the run can be published."""
+        refusals: Refusals = {}
+        while not refusals and not self.is_ready(run, publisher):
+            refusals = await self.prepare(run)
         return refusals
 
     async def _prepare_topic(self, subject: bytes) -> None:
-        topic = await self._host.owner(subject)
+        topic = await self._host.changes.owner(subject)
         if topic.dedup is None and topic.topic.policy.dedup is not DedupMode.OFF:
             dedup = await self._read_dedup(topic)
             # Somebody else may have had the same need, and published since.
@@ -171,7 +192,6 @@ class Intake:
     def publish(
         self,
         run: Run,
-        done: Callable[[Receipt], None],
         refusals: Refusals | None = None,
         publisher: Publisher | None = None,
     ) -> Receipt:
@@ -179,7 +199,7 @@ class Intake:
 
         What one publisher publishes is delivered in this order.
         """
-        receipt = Receipt(len(run), done)
+        receipt = Receipt(len(run))
         must_wait = publisher is not None and publisher.is_waiting
         self._publish(run, receipt, refusals, publisher)
         if publisher is not None:
@@ -213,30 +233,61 @@ class Intake:
 
     def _queue(self, publisher: Publisher) -> LiveQueue:
         if publisher.live is None:
-            publisher.live = LiveQueue(self._live, self._host.store.rounds)
+            publisher.live = LiveQueue(self._live, self._host.store.rounds.unflushed)
         return publisher.live
 
-    def note(self, topic: ServedTopic, identities: Sequence[Identity], append_time: int) -> None:
-        """What came another way is known from now on, if it is sent again."""
-        if topic.dedup is not None:
+    def append(self, topic_id: int, number: int, partitions: int, batch: Batch, outcome: Outcome) -> Appended:
+        """Store a batch as its producer made it, in the partition that the producer chose among so many.
+
+        The batch must be checked (`accept`), and one that need not be opened (`is_opaque`). Raises if it is refused.
+        """
+        topic = self._host.topics.public(topic_id)
+        topic.check_writable()
+        count = len(topic.partitions)
+        # A batch that is stored already may be sent again by a producer that knows an older layout.
+        if number >= count or (partitions != count and not topic.partitions[number].log.producers.is_duplicate(batch)):
+            topic.check_layout(number, partitions)
+        partition = topic.partitions[number]
+        end = partition.end
+        offset = partition.append_batch(batch, 0, 0, outcome)
+        return Appended(offset, partition.end == end)
+
+    def is_noted(self, partition: Partition, batch: Batch) -> bool:
+        """Return whether `note` must be told of a batch."""
+        topic = self._host.topics.by_id(partition.topic_id)
+        return topic is not None and not topic.takes_opaque(asks=batch.asks)
+
+    def note(self, partition: Partition, identities: Sequence[Identity], append_time: int) -> None:
+        """Remember the IDs of messages that were stored without being published, so that they are not published
+        again."""
+        topic = self._host.topics.by_id(partition.topic_id)
+        if topic is not None and topic.dedup is not None:
             for identity, place, _ in identities:
                 topic.dedup.add(identity, place, append_time)
 
+    async def identities(self, partition: Partition, batch: Batch) -> Sequence[Identity]:
+        """Return what `note` is told of a stored batch."""
+        topic = self._host.topics.by_id(partition.topic_id)
+        return [] if topic is None else await self._identities(topic, partition, batch)
+
     def _append(
-        self, target: Target, run: Run, indices: Sequence[int], receipt: Receipt, done: Done | None = None
+        self,
+        target: Target,
+        run: Run,
+        indices: Sequence[int],
+        receipt: Receipt,
+        done: Callable[[PenstockError | None], None] | None = None,
     ) -> int:
-        """Append messages, which are at these places of the run that is published; their offset, -1 if refused."""
-        settle = receipt.part(indices)
-
-        def decided(offset: int, error: PenstockError | None) -> None:
-            if done is not None:
-                done(offset, error)
-            settle(offset, error)
-
+        """Append the messages with these indices of a published run. Return their offset, or -1 if they are refused.
+        `done` is called when they are settled, before the receipt is."""
+        part = receipt.part(indices)
+        outcome = part if done is None else Outcome(done)
+        if done is not None:
+            outcome.then(part.settle)
         try:
-            offset = target.append(run, decided if done is not None else settle)
+            offset = target.append(run, outcome)
         except PenstockError as error:
-            settle(0, error)
+            outcome.settle(error)
             return -1
         receipt.places.append((target, offset, indices))
         return offset
@@ -244,7 +295,7 @@ class Intake:
     def _publish_each(self, run: Run, receipt: Receipt, publisher: Publisher | None) -> None:
         """Message by message to where it belongs; those for the same partition stay together and in order."""
         now_us = self._host.clock.now_us()
-        asked: dict[int, headers.Asked] = {}
+        asked: dict[int, headers.HeaderOptions] = {}
         for index, block in run.headers.items():
             if run.subjects[index].startswith(LIVE):
                 continue  # its headers ask nothing of the broker
@@ -307,7 +358,7 @@ class Intake:
             self._append_later(run, later, topics, identities, asked, receipt)
 
     def _misplaced(
-        self, topic: ServedTopic, partition: int | None, asked: headers.Asked | None, now_us: int
+        self, topic: ServedTopic, partition: int | None, asked: headers.HeaderOptions | None, now_us: int
     ) -> PenstockError | None:
         """Why a message cannot go to the partition that its publisher chose."""
         if partition is None:
@@ -324,7 +375,7 @@ class Intake:
         self,
         run: Run,
         topics: dict[int, ServedTopic],
-        asked: dict[int, headers.Asked],
+        asked: dict[int, headers.HeaderOptions],
         receipt: Receipt,
         now_us: int,
     ) -> dict[int, bytes]:
@@ -348,9 +399,9 @@ class Intake:
                 continue
             receipt.duplicates[index] = (topic, identity)
             # A repetition is as durable as the message that it repeats, which may still wait for the disk.
-            settle = receipt.part([index])
-            if not topic.dedup.wait(identity, settle):
-                settle(0, None)
+            repeated = receipt.part([index])
+            if not topic.dedup.wait(identity, repeated):
+                repeated.settle()
         return identities
 
     def _append_part(
@@ -373,14 +424,13 @@ class Intake:
             self._append(target, part, fresh, receipt)
             return
 
-        def done(_offset: int, error: PenstockError | None) -> None:
+        def done(error: PenstockError | None) -> None:
             for dedup, identity, _ in known:
                 assert dedup is not None
                 dedup.settle([identity], error)
 
         offset = self._append(target, part, fresh, receipt, done)
         if offset < 0:
-            done(0, receipt.failed[fresh[0]])
             return
         for dedup, identity, step in known:
             assert dedup is not None
@@ -392,7 +442,7 @@ class Intake:
         later: list[int],
         topics: dict[int, ServedTopic],
         identities: dict[int, bytes],
-        asked: dict[int, headers.Asked],
+        asked: dict[int, headers.HeaderOptions],
         receipt: Receipt,
     ) -> None:
         delays = self._host.delays
@@ -404,9 +454,8 @@ class Intake:
             assert due_us is not None
 
             def done(
-                _offset: int,
                 error: PenstockError | None,
-                dedup: Dedup | None = dedup,
+                dedup: DedupWindow | None = dedup,
                 identity: bytes | None = identity,
             ) -> None:
                 if dedup is not None and identity is not None:
@@ -416,9 +465,9 @@ class Intake:
             if delays is None or refusal is not None:
                 assert refusal is not None
                 receipt.refuse([index], refusal)
-                done(0, refusal)
-            elif self._append(delays.partition, delays.delayed(run, index, due_us), [index], receipt, done) < 0:
-                done(0, receipt.failed[index])
+                done(refusal)
+            else:
+                self._append(delays.partition, delays.delayed(run, index, due_us), [index], receipt, done)
 
     def _knows(self, subject: bytes, *, has_headers: bool) -> bool:
         """Whether there is a topic for it, with what must be known of earlier messages."""
@@ -430,7 +479,7 @@ class Intake:
         mode = topic.topic.policy.dedup
         return topic.dedup is not None or mode is DedupMode.OFF or (mode is DedupMode.ID and not has_headers)
 
-    async def _read_dedup(self, topic: ServedTopic) -> Dedup:
+    async def _read_dedup(self, topic: ServedTopic) -> DedupWindow:
         """What the logs say of the topic's messages within the window, those for later too."""
         policy = topic.topic.policy
         since_us = self._host.clock.now_us() - policy.dedup_window_us
@@ -441,27 +490,27 @@ class Intake:
         if self._host.delays is not None:
             partitions.append(self._host.delays.partition)
         for partition in partitions:
-            log = partition.log
-            offset = await asyncio.get_running_loop().run_in_executor(None, log.offset_at, since_us)
+            cursor = partition.cursor(0)
+            await cursor.seek_time(since_us)
             # The ids that are damaged are not known any more; new messages are taken all the same.
-            while offset < log.committed and (
-                batches := await self._host.store.read(log, offset, _READ_BYTES, OnDamage.SKIP)
+            while cursor.offset < partition.log.committed and (
+                batches := await cursor.read_batches(_READ_BYTES, OnDamage.SKIP)
             ):
                 for batch in batches:
-                    identities = await self.identities(topic, partition, batch)
+                    identities = await self._identities(topic, partition, batch)
                     found.append((batch.append_time, identities))
                     count += len(identities)
                     if count > 2 * self._ids_max:
                         count = _forget_oldest(found, count, self._ids_max)
-                offset = batches[-1].end
-        dedup = Dedup(policy.dedup_window_us, self._ids_max, self._dedup_budget)
+                cursor.offset = batches[-1].end
+        dedup = DedupWindow(policy.dedup_window_us, self._ids_max, self._dedup_budget)
         for append_time, identities in sorted(found, key=_append_time):
             async for some in _sliced(identities):
                 for identity, place, _ in some:
                     dedup.add(identity, place, append_time)
         return dedup
 
-    async def identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> list[Identity]:
+    async def _identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> list[Identity]:
         """Return the identities of a stored batch without holding up the loop."""
         is_late = partition not in topic.partitions
         number = None if is_late else partition.number

@@ -1,4 +1,4 @@
-"""Who wants which subject.
+"""The interest index: which subscriptions want a subject.
 
 A tree of tokens, walked once for each subject that is new; what it said is remembered, so a message costs one look-up
 however many subscriptions there are.
@@ -68,7 +68,7 @@ class Interest(Generic[T]):
             self._remove(each, target)
 
     def match(self, subject: bytes) -> tuple[T, ...]:
-        """Everyone whose pattern matches the subject, or those of them that are chosen; each once."""
+        """Return the targets whose pattern matches the subject, or those of them that are chosen; each once."""
         found = self._remembered.get(subject)
         if found is None:
             found = self._walk(subject)

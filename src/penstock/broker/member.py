@@ -18,7 +18,7 @@ DELIVERY_BYTES_MAX: Final = 1 << 20
 
 
 class Place(Protocol):
-    """A partition, as far as whoever gets its messages must know it."""
+    """A partition, as far as the receiver of its messages needs it."""
 
     topic_id: int
     name: bytes
@@ -32,42 +32,42 @@ class Place(Protocol):
 class Sink(Protocol):
     """The connection that a member is of."""
 
-    # Whether it wants what it has published itself.
+    # Whether it receives what it has published itself.
     echo: bool
-    # Who it is, for people.
+    # What people call the connection.
     name: str
     address: str
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes more now. When it does again it wakes those that its members belong to."""
+        """Return whether it takes more now. When it does again, it wakes the readers of its members."""
         ...
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
-        """`attempts`: the how-manieth delivery of each message this is, where it is not the first."""
+        """Send messages to a member. `attempts`: the delivery attempt of redelivered messages, by index."""
         ...
 
     def has_published(self, place: Place, offset: int) -> bool:
-        """Whether the message came from this connection; for those without echo."""
+        """Return whether the message came from this connection; for connections without echo."""
         ...
 
     def fail(self, member: Member, error: PenstockError) -> None:
-        """What this member should get cannot be read, or its group is gone: it gets no more."""
+        """End a member: its next message cannot be read, or its group was deleted."""
         ...
 
 
-class Word(StrEnum):
-    """What is said in a refresh."""
+class RefreshSignal(StrEnum):
+    """What members are told in a refresh."""
 
-    RESET = "RESET"  # forget what you have of the topic: all of it comes again
-    READY = "READY"  # it has
+    RESET = "RESET"  # forget your copy of the topic: all of it is delivered again
+    READY = "READY"  # all of it was delivered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Notice:
-    """A word about a topic. `answered` is called when the member has done what it must."""
+class RefreshNotice:
+    """A signal about a topic. The member calls `answered` when it has acted on it."""
 
-    word: Word
+    signal: RefreshSignal
     topic: bytes
     answered: Callable[[], None]
 
@@ -94,7 +94,7 @@ class Member:
         "dropped",
         "expires_us",
         "flow",
-        "hears",
+        "on_refresh",
         "number",
         "out",
         "remaining",
@@ -106,19 +106,19 @@ class Member:
         self.sid = sid
         self.sink = sink
         self.number = number
-        # Without one it gets all that its connection takes.
+        # None: it gets everything that its connection takes.
         self.flow = flow
         self.bucket = TokenBucket(flow.rate, flow.burst) if flow and flow.rate else None
-        # In pull mode: how many it has asked for; None: messages are pushed.
+        # In pull mode: how many messages it may still get; None: messages are pushed.
         self.credit: int | None = None
-        # How many more it gets before it is over; None: no end.
+        # How many more it gets before it ends; None: it does not end.
         self.remaining: int | None = None
-        # Messages that it has and has not acknowledged; None: it need not.
+        # Messages that it has not acknowledged; None: it need not acknowledge.
         self.out: int | None = None
         # When it is taken for gone unless it says something before; None: it is there as long as its connection.
         self.expires_us: int | None = None
-        # How it is told of a refresh; None: it would not understand.
-        self.hears: Callable[[Notice], None] | None = None
+        # How it is told of a refresh; None: it does not take part in refreshes.
+        self.on_refresh: Callable[[RefreshNotice], None] | None = None
         # In a shared group: after how many deliveries it gives a message up.
         self.deliveries = Deliveries()
         self.delivered = 0
@@ -140,7 +140,8 @@ class Member:
         )
 
     def room(self, wanted: int, now_us: int) -> int:
-        """How many of so many it can take now; the tokens are taken, `refund` gives back what is not used."""
+        """Return how many of the wanted messages it can take now, and take the tokens for them; `refund` returns unused
+        ones."""
         if not self.sink.is_open:
             return 0
         room = wanted
@@ -156,7 +157,7 @@ class Member:
         return room
 
     def has_room(self, now_us: int) -> bool:
-        """Whether it can take a message now."""
+        """Return whether it can take a message now."""
         room = self.room(1, now_us)
         self.refund(room)
         return room > 0
@@ -177,7 +178,7 @@ class Member:
         self.sink.send(self, place, run, attempts)
 
     def ready_us(self, now_us: int) -> int | None:
-        """When its rate lets it take more, if that is what it waits for: now, or later."""
+        """Return when its rate lets it take more; None if it waits for something else."""
         if self.bucket is None or not self.sink.is_open or self.credit == 0 or self.remaining == 0:
             return None
         if self.out is not None and self.flow is not None and self.out >= self.flow.buffer:
@@ -195,9 +196,10 @@ class Share(NamedTuple):
 
 
 def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_us: int) -> tuple[list[Share], int]:
-    """Each message to one member, in turn, as long as one has room: the shares, and how many messages are in them.
+    """Share out messages in turn among the members with room. Return the shares, and how many messages they have.
 
-    Those are the first of the run: what comes behind waits. What is not kept cannot wait, so all of it is shared out.
+    These are the first messages of the run; the rest waits. Messages that are not stored cannot wait, so all of them
+    are shared out.
     """
     count = fitting(run, DELIVERY_BYTES_MAX) if place.keeps else len(run)
     if len(members) == 1 and (member := members[0]).sink.echo:

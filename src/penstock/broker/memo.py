@@ -1,4 +1,4 @@
-"""Answers that are remembered, within so many bytes."""
+"""A cache of limited size in bytes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from penstock.health import Usage
 
 T = TypeVar("T")
 
-# The dict's entry and the objects in it, without their contents.
+# The entry of a dict and the objects in it, without their contents.
 ENTRY_BYTES: Final = 200
 
 
 class Memo(Generic[T]):
-    """When it is full it begins again: a flood of new keys costs each of them a look."""
+    """It is cleared when it is full, so a flood of new keys costs no more than without a cache."""
 
     __slots__ = ("_bytes_max", "_entries", "_size_of", "_used", "get")
 
     def __init__(self, bytes_max: int, size_of: Callable[[T], int] = lambda _: 0) -> None:
-        """`size_of` is what an answer takes in bytes, beside its key."""
+        """`size_of` returns the bytes of an answer, without its key."""
         self._bytes_max = bytes_max
         self._size_of = size_of
         self._used = 0
         self._entries: dict[bytes, T] = {}
-        # On the way of every message.
+        # Called for every message, so without a method of our own in between.
         self.get = self._entries.get
 
     def put(self, key: bytes, answer: T) -> None:

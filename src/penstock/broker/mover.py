@@ -4,11 +4,11 @@ A move is a decision: a record in the state topic names its messages and their t
 how its messages reach each target once, in several batches if they are too large for one. A decision that was
 interrupted is completed later. Finished ones are folded into one record now and then.
 
-A target that cannot take its messages delays only those: it is tried again after a while, and until it has taken what
-was decided nothing more is decided for it.
+A target that cannot take its messages delays only those: it is retried with backoff, and nothing more is decided for it
+until it has taken them.
 
-Messages that are not to be moved any more are decided to go to a target that does not exist: they are dropped, or what
-becomes of them is written together with the decision.
+A decision can also drop messages, or do something else with them that is written together with it. Their target does
+not exist then.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from penstock.broker import sources
+from penstock.broker.moves import DROPPED, ELSEWHERE, Moves
 from penstock.broker.partition import Partition
-from penstock.broker.ranges import Ranges
-from penstock.broker.sources import Completion, Source
+from penstock.broker.position import PartitionId
+from penstock.broker.sources import DecisionAppender, DecisionSource, expected
+from penstock.broker.topic import Topics
 from penstock.clock import Clock
-from penstock.errors import BrokerError, Overloaded, PenstockError
+from penstock.errors import PenstockError
 from penstock.run import Run, message_bytes
 from penstock.storage.meta import Change
 from penstock.storage.store import Store
@@ -31,28 +33,17 @@ from penstock.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _KIND: Final = "moved"
-# Finished moves that are kept one by one before they are folded. With many ranges to write, it takes more moves.
-_MOVES_MAX: Final = 64
-_RANGES_PER_MOVE: Final = 64
-# A limit on the size of the folded record, about 10 MiB.
-RANGES_MAX: Final = 400_000
-# How long a target that could not take its messages is left alone: twice as long after each further failure.
+# How long to wait after a target could not take its messages; it doubles with each further failure, up to a maximum.
 RETRY_US: Final = 1_000_000
 RETRY_US_MAX: Final = 30_000_000
 
-Place = tuple[int, int]  # the id of a topic, and a partition
-# Targets that do not exist: of messages that were dropped, and of those that something else was done with.
-_DROPPED: Final[Place] = (-1, 0)
-_ELSEWHERE: Final[Place] = (-1, 1)
 
+class MoverHost(Protocol):
+    """The broker, as far as messages are moved in it."""
 
-class Host(Protocol):
     clock: Clock
     store: Store
-
-    def partition(self, topic_id: int, number: int) -> Partition | None:
-        """Return a partition, or None if it was deleted. Raises if it cannot be served."""
-        ...
+    topics: Topics
 
 
 class _Stuck(NamedTuple):
@@ -68,11 +59,11 @@ class Mover:
         self,
         name: str,
         partition: Partition,
-        host: Host,
+        host: MoverHost,
         route: Callable[[Run], Awaitable[Partition]],
         shape: Callable[[Run, Partition], Run],
     ) -> None:
-        """`name` identifies the mover in the state topic, for ever.
+        """`name` identifies the mover in the state topic. It must never change.
 
         `route` returns the target of the one message of a run, `shape` the message as it is stored there.
         """
@@ -81,22 +72,10 @@ class Mover:
         self._host = host
         self._route = route
         self._shape = shape
-        self._source = Source(_KIND, name)
+        self._source = DecisionSource(_KIND, name)
         self._lock = asyncio.Lock()
-        folded = host.store.state.get(_KIND, name) or {"number": 0, "floor": 0, "ranges": []}
-        # All messages below the floor were moved or are gone, and these above it. Moved means decided.
-        self.floor: int = folded["floor"]
-        self._moved = Ranges((first, last) for first, last in folded["ranges"])
-        # Those of them that were dropped.
-        self._dropped = Ranges((first, last) for first, last in folded.get("dropped", ()))
-        self._number: int = folded["number"]
-        # Moves that are not folded yet.
-        self._numbers: list[int] = []
-        # Messages that are not known to have arrived: by target the number and offsets of each decision, in order;
-        # and the target of each.
-        self._unfinished: dict[Place, list[tuple[int, list[int]]]] = {}
-        self._on_the_way: dict[int, Place] = {}
-        self._stuck: dict[Place, _Stuck] = {}
+        self.moves = Moves(host.store.state.get(_KIND, name))
+        self._stuck: dict[PartitionId, _Stuck] = {}
         self._restore()
 
     def _restore(self) -> None:
@@ -105,47 +84,26 @@ class Mover:
         moves = {int(key.removeprefix(prefix)): value for key, value in found}
         for number in sorted(moves):
             targets = {(topic_id, partition): offsets for topic_id, partition, offsets in moves[number]}
-            self._begin(number, targets)
+            self.moves.begin(number, targets, self.partition.start)
             for place, offsets in targets.items():
                 if self._has_arrived(place, number, len(offsets)):
                     self._end_first(place)
 
-    def _has_arrived(self, place: Place, number: int, count: int) -> bool:
+    def _has_arrived(self, place: PartitionId, number: int, count: int) -> bool:
         try:
-            target = self._host.partition(*place)
+            target = self._host.topics.partition(*place)
         except PenstockError:
             return False
-        return target is None or Completion(self._host, self._source, number).arrived(target) >= count
-
-    @property
-    def needed_from(self) -> int:
-        """The lowest offset that may have to be read again."""
-        return min(self.floor, *self._on_the_way, self.floor)
-
-    @property
-    def waiting(self) -> int:
-        """The number of messages that are decided and have not arrived."""
-        return len(self._on_the_way)
+        return target is None or self._appender(number).arrived(target) >= count
 
     @property
     def problem(self) -> PenstockError | None:
-        """Why a target cannot take its messages, if there is one that cannot."""
+        """Why a target cannot take its messages, if one cannot."""
         return next((stuck.error for stuck in self._stuck.values()), None)
 
-    def is_moved(self, offset: int) -> bool:
-        """Return whether it is decided: the message will arrive, or has."""
-        return offset < self.floor or offset in self._moved
-
-    def has_arrived(self, offset: int) -> bool:
-        return self.is_moved(offset) and offset not in self._on_the_way
-
-    def is_dropped(self, offset: int) -> bool:
-        return offset in self._dropped
-
     def skip(self, first: int, last: int) -> None:
-        """There is nothing to move from offset `first` to `last`."""
-        self._moved.add(first, last)
-        self._raise_floor()
+        """Count the offsets from `first` to `last` as moved: there is nothing to move."""
+        self.moves.skip(first, last, self.partition.start)
 
     async def finish(self) -> None:
         """Complete what was decided, where the targets can take it now."""
@@ -153,22 +111,22 @@ class Mover:
             await self._finish_all()
 
     async def move(self, offsets: Sequence[int], *, retry: bool = False) -> dict[int, PenstockError]:
-        """Move these messages, in this order, unless they were moved before. Return those that have not arrived, and
-        why. `retry`: also try targets again that failed a moment ago."""
+        """Move these messages, in this order, unless they were moved before. Return why some have not arrived, by
+        offset. `retry`: do not wait for the backoff of targets that failed."""
         async with self._lock:
             await self._finish_all(retry=retry)
-            self._check_ranges()
+            self.moves.check_ranges(self.partition.name.decode())
             failed: dict[int, PenstockError] = {}
-            targets: dict[Place, list[int]] = {}
+            targets: dict[PartitionId, list[int]] = {}
             count = size = 0
             for index, offset in enumerate(dict.fromkeys(offsets)):
                 await sources.pause(index)
-                if self.is_moved(offset):
+                if self.moves.is_moved(offset):
                     continue
                 try:
                     found = await self._plan(offset)
                 except Exception as error:  # noqa: BLE001  a bug of ours delays this message only
-                    failed[offset] = self._expected(error, f"offset {offset}")
+                    failed[offset] = expected(error, self._host.store.health, "mover", f"{self._name}, offset {offset}")
                     continue
                 if found is None:
                     self.skip(offset, offset)
@@ -185,45 +143,37 @@ class Mover:
             if targets:
                 await self._move(targets)
             await self._fold()
-            late = {offset: self._on_the_way[offset] for offset in offsets if offset in self._on_the_way}
+            late = {offset: self.moves.targets[offset] for offset in offsets if offset in self.moves.targets}
             return failed | {offset: self._stuck[place].error for offset, place in late.items()}
 
     async def drop(self, offsets: Sequence[int]) -> list[int]:
-        """Never move these messages. Return them, without those that were moved or dropped before."""
-        return await self._end(offsets, _DROPPED, lambda _: [])
+        """Drop these messages instead of moving them. Return those that were not moved or dropped before."""
+        return await self._end(offsets, DROPPED, lambda _: [])
 
     async def replace(self, offsets: Sequence[int], changes: Callable[[Sequence[int]], list[Change]]) -> None:
-        """Count these messages as moved, unless they were before. `changes` does with some of them what is done
-        instead, and returns what of it is written together with that decision."""
-        await self._end(offsets, _ELSEWHERE, changes)
+        """Count these messages as moved, unless they were before. `changes` is called with some of them after the
+        other, does something else with them, and returns what to write together with that decision."""
+        await self._end(offsets, ELSEWHERE, changes)
 
     async def _end(
-        self, offsets: Sequence[int], place: Place, changes: Callable[[Sequence[int]], list[Change]]
+        self, offsets: Sequence[int], place: PartitionId, changes: Callable[[Sequence[int]], list[Change]]
     ) -> list[int]:
         async with self._lock:
-            self._check_ranges()
-            left = [offset for offset in dict.fromkeys(offsets) if not self.is_moved(offset)]
+            self.moves.check_ranges(self.partition.name.decode())
+            left = [offset for offset in dict.fromkeys(offsets) if not self.moves.is_moved(offset)]
             for begin in range(0, len(left), sources.DECISION_MESSAGES_MAX):
                 part = left[begin : begin + sources.DECISION_MESSAGES_MAX]
-                number = self._number + 1
+                number = self.moves.number + 1
                 decision = Change(_KIND, f"{self._name}/{number}", [[*place, part]])
                 await self._host.store.write_state([decision, *changes(part)])
-                self._begin(number, {place: part})
+                self.moves.begin(number, {place: part}, self.partition.start)
                 self._end_first(place)
             await self._fold()
             return left
 
-    def _check_ranges(self) -> None:
-        count = len(self._moved) + len(self._dropped)
-        if count > RANGES_MAX:
-            raise Overloaded(
-                f"messages of {self.partition.name.decode()} were moved from {count} separate ranges of"
-                f" offsets, the limit is {RANGES_MAX}: move the oldest ones first"
-            )
-
-    async def _plan(self, offset: int) -> tuple[Place, int] | None:
-        """Return the target of a message and its size there, or None if it is gone. Raises if it cannot be moved now:
-        all that can go wrong with it alone does so here, before it is decided."""
+    async def _plan(self, offset: int) -> tuple[PartitionId, int] | None:
+        """Return the target of a message and its size there, or None if it is gone. Raises if it cannot be moved now,
+        before that is decided."""
         run = await self._read(offset)
         if run is None:
             return None
@@ -233,101 +183,71 @@ class Mover:
             raise self._stuck[place].error
         return place, message_bytes(self._shape(run, target), 0)
 
-    async def _move(self, targets: dict[Place, list[int]]) -> None:
-        number = self._number + 1
+    async def _move(self, targets: dict[PartitionId, list[int]]) -> None:
+        number = self.moves.number + 1
         value = [[topic_id, partition, offsets] for (topic_id, partition), offsets in targets.items()]
         await self._host.store.write_state([Change(_KIND, f"{self._name}/{number}", value)])
-        self._begin(number, targets)
+        self.moves.begin(number, targets, self.partition.start)
         for place in targets:
             await self._finish(place)
 
-    def _begin(self, number: int, targets: dict[Place, list[int]]) -> None:
-        """From here on the messages count as moved: they will be."""
-        self._number = max(self._number, number)
-        self._numbers.append(number)
-        for place, offsets in targets.items():
-            self._unfinished.setdefault(place, []).append((number, offsets))
-            for offset in offsets:
-                self._on_the_way[offset] = place
-                self._moved.add(offset, offset)
-                if place == _DROPPED:
-                    self._dropped.add(offset, offset)
-        self._raise_floor()
-
-    def _end_first(self, place: Place) -> None:
-        """The first unfinished decision for a target is complete."""
-        _, offsets = self._unfinished[place].pop(0)
-        for offset in offsets:
-            self._on_the_way.pop(offset, None)
-        if not self._unfinished[place]:
-            del self._unfinished[place]
+    def _end_first(self, place: PartitionId) -> None:
+        """Finish the first decision for a target."""
+        self.moves.finish_first(place)
+        if place not in self.moves.unfinished:
             self._stuck.pop(place, None)
 
     async def _finish_all(self, *, retry: bool = False) -> None:
-        for place in list(self._unfinished):
+        for place in list(self.moves.unfinished):
             await self._finish(place, retry=retry)
 
-    async def _finish(self, place: Place, *, retry: bool = True) -> None:
-        """Complete what was decided for a target. If that fails, the target is stuck until the next try."""
+    async def _finish(self, place: PartitionId, *, retry: bool = True) -> None:
+        """Complete what was decided for a target. If that fails, the target is stuck until the next attempt."""
         now_us = self._host.clock.monotonic_us()
         stuck = self._stuck.get(place)
         if stuck is not None and now_us < stuck.retry_us and not retry:
             return
         try:
-            while place in self._unfinished:
-                await self._append(place, *self._unfinished[place][0])
+            while place in self.moves.unfinished:
+                await self._append(place, *self.moves.unfinished[place][0])
                 self._end_first(place)
         except Exception as error:  # noqa: BLE001  a bug of ours delays this target only
-            expected = self._expected(error, f"topic {place[0]} partition {place[1]}")
+            what = f"{self._name}, topic {place[0]} partition {place[1]}"
+            known = expected(error, self._host.store.health, "mover", what)
             delay_us = RETRY_US if stuck is None else min(2 * stuck.delay_us, RETRY_US_MAX)
-            self._stuck[place] = _Stuck(expected, now_us + delay_us, delay_us)
+            self._stuck[place] = _Stuck(known, now_us + delay_us, delay_us)
 
-    async def _append(self, place: Place, number: int, offsets: list[int]) -> None:
-        target = self._host.partition(*place)
+    async def _append(self, place: PartitionId, number: int, offsets: list[int]) -> None:
+        target = self._host.topics.partition(*place)
         if target is None:
             return  # the messages are gone with their topic
-        completion = Completion(self._host, self._source, number)
-        for index in range(await completion.begin(target), len(offsets)):
+        appender = self._appender(number)
+        for index in range(await appender.begin(target), len(offsets)):
             await sources.pause(index)
             run = await self._read(offsets[index])
             if run is not None:
-                await completion.add(target, index, self._shape(run, target))
-        await completion.end()
+                await appender.add(target, index, self._shape(run, target))
+        await appender.end()
+
+    def _appender(self, number: int) -> DecisionAppender:
+        return DecisionAppender(self._host.store, self._host.clock, self._source, number)
 
     async def _read(self, offset: int) -> Run | None:
         """Return the message there, or None if it is gone."""
-        run = await self.partition.message(offset)
+        run = await self.partition.cursor(offset).read_message()
         if run is None:
             logger.warning("offset %d of %s is gone and cannot be moved", offset, self.partition.name.decode())
         return run
 
-    def _expected(self, error: Exception, where: str) -> PenstockError:
-        """Return an error as one that a client can be told. An unexpected one is a fault of ours."""
-        if isinstance(error, PenstockError):
-            return error
-        self._host.store.health.fault("mover", f"{self._name}, {where}", error)
-        return BrokerError(f"internal error while messages of {self.partition.name.decode()} are moved: {error!r}")
-
-    def _raise_floor(self) -> None:
-        self.floor = self._moved.pop_below(max(self.floor, self.partition.start))
-        self._dropped.drop_below(self.partition.start)
-
     async def _fold(self) -> None:
         """Write one record in place of many."""
-        unfinished = {number for decisions in self._unfinished.values() for number, _ in decisions}
-        finished = [number for number in self._numbers if number not in unfinished]
-        if len(finished) < _MOVES_MAX + len(self._moved) // _RANGES_PER_MOVE:
+        finished = self.moves.finished()
+        if not finished:
             return
         changes = [Change(_KIND, f"{self._name}/{number}", None) for number in finished]
-        folded = {
-            "number": self._number,
-            "floor": self.floor,
-            "ranges": list(self._moved),
-            "dropped": list(self._dropped),
-        }
         try:
-            await self._host.store.write_state([Change(_KIND, self._name, folded), *changes])
+            await self._host.store.write_state([Change(_KIND, self._name, self.moves.fold()), *changes])
         except PenstockError as error:
             logger.warning("finished moves of %s are folded later: %s", self._name, error)
             return
-        self._numbers = sorted(unfinished)
+        self.moves.folded()

@@ -7,8 +7,9 @@ first is served up to it. Links come in the order of publishing, so they never f
 when its first place is served: within a round of the disk or two.
 
 A connection that publishes to one place only has no links, and a request that nothing precedes waits for nothing.
-Readers that are behind read each log for themselves: for them the order holds within each partition. So it does around
-messages that could not be written, and where a transaction holds a log: nobody waits for these.
+A subscription that is behind reads the logs itself, in the order that `broker/trail.py` keeps. Around messages that
+could not be written, and where a transaction holds a log, order holds only within each partition: nobody waits for
+these.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.broker.member import Sink
-from penstock.broker.partition import LiveQueue, Waiting
+from penstock.broker.partition import LiveQueue, Partition, Waiting
 from penstock.broker.topic import Target
+from penstock.broker.trail import Trail
 from penstock.health import Health
 from penstock.subject import matches
 
@@ -74,9 +76,10 @@ class _Link:
 
 
 class Order:
-    def __init__(self, find_sinks: Callable[[Iterable[bytes]], set[Sink]], health: Health) -> None:
+    def __init__(self, find_sinks: Callable[[Iterable[bytes]], set[Sink]], trail: Trail, health: Health) -> None:
         """`find_sinks` returns the connections that get what is published under these subjects."""
         self._find_sinks = find_sinks
+        self._trail = trail
         self._health = health
         self._links: list[_Link] = []
         # What may be served, or has to wait for something else.
@@ -137,7 +140,7 @@ class Order:
         """Serve what may be served."""
         self._is_changed = True
         if self._is_serving:
-            return  # whoever serves looks again
+            return  # the serving call looks again
         self._is_serving = True
         try:
             while self._is_changed:
@@ -172,7 +175,7 @@ class Order:
                 self._serve(target, until)
             if until < target.available:
                 self._waiting[target] = None
-        # Whoever was told may have published meanwhile.
+        # Publishers that were told may have published more meanwhile.
         self._links = [*left, *self._links]
 
     def _have_common_readers(self, targets: Iterable[Waiting]) -> bool:
@@ -190,4 +193,6 @@ class Order:
             target.serve(until)
         except Exception as fault:  # noqa: BLE001 - what is committed is, whatever becomes of its readers
             self._health.fault("deliver", target.name.decode(errors="replace"), fault)
+        if isinstance(target, Partition):
+            self._trail.note(target)
         target.tell(until)

@@ -1,4 +1,4 @@
-"""A set of offsets, kept as ranges: its memory grows with the number of gaps, not with the number of offsets."""
+"""A set of offsets, stored as ranges: its memory grows with the number of gaps, not of offsets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranges:
 
     def add(self, first: int, last: int) -> None:
         """Add the offsets from `first` to `last`."""
-        # Those that overlap or touch become one.
+        # Ranges that overlap or touch become one.
         begin = bisect_left(self._lasts, first - 1)
         end = bisect_right(self._firsts, last + 1)
         if begin < end:
@@ -40,14 +40,13 @@ class Ranges:
         self._lasts[begin:end] = [last]
 
     def drop_below(self, floor: int) -> None:
-        """Remove the ranges that lie below `floor`."""
+        """Remove the ranges that are entirely below `floor`."""
         count = bisect_left(self._lasts, floor)
         del self._firsts[:count]
         del self._lasts[:count]
 
     def pop_below(self, floor: int) -> int:
-        """Remove all offsets below `floor`. Return the first offset from `floor` on that is not in the set, after
-        removing those before it."""
+        """Find the first offset from `floor` on that is not in the set, remove all offsets below it, and return it."""
         count = bisect_right(self._firsts, floor)
         if count:
             floor = max(floor, self._lasts[count - 1] + 1)

@@ -3,8 +3,8 @@
 The broker first decides: a record in the state topic says which messages go where, under a number that ascends. Then it
 appends the messages of that decision to their targets. The position of each batch in its target's log says how much has
 arrived: the number of the decision, and the count of its messages up to the last one in the batch. A decision that was
-interrupted goes on behind the last batch that arrived. So it does not matter how the messages are cut into batches, nor
-whether retention removed some of them meanwhile.
+interrupted continues behind the last batch that arrived. So it does not matter how the messages are cut into batches,
+nor whether retention removed some of them meanwhile.
 
 Older versions appended a decision as one batch, at its number, under another source.
 """
@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import Final, Protocol
+from typing import Final
 
+from penstock.awaiting import settled
 from penstock.broker.partition import Partition
+from penstock.broker.subscription import Loop
 from penstock.clock import Clock
+from penstock.errors import BrokerError, PenstockError
+from penstock.health import Health
+from penstock.outcome import Outcome
 from penstock.run import Run, message_bytes
-from penstock.storage.store import Store, outcome
+from penstock.storage.store import Store
 
-# A decision covers at most so many messages, and about so many bytes; a larger message has a decision of its own.
+# The most messages of a decision, and about the most bytes; a larger message has a decision of its own.
 DECISION_MESSAGES_MAX: Final = 1000
 DECISION_BYTES_MAX: Final = 4 << 20
-# A batch has about so many bytes: a reader opens all of it to get at one message. A larger message has its own batch.
+# About the most bytes of a batch: a reader opens all of it to get one message. A larger message has its own batch.
 PART_BYTES: Final = 4 << 20
 # Bits of a position that count the messages of a decision.
 _COUNT_BITS: Final = 32
@@ -32,13 +37,8 @@ _ALL: Final = 1 << _COUNT_BITS
 _PAUSE_MESSAGES: Final = 100
 
 
-class Host(Protocol):
-    clock: Clock
-    store: Store
-
-
-class Source:
-    """A source of decisions, under names that no other source has."""
+class DecisionSource:
+    """Identifies a source of decisions in the logs that it appends to. No other source has the same names."""
 
     def __init__(self, *names: object) -> None:
         # Positions of older versions: the number of the decision.
@@ -46,12 +46,13 @@ class Source:
         self.parts = source_number("parts", *names)
 
 
-class Completion:
+class DecisionAppender:
     """Appends the messages of one decision to their targets. An interrupted one is repeated with the same messages."""
 
-    def __init__(self, host: Host, source: Source | None, number: int) -> None:
-        """Without a source, messages that arrived before are not recognised."""
-        self._host = host
+    def __init__(self, store: Store, clock: Clock, source: DecisionSource | None, number: int) -> None:
+        """Without a source, messages that were appended before are appended again."""
+        self._store = store
+        self._clock = clock
         self._source = source
         self._number = number
         # By target: messages for the next batch, and the count of the decision's messages up to the last of them.
@@ -62,9 +63,9 @@ class Completion:
         """Return how many messages of the decision, from its first, were appended to a target or skipped there."""
         if self._source is None:
             return 0
-        if target.log.position(self._source.whole) >= self._number:
+        if target.log.producers.position(self._source.whole) >= self._number:
             return _ALL
-        return max(0, target.log.position(self._source.parts) - (self._number << _COUNT_BITS))
+        return max(0, target.log.producers.position(self._source.parts) - (self._number << _COUNT_BITS))
 
     async def begin(self, target: Partition) -> int:
         """Wait until all that was appended to a target before is stored; then return what `arrived` does."""
@@ -95,8 +96,8 @@ class Completion:
 
     async def _append(self, target: Partition) -> None:
         run, count = self._waiting.pop(target)
-        await self._host.store.rounds.room()
-        batch = run.encode(target.name, self._host.clock.now_us())
+        await self._store.rounds.unflushed.room()
+        batch = run.encode(target.name, self._clock.now_us())
         if self._source is None:
             target.append_batch(batch, 0, 0, None)
         else:
@@ -105,23 +106,37 @@ class Completion:
 
 
 async def _stored(target: Partition) -> None:
-    """Wait until all that was appended to a target so far is committed. In a log that a transaction holds, wait only
-    until it is on the disk: the log is released when other logs have caught up, and that can take long."""
-    settled, done = outcome()
+    """Wait until all that was appended to a target is committed. In a log that a transaction holds, wait only until it
+    is on the disk: the log is released when other logs have caught up, which can take long."""
+    outcome = Outcome()
     if target.log.is_held:
-        target.log.when_durable(done)
+        target.log.when_durable(outcome)
     else:
-        target.log.when_committed(target.end, done)
-    await settled
+        target.log.when_committed(outcome)
+    await settled(outcome)
 
 
 async def pause(index: int) -> None:
-    """In a loop over messages: let others go on now and then. It takes some 10 µs to open, read and shape a message."""
+    """Let other tasks run now and then in a loop over messages. To read and shape a message takes about 10 µs."""
     if index % _PAUSE_MESSAGES == _PAUSE_MESSAGES - 1:
         await asyncio.sleep(0)
 
 
+def expected(error: Exception, health: Health, part: str, what: str) -> PenstockError:
+    """Return an error that a client can be told of. An unexpected one is reported as a fault."""
+    if isinstance(error, PenstockError):
+        return error
+    health.fault(part, what, error)
+    return BrokerError(f"internal error in {part}, {what}: {error!r}")
+
+
+async def sleep(loop: Loop, us: int) -> None:
+    over = asyncio.Event()
+    loop.call_at(loop.clock.monotonic_us() + us, over.set)
+    await over.wait()
+
+
 def source_number(*names: object) -> int:
-    """A number for a source of messages that no other one has."""
+    """Return a number for a source of messages that no other source has."""
     digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1

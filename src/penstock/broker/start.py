@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -50,3 +50,7 @@ async def offset_of(begin: Begin, partition: Partition) -> int:
         case AtPositions(offsets):
             wanted = offsets.get((partition.topic_id, partition.number), partition.start)
     return min(max(wanted, partition.start), partition.served)
+
+
+async def offsets_of(begin: Begin, partitions: Iterable[Partition]) -> dict[Partition, int]:
+    return {partition: await offset_of(begin, partition) for partition in partitions}

@@ -4,8 +4,10 @@ With one member it is a plain subscription, with more a NATS queue group: each m
 when it is handed to its connection. Where patterns with one queue name overlap, the oldest subscription gets what
 several match, so each message is delivered once for each queue name.
 
-While the members keep up, a subscription has no position: it is handed what is committed. When they do not, it notes
-where it stopped and reads on from there, from memory or disk, as fast as they take it; nobody else waits for it.
+While the members keep up, a subscription has no position: it is handed what is committed. When they do not, it is
+behind: it has a cursor for each partition and reads on, from memory or disk, as fast as they take it; nobody else waits
+for it. It reads the partitions in the order in which they were served (`broker/trail.py`), and is handed nothing that
+is stored before it has caught up with all of them.
 
 A member that leaves first gets what was published before, up to the ends that the logs had when it left: see `stop_at`.
 One of a queue is put behind where messages are on their way, so that it can tell which of them are its own.
@@ -19,10 +21,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.broker.cursor import Cursor
 from penstock.broker.figures import Figures
 from penstock.broker.flow import Backlog, Overflow
 from penstock.broker.member import Member, share_out
 from penstock.broker.partition import LivePartition, Partition, Waiting
+from penstock.broker.trail import CatchUpTurns, Trail
 from penstock.clock import Clock
 from penstock.errors import PenstockError
 from penstock.health import Health
@@ -33,11 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class Loop(Protocol):
-    """Who runs what cannot be done at once."""
+    """Runs tasks and timers for subscriptions and groups."""
 
     clock: Clock
     figures: Figures
     health: Health
+    trail: Trail
+    catch_up_turns: CatchUpTurns
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
@@ -48,7 +54,7 @@ class Loop(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A member's wait until it has the messages below these offsets; `done` is called once."""
+    """Waits until a member has the messages below these offsets, then calls `done` once."""
 
     member: Member
     marks: dict[Waiting, int]
@@ -136,10 +142,12 @@ def choose_readers(found: tuple[Subscription, ...]) -> tuple[Subscription, ...]:
 class Subscription:
     __slots__ = (
         "_backlogs",
+        "_floors",
         "_is_ending",
         "_loop",
         "_reading",
         "_since_us",
+        "_step",
         "_stops",
         "_turn",
         "_waits",
@@ -153,17 +161,20 @@ class Subscription:
 
     def __init__(self, pattern: bytes, loop: Loop, queue: Queue | None = None) -> None:
         self.pattern = pattern
-        # What it has to know of others with its queue name; None: it is alone.
+        # Its place among subscriptions with the same queue name; None: it has no queue.
         self.queue = queue
         self.members: list[Member] = []
         self._loop = loop
         self._since_us = loop.clock.now_us()
         # Where it stopped, in each partition where it is behind.
-        self.behind: dict[Partition, int] = {}
-        # Of a member that does not want to wait: what it skips where it is behind.
+        self.behind: dict[Partition, Cursor] = {}
+        # Up to where it reads each partition without regard to the others, and its next step on the trail behind that.
+        self._floors: dict[Partition, int] = {}
+        self._step = 0
+        # For a member that drops or sheds: what it skips where it is behind.
         self._backlogs: dict[Partition, Backlog] = {}
         self._reading = False
-        # While it reads, somebody got room: what was passed over for want of it is looked at again.
+        # Whether a member got room while it reads: then it reads again.
         self._woken = False
         self._turn = 0
         # Where it stops in each partition, and reads nothing of the others; None: nowhere.
@@ -175,17 +186,14 @@ class Subscription:
         self._watched: set[Waiting] = set()
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
-        """`run` was committed, and all of it matches; whether any of it went to a connection."""
+        """Take a committed run, all of which matches. Return whether any of it went to a connection."""
         if self._is_ending and self._stops is not None:
             run = run.below(self._stops.get(partition, 0) if isinstance(partition, Waiting) else 0)
             if not run.values:
                 return False
-        if self.behind:
-            if partition in self.behind:
-                return False
-            if self._stops is not None and not self._is_ending and isinstance(partition, Partition):
-                self.behind[partition] = max(run.offset(0), partition.since.get(self, 0))
-                return False
+        if self.behind and isinstance(partition, Partition):
+            self.fall_behind(partition, run.offset(0))
+            return False
         if partition.since:
             begin = partition.since.get(self, 0)
             if run.end <= begin:
@@ -198,14 +206,29 @@ class Subscription:
         if isinstance(partition, LivePartition):
             self._skipped(len(run) - shared)
         else:
-            self.behind[partition] = run.offset(shared)
+            self.fall_behind(partition, run.offset(shared))
             self._wait()
             if shared and self._has_room():
                 self.wake()
         return shared > 0
 
+    def fall_behind(self, partition: Partition, offset: int) -> None:
+        """Let it read a partition itself from an offset on, unless it does already."""
+        if partition in self.behind:
+            return
+        if not self.behind:
+            self._step = self._loop.trail.join(self)
+        begin = max(offset, partition.since.get(self, 0))
+        end = None if self._stops is None else self._stops.get(partition, 0)
+        self.behind[partition] = partition.cursor(begin, pattern=self.pattern, end=end)
+
+    def begin_at(self, partition: Partition, offset: int) -> None:
+        """Let it read what was published before it was made, from an offset on."""
+        self._floors[partition] = partition.served
+        self.fall_behind(partition, offset)
+
     def wake(self) -> None:
-        """A member may have room again."""
+        """Read on: a member may have room again."""
         if self._reading:
             self._woken = True
         elif self.behind and any(member.sink.is_open for member in self.members):
@@ -225,6 +248,8 @@ class Subscription:
         """
         self._stops = ends
         self._is_ending = is_final
+        for partition, cursor in self.behind.items():
+            cursor.end = ends.get(partition, 0)
 
         def reached() -> None:
             if self._stops is ends:
@@ -235,6 +260,8 @@ class Subscription:
 
     def go_on(self) -> None:
         self._stops = None
+        for cursor in self.behind.values():
+            cursor.end = None
         self.wake()
 
     def when_delivered(self, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
@@ -257,27 +284,30 @@ class Subscription:
         """The member gets no more."""
         self.members.remove(member)
         if not self.members:
-            self.behind.clear()
+            self._catch_up()
         self._finish([wait for wait in self._waits if wait.member is member])
 
     def _on_change(self) -> None:
-        """Messages of a partition where somebody waits for more were committed, or taken back."""
+        """Note that messages of a watched partition were committed, or taken back."""
         for partition in self._watched:
             # The offsets of what was taken back are given out again, for messages that are nobody's here.
             end = partition.end
-            tables: list[dict[Any, int]] = [self.behind, self._stops or {}, *(wait.marks for wait in self._waits)]
+            tables: list[dict[Any, int]] = [self._stops or {}, *(wait.marks for wait in self._waits)]
             for marks in tables:
                 if marks.get(partition, 0) > end:
                     marks[partition] = end
+            cursor = self.behind.get(partition) if isinstance(partition, Partition) else None
+            if cursor is not None:
+                cursor.offset = min(cursor.offset, end)
+                cursor.end = None if cursor.end is None else min(cursor.end, end)
         self._settle()
         self.wake()
 
     def _settle(self) -> None:
-        """Look whether somebody has waited long enough."""
-        behind: dict[Any, int] = self.behind
+        """End the waits whose messages are delivered."""
         for wait in self._waits:
             for partition, mark in list(wait.marks.items()):
-                if partition.is_closed or behind.get(partition, partition.served) >= mark:
+                if partition.is_closed or self._position(partition) >= mark:
                     del wait.marks[partition]
         self._finish([wait for wait in self._waits if not wait.marks])
 
@@ -290,8 +320,13 @@ class Subscription:
         for wait in waits:
             wait.done()
 
+    def _position(self, partition: Waiting) -> int:
+        """Return up to where it has delivered what it wants of a partition."""
+        cursor = self.behind.get(partition) if isinstance(partition, Partition) else None
+        return partition.served if cursor is None else cursor.offset
+
     def lag(self) -> int:
-        return sum(partition.served - offset for partition, offset in self.behind.items())
+        return sum(partition.served - cursor.offset for partition, cursor in self.behind.items())
 
     def _share_out(self, partition: Partition | LivePartition, run: Run) -> int:
         shares, shared = share_out(partition, run, self.members, self._turn, self._loop.clock.monotonic_us())
@@ -311,9 +346,8 @@ class Subscription:
             self._woken = True
             while self._woken:
                 self._woken = False
-                for partition in list(self.behind):
-                    while partition in self.behind and await self._read_next(partition):
-                        pass
+                if await self._read_all():
+                    self._leave_behind()
         except Exception as error:  # noqa: BLE001 - supervises one reader
             self.fail(error)
         finally:
@@ -323,55 +357,117 @@ class Subscription:
         elif self.queue is not None:
             self.queue.forget()
 
+    async def _read_all(self) -> bool:
+        """Read on in the order in which the partitions were served. Return whether all of it is delivered."""
+        trail = self._loop.trail
+        while await self._read_floors():
+            if self._step < trail.first:
+                continue
+            if self._step == trail.end:
+                return True
+            await self._loop.catch_up_turns.take()
+            if self._step < trail.first:
+                continue
+            step = trail.step(self._step)
+            if not await self._read_to(*step):
+                return False
+            # Meanwhile steps may have been dropped, and the last one may have grown.
+            if self._step >= trail.first and trail.step(self._step) == step:
+                if self._step + 1 == trail.end:
+                    return True
+                self._step += 1
+        return False
+
+    async def _read_floors(self) -> bool:
+        """Read what is not on the trail, one partition after the other. Return whether all of it is delivered."""
+        trail = self._loop.trail
+        if self._step < trail.first:
+            self._step = trail.first
+            for partition in self.behind:
+                self._floors[partition] = max(self._floors.get(partition, 0), trail.dropped(partition))
+        for partition, floor in list(self._floors.items()):
+            if not await self._read_to(partition, floor):
+                return False
+            if self._floors.get(partition) == floor:
+                del self._floors[partition]
+        return True
+
+    async def _read_to(self, partition: Partition, until: int) -> bool:
+        """Deliver what a partition has below an offset. Return whether all of it is delivered."""
+        while (cursor := self.behind.get(partition)) is not None:
+            if cursor.offset >= (until if cursor.end is None else min(until, cursor.end)):
+                return True
+            if not await self._read_next(cursor, until):
+                return False
+        return True
+
+    def _leave_behind(self) -> None:
+        """Be handed what comes next, unless it must stop somewhere: it has read everything that there is."""
+        for partition in [partition for partition in self.behind if partition.is_closed]:
+            self._forget(partition)
+        if all(cursor.end is None and cursor.offset >= partition.served for partition, cursor in self.behind.items()):
+            self._catch_up()
+        self._settle()
+
+    def _forget(self, partition: Partition) -> None:
+        self.behind.pop(partition, None)
+        self._backlogs.pop(partition, None)
+        self._floors.pop(partition, None)
+        if not self.behind:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Note that it is not behind any more."""
+        for cursor in self.behind.values():
+            cursor.drop_ahead()
+        self.behind.clear()
+        self._backlogs.clear()
+        self._floors.clear()
+        self._loop.trail.leave(self)
+
     def fail(self, error: Exception) -> None:
         """End it: its members are told why, or that it is a fault of the broker."""
         told = error if isinstance(error, PenstockError) else PenstockError("internal error")
         if told is not error:
             self._loop.health.fault("deliver", self.pattern.decode(errors="replace"), error)
-        self.behind.clear()
+        self._catch_up()
         for member in list(self.members):
             try:
                 member.sink.fail(member, told)
             except Exception as fault:  # noqa: BLE001 - the other members are told all the same
                 self._loop.health.fault("deliver", member.sink.name, fault)
 
-    async def _read_next(self, partition: Partition) -> bool:
-        """Hand out the next batch; whether there is more and room for it."""
-        behind = self.behind[partition]
-        stop = None if self._stops is None else self._stops.get(partition, 0)
-        if stop is not None and behind >= stop:
-            return False
-        offset = self._skip(partition, behind)
-        found = await partition.read(offset)
-        if self.behind.get(partition) != behind:
-            return False
+    async def _read_next(self, cursor: Cursor, until: int) -> bool:
+        """Hand out the next batch, up to an offset. Return whether there may be more, and room for it."""
+        partition = cursor.partition
+        cursor.offset = offset = self._skip(partition, cursor.offset)
+        backlog = self._backlogs.get(partition)
+        if backlog is not None and backlog.until is not None:
+            until = min(until, backlog.until)
+        found = await cursor.read(until)
+        if self.behind.get(partition) is not cursor or cursor.offset != offset:
+            return False  # it ended, or messages were taken back
         if found is None:
-            if offset >= partition.served and (stop is None or partition.is_closed):
-                del self.behind[partition]
-                self._backlogs.pop(partition, None)
+            if partition.is_closed:
+                self._forget(partition)
                 self._settle()
-            return False
-        run, following, expired = found
+            return True
         if partition.start > offset:
             self._drop(partition.start - offset)
-        until = self._backlogs[partition].until if partition in self._backlogs else None
-        until = min((end for end in (until, stop) if end is not None), default=None)
-        if until is not None and following > until:
-            run, following = run.below(until), until
-        run = select_matching(run, self.pattern)
+        run = found.run
         if self.queue is not None and run.values:
             run = self.queue.select(partition, run)
         shared = self._share_out(partition, run) if run.values else 0
         if shared:
             self._loop.figures.delivered(run, self._since_us)
-        if partition in self.behind:  # unless what was handed out was the last that its member wanted
-            upto = self.behind[partition] = following if shared == len(run) else run.offset(shared)
-            self._loop.figures.expired += len(select_matching(expired.below(upto), self.pattern))
+        if self.behind.get(partition) is cursor:  # unless that was the last message that its member wanted
+            cursor.offset = found.following if shared == len(run) else run.offset(shared)
+            self._loop.figures.expired += len(found.expired.below(cursor.offset))
             self._settle()
         return shared == len(run) or (shared > 0 and self._has_room())
 
     def _skip(self, partition: Partition, offset: int) -> int:
-        """Where to read, which is further on for one that is too far behind and does not want to wait."""
+        """Return where to read: further on, if it is too far behind and drops or sheds."""
         flow = self.members[0].flow if len(self.members) == 1 else None
         if flow is None or flow.overflow is Overflow.BLOCK:
             return offset
@@ -395,22 +491,8 @@ class Subscription:
         return any(member.has_room(now_us) for member in self.members)
 
     def _wait(self) -> None:
-        """Until a connection takes more, which wakes us, or a member's rate does."""
+        """Set a timer for the member whose rate allows more first. A connection that takes more wakes it by itself."""
         now_us = self._loop.clock.monotonic_us()
         moments = [ready_us for member in self.members if (ready_us := member.ready_us(now_us)) is not None]
         if moments:
             self._loop.call_at(min(moments), self.wake)
-
-
-def select_matching(run: Run, pattern: bytes) -> Run:
-    """The messages whose subject matches."""
-    if not run.values:
-        return run
-    subject = run.subject
-    if subject is not None:
-        return run if matches(pattern, subject) else Run([], [])
-    known = {subject: matches(pattern, subject) for subject in set(run.subjects)}
-    if all(known.values()):
-        return run
-    indices = [index for index, subject in enumerate(run.subjects) if known[subject]]
-    return run.select(indices) if indices else Run([], [])

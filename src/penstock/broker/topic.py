@@ -14,15 +14,23 @@ from typing import Final
 
 from penstock import headers
 from penstock.batch import Batch, Columns
-from penstock.broker.dedup import Dedup
+from penstock.broker.dedup import DedupWindow
 from penstock.broker.memo import Memo
 from penstock.broker.partition import LivePartition, Partition
-from penstock.errors import BadHeader, BadSubject, PenstockError, ReadOnlyTopic, TopicConflict
+from penstock.errors import (
+    BadHeader,
+    BadSubject,
+    PenstockError,
+    ReadOnlyTopic,
+    StaleLayout,
+    TopicConflict,
+    UnknownTopic,
+)
 from penstock.headers import hash_key
 from penstock.health import Usage
 from penstock.storage.policy import Dedup as DedupMode
 from penstock.storage.policy import Topic
-from penstock.subject import is_subject, owns
+from penstock.subject import is_subject, meets, owns
 
 # Topics whose names begin so are the broker's own.
 RESERVED: Final = b"$"
@@ -46,7 +54,7 @@ class ServedTopic:
         self.name = topic.name.encode()
         self.partitions = partitions
         # What was stored not long ago, once it was read from the logs because somebody asked for a repetition.
-        self.dedup: Dedup | None = None
+        self.dedup: DedupWindow | None = None
         # A heap: how many messages without a key were given to which partition.
         self._given: list[tuple[int, int]] = []
 
@@ -68,6 +76,14 @@ class ServedTopic:
             raise ReadOnlyTopic(
                 f"the topic {self.topic.name} is piped from another broker and read-only here: publish it at its origin"
             )
+
+    def check_layout(self, number: int, partitions: int) -> None:
+        """Raise StaleLayout if a client chose a partition that is not there, or among another number of them."""
+        count = len(self.partitions)
+        if partitions != count:
+            raise StaleLayout(f"the topic {self.topic.name} has {count} partitions, not {partitions}: look again")
+        if number >= count:
+            raise StaleLayout(f"invalid partition {number}: topic {self.topic.name} has {count} (0-{count - 1})")
 
     def takes_opaque(self, *, asks: bool) -> bool:
         """Whether a batch can be stored as it came: nobody wants to know what is in it."""
@@ -120,6 +136,34 @@ class Topics:
 
     def by_id(self, topic_id: int) -> ServedTopic | None:
         return self._by_id.get(topic_id)
+
+    def named(self, name: bytes) -> ServedTopic:
+        """Return a topic that clients may know of. Raises UnknownTopic."""
+        served = self._topics.get(name)
+        if served is None or served.is_internal:
+            raise UnknownTopic(f"there is no topic {name.decode(errors='replace')}: create it, or publish to it")
+        return served
+
+    def public(self, topic_id: int) -> ServedTopic:
+        """Return a topic that clients may read and write. Raises if it cannot be served."""
+        topic = self._by_id.get(topic_id)
+        if topic is None or topic.is_internal:
+            raise UnknownTopic(f"there is no topic with id {topic_id}")
+        if topic.refusal is not None:
+            raise topic.refusal
+        return topic
+
+    def partition(self, topic_id: int, number: int) -> Partition | None:
+        """Return a partition, or None if there is none. Raises if its topic cannot be opened."""
+        topic = self._by_id.get(topic_id)
+        if topic is not None and topic.refusal is not None:
+            raise topic.refusal
+        return topic.partitions[number] if topic is not None and number < len(topic.partitions) else None
+
+    def matching(self, pattern: bytes) -> list[Partition]:
+        """Return the partitions that may hold messages with subjects that match."""
+        topics = [topic for topic in self if meets(pattern, topic.name) and not topic.is_internal]
+        return [partition for topic in topics for partition in topic.partitions]
 
     def owner(self, subject: bytes) -> ServedTopic | None:
         """The topic that stores this subject, if there is one."""

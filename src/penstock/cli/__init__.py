@@ -1,9 +1,9 @@
 """The `penstock` command. Each module here is a command or a group of them.
 
-What a command needs is imported when it runs, so that `--help` and completion do not wait for it.
+A command imports its dependencies when it runs, so that `--help` and completion stay fast.
 
-Exit codes: 0 it is done, 1 it failed, 2 it was asked the wrong way, 130 it was interrupted. Commands that only an
-interruption ends (`subscribe`, `top`, `fetch --follow`) are done when it comes.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. Commands that run until they are interrupted
+(`subscribe`, `top`, `fetch --follow`) exit with 0 on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ from typer.core import TyperCommand, TyperGroup
 
 from penstock.errors import PenstockError
 
-_SERVER: Final = "A server, and its data"
-_CLIENT: Final = "Talk to a server"
-# Modules with commands of their own, by name: where they are listed, and what for.
+_SERVER: Final = "Run a server and manage its data"
+_CLIENT: Final = "Use a server"
+# Modules that define commands, by name: their panel in the help, and their description.
 MODULES: Final = {
-    "log": (_SERVER, "Look into the logs of a data directory, verify and repair them."),
-    "backup": (_SERVER, "Back up a running broker: to a directory, a tar stream or an object store."),
-    "restore": (_SERVER, "Make a data directory of a backup, also as of an earlier time or offset."),
-    "registry": (_SERVER, "Tell the brokers of a tree their roles and parents, from a file that is watched."),
-    "context": (_CLIENT, "Give brokers names: add, list, use and remove contexts."),
-    "topic": (_CLIENT, "Make, list, change and delete topics."),
-    "publish": (_CLIENT, "Publish messages: from arguments, lines of stdin, or a file."),
-    "subscribe": (_CLIENT, "Print messages as they come, alone or as a member of a group."),
-    "group": (_CLIENT, "Make, list, reset and delete groups; see how far they are behind."),
-    "fetch": (_CLIENT, "Read what is stored: as lines, JSON, CSV or Parquet."),
-    "dlq": (_CLIENT, "List dead letters, look at them, send them again, and purge them."),
-    "delayed": (_CLIENT, "List and cancel messages that were published with a delay."),
-    "client": (_CLIENT, "Talk to a server as the Python broker's command line does."),
-    "shell": (_CLIENT, "Type Cursus' commands, with history and completion."),
-    "top": (_CLIENT, "Watch the rates of topics and the lag of groups."),
-    "topology": (_CLIENT, "Draw the tree of brokers: roles, health, lag."),
-    "replica": (_CLIENT, "Keep a copy of a topic on this machine, and answer queries of it over HTTP."),
-    "pipeline": (_CLIENT, "Run topics through Spark: transform, aggregate, archive, replay and more."),
-    "bench": (_CLIENT, "Measure a broker: throughput and latency."),
+    "log": (_SERVER, "Verify, repair and dump the logs of a data directory."),
+    "backup": (_SERVER, "Back up a running broker to a directory, a tar stream or an object store."),
+    "restore": (_SERVER, "Restore a backup into a new data directory, optionally to an earlier time or offset."),
+    "registry": (_SERVER, "Serve the roles and parents of a tree of brokers from a file."),
+    "context": (_CLIENT, "Save broker addresses and credentials under a name."),
+    "topic": (_CLIENT, "Create, list, change, copy and delete topics."),
+    "publish": (_CLIENT, "Publish messages from arguments, stdin or a file."),
+    "subscribe": (_CLIENT, "Print messages as they arrive, alone or as a member of a group."),
+    "group": (_CLIENT, "Create, list, reset and delete groups, and show their lag."),
+    "fetch": (_CLIENT, "Read stored messages as lines, JSON, CSV or Parquet."),
+    "dlq": (_CLIENT, "List, inspect, redrive and purge dead letters."),
+    "delayed": (_CLIENT, "List and cancel delayed messages."),
+    "client": (_CLIENT, "Run the commands of the Python broker's command line."),
+    "shell": (_CLIENT, "Run Cursus commands, with history and completion."),
+    "top": (_CLIENT, "Show the rates of topics and the lag of groups, live."),
+    "topology": (_CLIENT, "Show the tree of brokers with roles, health and lag."),
+    "replica": (_CLIENT, "Keep a local copy of a topic and serve queries over HTTP."),
+    "pipeline": (_CLIENT, "Process topics with Spark: transform, aggregate, archive, replay and more."),
+    "bench": (_CLIENT, "Measure the throughput and latency of a broker."),
 }
 
 
 class _Commands(TyperGroup):
-    """Modules are loaded when one of their commands is to run: to build all commands takes half as long again as the
-    rest of `--help`."""
+    """Load a module when one of its commands runs: building all commands would make `--help` half as slow again."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -71,7 +70,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    # What a terminal cannot show is escaped rather than refused.
+    # Escape characters that the terminal cannot show instead of failing.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app(prog_name="penstock")
@@ -87,7 +86,7 @@ def _fail(reason: str) -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        # It is full, or its reader is gone. Python would try again at exit, and print a traceback.
+        # The disk is full, or the reader is gone. Python would retry at exit and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(f"error: {reason}", file=sys.stderr)
     sys.exit(1)
@@ -120,28 +119,32 @@ def options(
 @app.command(
     "serve",
     rich_help_panel=_SERVER,
-    # Cursus' flags are many, and a table has them.
+    # Cursus' many flags are in a table of their own: see serve.cursus_flags.
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def run_serve(
     context: typer.Context,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="Address of all ports, or a name; may be repeated.  [default: 127.0.0.1]"),
+        typer.Option(help="Listen on this address or host name; repeatable. \\[default: 127.0.0.1]"),
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Text door; 0: any free port.  [default: 4222]")] = None,
-    quiet_port: Annotated[int | None, typer.Option(help="For clients that speak first.  [default: 9092]")] = None,
-    http_port: Annotated[int | None, typer.Option(help="Health and statistics.  [default: 8222]")] = None,
-    data: Annotated[str | None, typer.Option(help="Directory of all data.  [default: ./data]")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without credentials.")] = False,
+    port: Annotated[int | None, typer.Option(help="Port for NATS clients; 0: any free port. \\[default: 4222]")] = None,
+    quiet_port: Annotated[int | None, typer.Option(help="Port for clients that speak first. \\[default: 9092]")] = None,
+    http_port: Annotated[int | None, typer.Option(help="HTTP port for health and metrics. \\[default: 8222]")] = None,
+    data: Annotated[str | None, typer.Option(help="Data directory. \\[default: ./data]")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Accept clients of other machines without credentials.")
+    ] = False,
     path: Annotated[
         Path | None,
-        typer.Option("--config", "-config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings."),
+        typer.Option("--config", "-config", metavar="FILE", help="Configuration file: .toml, .json, .yaml or .yml."),
     ] = None,
 ) -> None:
-    """Start the server. It stops cleanly on SIGTERM and Ctrl-C, and gradually on SIGUSR2 (lame duck mode).
+    """Start the server.
 
-    Cursus' flags, such as --log-dir, are understood too."""
+    SIGTERM and Ctrl-C stop it cleanly; SIGUSR2 stops it gradually (lame duck mode).
+    Cursus' flags, such as --log-dir, also work.
+    """
     from penstock.cli import serve
 
     flags = {
@@ -160,11 +163,11 @@ def run_serve(
 @app.command("config", rich_help_panel=_SERVER)
 def run_config(
     path: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="A .toml, .json, .yaml or .yml file of settings.")
+        Path | None, typer.Option("--config", metavar="FILE", help="Configuration file: .toml, .json, .yaml or .yml.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show every setting, its value, and where that came from. Exit code 1 if anything is wrong."""
+    """Show each setting, its value and its source. Exit code 1 if the configuration is invalid."""
     from penstock.cli import config
 
     if not config.run(path, as_json=json):
@@ -173,13 +176,13 @@ def run_config(
 
 @app.command("demo", rich_help_panel=_SERVER)
 def run_demo(
-    orders: Annotated[int, typer.Option(min=1000, help="How many orders come in.")] = 20_000,
+    orders: Annotated[int, typer.Option(min=1000, help="Number of orders to publish.")] = 20_000,
     directory: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where everything stays.  [default: a new temporary directory]"),
+        typer.Option(metavar="DIR", help="Keep all data in this directory. \\[default: a new temporary directory]"),
     ] = None,
 ) -> None:
-    """See all of it at work: orders from two clients, three pipelines on Spark, tables and a plot. Takes a minute."""
+    """Run a demo: two clients publish orders, three Spark pipelines process them. Takes a minute."""
     from penstock.cli import demo
 
     if not demo.run(orders, directory):
@@ -188,15 +191,15 @@ def run_demo(
 
 @app.command("worker", rich_help_panel=_CLIENT)
 def run_worker(
-    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="Where its consumers are: shop.billing:app.")],
+    target: Annotated[str, typer.Argument(metavar="MODULE:APP", help="The app to run, such as shop.billing:app.")],
     servers: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT[,…]", envvar="PENSTOCK_SERVERS", help="Another broker than the one that it names."
+            metavar="HOST:PORT[,…]", envvar="PENSTOCK_SERVERS", help="Use this broker instead of the app's own."
         ),
     ] = None,
 ) -> None:
-    """Run the consumers of an app, until SIGTERM or Ctrl-C."""
+    """Run the consumers of an app until SIGTERM or Ctrl-C."""
     from penstock.cli import worker
 
     if not worker.run(target, servers):

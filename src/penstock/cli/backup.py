@@ -1,4 +1,4 @@
-"""`penstock backup`: copy all that a broker stores to a directory, a tar stream or an object store."""
+"""`penstock backup`: copy the data of a broker to a directory, a tar stream or an object store."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import Address, Json, convert, options
+from penstock.cli.options import ConnectionOptions, Json, options, parse
 
 if TYPE_CHECKING:
-    from penstock.backup.create import Done, Source
-    from penstock.backup.manifest import Manifest
+    from penstock.backup.create import BackupSource, Done
+    from penstock.backup.manifest import BackupManifest
     from penstock.backup.target import Target
 
 app = typer.Typer(add_completion=False)
@@ -29,29 +29,31 @@ def backup(
     target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET)],
     *,
     data: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Back up a data directory that no broker has open.")
+        Path | None, typer.Option(metavar="DIR", help="Back up this data directory instead of a running broker.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="Copy at most so many bytes a second, like 50MiB.")
+        str | None, typer.Option(metavar="BYTES", help="Copy at most this many bytes per second, such as 50MiB.")
     ] = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Then remove all but the newest N backups of the target.")
+        int | None, typer.Option(min=1, metavar="N", help="Then remove all but the newest N backups in the target.")
     ] = None,
-    lists: Annotated[bool, typer.Option("--list", help="List the backups of the target instead.")] = False,
+    lists: Annotated[
+        bool, typer.Option("--list", help="List the backups in the target instead of making one.")
+    ] = False,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Back up a running broker: all topics, groups and positions as of one moment.
+    """Back up a running broker: all topics, groups and positions at one point in time.
 
-    Only segments that the target lacks are copied, so the next backup is quick, and
-    one that was interrupted goes on where it was. Exit code 1 if anything in the
-    source is damaged: then the backup is made all the same, and says where.
+    Backups are incremental: only segments missing in the target are copied. Run
+    the command again to resume an interrupted backup. Exit code 1 if the source is
+    damaged: the backup is still made, and lists the damage.
     """
     from penstock.backup.target import open_target
 
     if target == STREAM:
         if lists or keep is not None or json or sys.stdout.isatty():
-            raise typer.BadParameter("a tar stream is written to a pipe or file, without --list, --keep and --json")
+            raise typer.BadParameter("a tar stream goes to a pipe or a file, and excludes --list, --keep and --json")
         _to_stream(data, at, _rate(rate))
         return
     place = open_target(target, is_new=not lists)
@@ -67,20 +69,20 @@ def backup(
         _print_json(done, removed)
     else:
         _show(done, removed)
-    _tell_problems(done.manifest)
+    _warn_of_damage(done.manifest)
 
 
-def _to_stream(data: Path | None, at: Address, rate: int | None) -> None:
+def _to_stream(data: Path | None, at: ConnectionOptions, rate: int | None) -> None:
     from penstock.backup.target import TarTarget
 
     tar = TarTarget(sys.stdout.buffer)
     done = _copy(tar, data, at, rate, lambda: None)
     tar.close()
     print(f"backup {done.manifest.id}: {_size(done.copied_bytes)}", file=sys.stderr)
-    _tell_problems(done.manifest)
+    _warn_of_damage(done.manifest)
 
 
-def _copy(target: Target, data: Path | None, at: Address, rate: int | None, refresh: Any) -> Done:
+def _copy(target: Target, data: Path | None, at: ConnectionOptions, rate: int | None, refresh: Any) -> Done:
     from penstock.backup.create import Throttle, create, plan
     from penstock.cli import output, version
 
@@ -97,7 +99,7 @@ def _copy(target: Target, data: Path | None, at: Address, rate: int | None, refr
 
 
 @contextmanager
-def _source(data: Path | None, at: Address) -> Iterator[Source]:
+def _source(data: Path | None, at: ConnectionOptions) -> Iterator[BackupSource]:
     if data is None:
         from penstock.client.snapshot import RemoteSnapshot
 
@@ -105,20 +107,20 @@ def _source(data: Path | None, at: Address) -> Iterator[Source]:
             yield snapshot
         return
     from penstock.errors import BadDirectory
-    from penstock.storage.store import Settings, Store
+    from penstock.storage.store import Store, StoreSettings
 
     if not (data / "LOCK").exists():
-        raise BadDirectory(f"{data} is not a data directory: name the one that holds LOCK and topics")
-    with Store(data, settings=Settings(partitions_max=1 << 31)) as store:
+        raise BadDirectory(f"{data} is not a data directory: a data directory has a LOCK file and topics/")
+    with Store(data, settings=StoreSettings(partitions_max=1 << 31)) as store:
         yield store.snapshot_now()
 
 
 def _rate(text: str | None) -> int | None:
     if text is None:
         return None
-    from penstock.server.config import SETTINGS
+    from penstock import schema
 
-    found: int = convert(SETTINGS["storage.unflushed_bytes_max"], text, "--rate")
+    found: int = parse(schema.field("rate_bytes", schema.Positive), text, "--rate")
     return found
 
 
@@ -137,7 +139,7 @@ def _list(target: Target, *, as_json: bool) -> None:
     output.console().print(output.table(("backup", "topics", "bytes", "problems"), rows, numbers=("topics", "bytes")))
 
 
-def describe(manifest: Manifest) -> dict[str, Any]:
+def describe(manifest: BackupManifest) -> dict[str, Any]:
     from penstock.times import iso
 
     return {
@@ -178,7 +180,7 @@ def _show(done: Done, removed: list[str]) -> None:
         print(f"removed {name}")
 
 
-def _tell_problems(manifest: Manifest) -> None:
+def _warn_of_damage(manifest: BackupManifest) -> None:
     for problem in manifest.problems:
         print(f"warning: {problem}", file=sys.stderr)
     if manifest.problems:

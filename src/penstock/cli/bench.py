@@ -1,4 +1,4 @@
-"""`penstock bench`: how fast a broker is from here, on a topic of its own."""
+"""`penstock bench`: measure a broker from this machine, on a temporary topic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import typer
 
 from penstock.cli import output
-from penstock.cli.options import Address, Json, convert, options
+from penstock.cli.options import ConnectionOptions, Json, options, parse
 from penstock.cli.text import counted
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-# Latency is that of so many messages, or of as many as there is time for.
+# Latency is measured over this many messages, or as many as fit into this time.
 SAMPLES: Final = 1000
 SAMPLING_S: Final = 10.0
-# A message that does not come for so long does not come.
+# Give up on a message after this long.
 PATIENCE_S: Final = 30.0
 
 _BUFFER: Final = 10_000
@@ -41,22 +41,24 @@ _BAR_WIDTH: Final = 40
 @options
 def bench(
     *,
-    messages: Annotated[int, typer.Option(min=1, help="How many to publish and consume.")] = 100_000,
-    size: Annotated[str, typer.Option(metavar="BYTES", help="Of each: 100, 1KiB.")] = "100",
-    topic: Annotated[str | None, typer.Option(help="A name that is free.  [default: bench-…]")] = None,
+    messages: Annotated[int, typer.Option(min=1, help="Number of messages to publish and consume.")] = 100_000,
+    size: Annotated[str, typer.Option(metavar="BYTES", help="Size of each message, such as 100 or 1KiB.")] = "100",
+    topic: Annotated[
+        str | None, typer.Option(help="Name of the temporary topic; it must not exist. \\[default: bench-…]")
+    ] = None,
     durability: Annotated[
-        Literal["fsync", "flush"] | None, typer.Option(help="When it acknowledges.  [default: as the server's]")
+        Literal["fsync", "flush"] | None, typer.Option(help="Durability of the topic. \\[default: the server's]")
     ] = None,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Measure a broker: publish through a producer, consume, then publish one by one and time each.
+    """Measure a broker: publish through a producer, consume, then time single publishes.
 
-    The topic is made for it, and deleted in the end, also when it is interrupted.
+    The temporary topic is deleted at the end, also after Ctrl-C.
     """
-    from penstock.server.config import Setting
+    from penstock import schema
 
-    value = b"." * convert(Setting(kind="bytes", low=0), size, "--size")
+    value = b"." * parse(schema.field("size_bytes", schema.NonNegative), size, "--size")
     name = topic or f"bench-{secrets.token_hex(4)}"
     with at.client() as client, _made(client, name, durability) as made:
         steps = _measure(client, name, value, messages)
@@ -72,7 +74,7 @@ def bench(
 
 @contextmanager
 def _made(client: Client, name: str, durability: str | None) -> Iterator[Topic]:
-    """A topic while it is needed: it is deleted whatever happens, and whenever a signal comes."""
+    """Create a topic, and delete it at the end, even if a signal arrives during its creation."""
     policy: dict[str, Any] = {} if durability is None else {"durability": durability}
     early: list[int] = []
     _on_signal(early.append)
@@ -110,7 +112,7 @@ class Throughput(NamedTuple):
 
 class Latency(NamedTuple):
     name: str
-    # In ms, ascending.
+    # In ms, sorted.
     times: Sequence[float]
 
     def document(self) -> dict[str, float]:
@@ -146,7 +148,7 @@ def _consume(client: Client, topic: str, value: bytes, messages: int, advance: C
     received = 0
     with client.subscribe(topic, start="earliest", buffer=_BUFFER) as subscription:
         while received < messages:
-            # Who consumes a message looks at it.
+            # Reading the values is part of consuming.
             count = [message.value for message in subscription.get_many(_BUFFER, PATIENCE_S)].count(value)
             received += count
             advance(count)
@@ -165,13 +167,13 @@ def _time_each(client: Client, topic: str, value: bytes, advance: Callable[[int]
 
 
 def histogram(times: Sequence[float]) -> Iterator[str]:
-    """A bar for each range of times, which ascend. Ranges grow by a factor: most times are near the least one."""
+    """Yield a bar for each range of the sorted times. Ranges grow by a factor, as most times are near the minimum."""
     low, high = times[0], times[-1]
     edges = [low * (high / low) ** (step / _BARS) for step in range(_BARS)] + [high]
     counts = [bisect_left(times, end) - bisect_left(times, begin) for begin, end in pairwise(edges)]
-    # The last range has its end.
+    # The last range includes its end.
     counts[-1] += len(times) - sum(counts)
     for (begin, end), count in zip(pairwise(edges), counts, strict=True):
-        # What is there is seen, however little it is.
+        # A range that is not empty has a visible bar.
         bar = "█" * max(bool(count), round(_BAR_WIDTH * count / max(counts)))
         yield f"{begin:9.2f} to {end:8.2f} ms  {bar:{_BAR_WIDTH}}  {count:,}"

@@ -1,4 +1,4 @@
-"""`penstock client`: the Python broker's command line, over its own protocol."""
+"""`penstock client`: the Python broker's command line, over that broker's protocol."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from penstock.errors import BadConfig, BadRequest, NoBroker, Unauthorized
 
 if TYPE_CHECKING:
     from penstock.client.qb import BrokerClient, BrokerMessage
-    from penstock.server.config import ClientConfig
+    from penstock.server.settings import ClientConfig
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-User = Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER")]
-Password = Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD")]
-Token = Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Instead of these two.")]
+User = Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", help="User name.")]
+Password = Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", help="Password.")]
+Token = Annotated[
+    str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Token, instead of a user and a password.")
+]
 
-_TopicName = Annotated[str, typer.Argument(metavar="TOPIC", help="Its name.")]
-_SubscriptionName = Annotated[str, typer.Argument(metavar="GROUP", help="The name of the subscription.")]
-_Count = Annotated[int | None, typer.Option(min=1, help="End after so many.")]
+_TopicName = Annotated[str, typer.Argument(metavar="TOPIC", help="Name of the topic.")]
+_SubscriptionName = Annotated[str, typer.Argument(metavar="GROUP", help="Name of the subscription.")]
+_Count = Annotated[int | None, typer.Option(min=1, help="Exit after this many messages.")]
 
 
 @dataclass(frozen=True, slots=True)
-class _Broker:
-    """Where it is, and who asks it."""
+class _BrokerAddress:
+    """The address of a broker, and the credentials and settings of its client."""
 
     host: str
     port: int
@@ -51,7 +53,7 @@ class _Broker:
     def client(self) -> Iterator[BrokerClient]:
         from penstock.client import qb
 
-        # What it would log is told as an error.
+        # The command prints the client's failures as errors.
         logging.getLogger(qb.__name__).addHandler(logging.NullHandler())
         try:
             settings = self._settings()
@@ -75,7 +77,7 @@ class _Broker:
             raise Unauthorized(f"{error}: give --user and --password, or --token") from None
 
     def _settings(self) -> ClientConfig:
-        """What the file and the environment say of clients. What they say of servers is not looked at."""
+        """Load the client settings of the file and the environment; server settings are ignored."""
         from penstock.server.config import load_client
 
         try:
@@ -89,34 +91,37 @@ class _Broker:
 @app.callback()
 def options(
     context: typer.Context,
-    host: Annotated[str, typer.Option(envvar="QB_SERVER_HOST", help="Where the broker is.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(envvar="QB_SERVER_HOST", help="Address of the broker.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(envvar="QB_SERVER_PORT", min=1, max=65535, help="Its port for clients that speak first.")
+        int,
+        typer.Option(
+            envvar="QB_SERVER_PORT", min=1, max=65535, help="Port of the broker for clients that speak first."
+        ),
     ] = 9999,
-    client_id: Annotated[str | None, typer.Option(help="Who asks.  [default: one of its own]")] = None,
+    client_id: Annotated[str | None, typer.Option(help="ID of this client. \\[default: generated]")] = None,
     user: User = None,
     password: Password = None,
     token: Token = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Whose client.… is used: TOML, JSON or YAML.")
+        Path | None, typer.Option(metavar="FILE", help="Configuration file with client.… settings: TOML, JSON or YAML.")
     ] = None,
 ) -> None:
-    """Talk to a server as the Python broker's command line does."""
-    context.obj = _Broker(host, port, client_id, user, password, token, config)
+    """Run the commands of the Python broker's command line."""
+    context.obj = _BrokerAddress(host, port, client_id, user, password, token, config)
 
 
 @app.command("create-topic")
 def create_topic(
     context: typer.Context,
     topic: _TopicName,
-    partitions: Annotated[int, typer.Option(min=1, help="Logs that share its messages.")] = 1,
+    partitions: Annotated[int, typer.Option(min=1, help="Number of partitions.")] = 1,
     retention: Annotated[
         int | None,
-        typer.Option(min=1, metavar="HOURS", help="Drop what is older.  [default: as the server's settings say]"),
+        typer.Option(min=1, metavar="HOURS", help="Drop older messages. \\[default: the server's setting]"),
     ] = None,
     json: JsonLines = False,
 ) -> None:
-    """Make a topic."""
+    """Create a topic."""
     with context.obj.client() as client:
         _check(client, client.create_topic(topic, partitions, retention))
     document = {"topic": topic, "partitions": partitions, "retention_hours": retention}
@@ -128,10 +133,10 @@ def create_subscription(
     context: typer.Context,
     name: _SubscriptionName,
     topic: _TopicName,
-    offset: Annotated[int, typer.Option(min=0, help="Where it begins.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, help="First offset to deliver.")] = 0,
     json: JsonLines = False,
 ) -> None:
-    """Make a subscription of a topic: its messages go to its subscribers in turn."""
+    """Create a subscription to a topic: its subscribers share the messages."""
     with context.obj.client() as client:
         _check(client, client.create_subscription(name, topic, offset))
     text = f"Created subscription '{safe(name)}' for topic '{safe(topic)}' starting at offset {offset}"
@@ -140,7 +145,7 @@ def create_subscription(
 
 @app.command("delete-subscription")
 def delete_subscription(context: typer.Context, name: _SubscriptionName, json: JsonLines = False) -> None:
-    """Delete a subscription and its place in the topic. The messages stay."""
+    """Delete a subscription and its position. The messages stay."""
     with context.obj.client() as client:
         _check(client, client.delete_subscription(name))
     _tell(f"Deleted subscription '{safe(name)}'", {"subscription": name}, as_json=json)
@@ -150,14 +155,16 @@ def delete_subscription(context: typer.Context, name: _SubscriptionName, json: J
 def publish(
     context: typer.Context,
     topic: _TopicName,
-    message: Annotated[str, typer.Argument(metavar="MESSAGE", help="Its body.")],
-    partition: Annotated[int | None, typer.Option(min=0, help="Where it goes.  [default: the broker chooses]")] = None,
+    message: Annotated[str, typer.Argument(metavar="MESSAGE", help="Body of the message.")],
+    partition: Annotated[
+        int | None, typer.Option(min=0, help="Partition to publish to. \\[default: the broker chooses]")
+    ] = None,
     properties: Annotated[
-        str | None, typer.Option(metavar="JSON", help="""An object, like '{"colour": "red"}'.""")
+        str | None, typer.Option(metavar="JSON", help="""Properties, such as '{"colour": "red"}'.""")
     ] = None,
     json: JsonLines = False,
 ) -> None:
-    """Publish a message. It returns when it is as durable as its topic promises."""
+    """Publish a message, and wait until it is stored with the durability of its topic."""
     given = _read_properties(properties)
     with context.obj.client() as client:
         _check(client, client.publish(topic, os.fsencode(message), partition, **given))
@@ -168,9 +175,9 @@ def publish(
 def join_subscription(
     context: typer.Context, name: _SubscriptionName, count: _Count = None, json: JsonLines = False
 ) -> None:
-    """Join a subscription and print its messages as they come.
+    """Join a subscription and print its messages as they arrive.
 
-    Each is acknowledged when it is printed. Ctrl-C ends it, with exit code 0.
+    Each message is acknowledged after it is printed. Ctrl-C exits with code 0.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with context.obj.client() as client, suppress(KeyboardInterrupt):
@@ -183,14 +190,14 @@ def join_subscription(
 def subscribe(
     context: typer.Context,
     topic: _TopicName,
-    offset: Annotated[int, typer.Option(min=0, help="Where to begin.")] = 0,
-    partition: Annotated[int, typer.Option(min=0, help="Of which partition.")] = 0,
+    offset: Annotated[int, typer.Option(min=0, help="First offset to print.")] = 0,
+    partition: Annotated[int, typer.Option(min=0, help="Partition to read.")] = 0,
     count: _Count = None,
     json: JsonLines = False,
 ) -> None:
-    """Print the messages of a topic from an offset on, as they come.
+    """Print the messages of a topic from an offset on, as they arrive.
 
-    It is a subscription of its own, which is deleted at the end. Ctrl-C ends it, with exit code 0.
+    It uses a temporary subscription, which is deleted at the end. Ctrl-C exits with code 0.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with context.obj.client() as client, suppress(KeyboardInterrupt):
@@ -200,7 +207,7 @@ def subscribe(
 
 
 class _Printer:
-    """Prints messages, in the client's thread, until there are enough or nobody reads them."""
+    """Print messages, in the client's thread, until the count is reached or printing fails."""
 
     def __init__(self, client: BrokerClient, count: int | None, *, as_json: bool) -> None:
         self._client = client
@@ -212,18 +219,18 @@ class _Printer:
         try:
             print(self._form(message), flush=True)
         except Exception as error:
-            # It is not acknowledged, and raised again where it ends the command.
+            # The message stays unacknowledged; `wait` raises the error again in the main thread.
             self._failure = error
             self._client.disconnect()
             raise
         if self._left is not None:
             self._left -= 1
             if not self._left:
-                # Before another one is handed over, which somebody else may be waiting for.
+                # Now, before the client takes another message that other subscribers could have.
                 self._client.disconnect()
 
     def wait(self) -> None:
-        """Until that is so, or whoever waits is interrupted."""
+        """Wait until the count is reached, printing fails, or Ctrl-C."""
         self._client.wait()
         if self._failure is not None:
             raise self._failure
@@ -248,11 +255,11 @@ def _read_properties(text: str | None) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise _bad_properties(f"{text!r} is not JSON: {error}") from None
     if not isinstance(given, dict) or not all(isinstance(value, str | int | float) for value in given.values()):
-        raise _bad_properties("it must be an object of strings, numbers and booleans")
-    # `data` is what `publish` calls the body.
+        raise _bad_properties(f"{text!r}: it must be an object of strings, numbers and booleans")
+    # `data` is the name of the body in `publish`.
     taken = sorted({*RESERVED, "data"} & given.keys())
     if taken:
-        raise _bad_properties(f"{', '.join(taken)} cannot be the name of a property")
+        raise _bad_properties(f"reserved property names: {', '.join(taken)}")
     return {name: value if isinstance(value, str) else json_text.dumps(value) for name, value in given.items()}
 
 
@@ -281,7 +288,7 @@ def _json_line(message: BrokerMessage) -> str:
 
 
 def _custom(message: BrokerMessage) -> dict[str, str]:
-    """What its publisher said of it."""
+    """Return the properties that the publisher set."""
     from penstock.client.qb import RESERVED
 
     return {name: value for name, value in message.properties.items() if name not in RESERVED}

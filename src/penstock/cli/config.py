@@ -1,4 +1,4 @@
-"""`penstock config`: every setting, its value, and where that came from."""
+"""`penstock config`: show each setting, its value and its source."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.server.config import Loaded, load
 
 
 def run(path: Path | None, *, as_json: bool) -> bool:
-    """Whether all is right."""
+    """Print the settings; return whether they are valid."""
     try:
         loaded = load(path=path, environ=os.environ, flags={})
     except BadConfig as error:
@@ -38,11 +38,11 @@ def _table(loaded: Loaded) -> Table:
         table.add_column(name, overflow="fold")
     for key, value in loaded.shown().items():
         origin = loaded.origins[key]
-        # As text: a value is not markup. What somebody chose stands out.
+        # As Text: a value must not be read as markup. Defaults are dimmed.
         table.add_row(Text(key), Text(_as_text(value)), Text(origin), style="dim" if origin == "default" else None)
     return table
 
 
 def _as_text(value: Any) -> str:
-    """As it would be written in a file."""
+    """Return the value as it is written in a configuration file."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""`penstock context`: brokers by name, so that commands need no addresses and credentials."""
+"""`penstock context`: brokers by name, so that commands need no address and no credentials."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from penstock.cli.text import safe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-_Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_context, help="Its name.")]
+_Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_context, help="Name of the context.")]
 
 
 @app.command("add")
 def add(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What you call it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.")],
     servers: Annotated[
-        str, typer.Argument(metavar="URL[,…]", help="Where the broker is: nats://host:4222, or host:port.")
+        str, typer.Argument(metavar="URL[,…]", help="Address of the broker: nats://host:4222 or host:port.")
     ],
-    user: Annotated[str | None, typer.Option(help="Who asks it.")] = None,
-    password: Annotated[str | None, typer.Option(help="Asked for at a terminal if it is -.")] = None,
-    token: Annotated[str | None, typer.Option(help="Instead of these two; asked for at a terminal if it is -.")] = None,
+    user: Annotated[str | None, typer.Option(help="User name.")] = None,
+    password: Annotated[str | None, typer.Option(help="Password; - prompts for it.")] = None,
+    token: Annotated[
+        str | None, typer.Option(help="Token, instead of a user and a password; - prompts for it.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Add a context, or replace it. The first one is in use at once."""
+    """Add or replace a context. The first one becomes the current context."""
     contexts.check_name(name)
     made = contexts.Context(
         servers=servers, user=user, password=_secret("password", password), token=_secret("token", token)
@@ -39,12 +41,12 @@ def add(
     known = contexts.load()
     saved = contexts.Contexts({**known.by_name, name: made}, known.current or name)
     contexts.save(saved)
-    _tell(f"added {name}: {where}" + (", in use" if saved.current == name else ""), saved, as_json=json)
+    _tell(f"added {name}: {where}" + (", current" if saved.current == name else ""), saved, as_json=json)
 
 
 @app.command("list")
 def list_contexts(json: Json = False) -> None:
-    """Show all contexts; the one in use has a star. Secrets are not shown."""
+    """List all contexts, without secrets. A star marks the current one."""
     from penstock.cli import output
 
     known = contexts.load()
@@ -60,17 +62,17 @@ def list_contexts(json: Json = False) -> None:
 
 @app.command("use")
 def use(name: _Name, json: Json = False) -> None:
-    """Let all commands use a context unless they name another one."""
+    """Make a context the current one, which commands use by default."""
     known = contexts.load()
     known.get(name)
     saved = replace(known, current=name)
     contexts.save(saved)
-    _tell(f"in use: {name}", saved, as_json=json)
+    _tell(f"current context: {name}", saved, as_json=json)
 
 
 @app.command("remove")
 def remove(name: _Name, json: Json = False) -> None:
-    """Remove a context. If it was in use, none is."""
+    """Remove a context. If it is the current one, no context is current afterwards."""
     known = contexts.load()
     known.get(name)
     left = {key: value for key, value in known.by_name.items() if key != name}

@@ -1,4 +1,4 @@
-"""Brokers by name: `contexts.json` in the user's configuration directory, which only the user can read."""
+"""Brokers by name: `contexts.json` in the user's configuration directory, readable only by the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PORT: Final = 4222
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Where a broker is, and who asks it."""
+    """The address of a broker and the credentials for it."""
 
     servers: str
     user: str | None = None
@@ -27,12 +27,12 @@ class Context:
 
     @property
     def addresses(self) -> str:
-        """Return where it is, without credentials."""
+        """Return the addresses of the broker, without credentials."""
         return ",".join(address.join(*address.split(each, _PORT)) for each in self.servers.split(","))
 
     @property
     def login(self) -> str:
-        """Return who asks it, without secrets."""
+        """Return the kind of login, without secrets."""
         found = {"user": self.user, "token": self.token}
         for each in reversed(self.servers.split(",")) if not (self.user or self.token) else ():
             found |= address.login(each)
@@ -41,7 +41,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """All of them, and which one is in use."""
+    """All contexts, and the current one."""
 
     by_name: dict[str, Context]
     current: str | None = None
@@ -49,7 +49,7 @@ class Contexts:
     def get(self, name: str) -> Context:
         if name not in self.by_name:
             known = ", ".join(sorted(self.by_name)) or "none"
-            raise PenstockError(f"unknown context {name!r}: there are {known}; add it with `penstock context add`")
+            raise PenstockError(f"unknown context {name!r} (known: {known}): add it with `penstock context add`")
         return self.by_name[name]
 
 
@@ -66,12 +66,12 @@ def load() -> Contexts:
     except FileNotFoundError:
         return Contexts({})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PenstockError(f"{path()} is not a file of contexts ({error!r}): correct it, or delete it") from None
+        raise PenstockError(f"{path()} is not a valid file of contexts ({error!r}): correct or delete it") from None
     return Contexts(contexts, current if current in contexts else None)
 
 
 def save(contexts: Contexts) -> None:
-    """Write all of it or nothing, for nobody else to read."""
+    """Replace the file atomically; only the user can read it."""
     target = path()
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     document: dict[str, Any] = {
@@ -90,4 +90,6 @@ def save(contexts: Contexts) -> None:
 
 def check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise PenstockError(f"invalid name {name!r}: letters, digits, '.', '_' and '-', at most 64")
+        raise PenstockError(
+            f"invalid name {name!r}: use at most 64 letters, digits, '.', '_' and '-', starting with a letter or digit"
+        )

@@ -1,7 +1,7 @@
-"""Copying a topic: message by message as it is, each once, however often the copy is interrupted.
+"""Copy a topic: each message unchanged and exactly once, even if the copy is interrupted and resumed.
 
-A part of a partition is one transaction at the target, numbered by the source's offset behind it, under a name that
-stands for this source log and this target. So the target itself knows how far the copy is.
+Each part of a partition is one transaction at the target. Its name identifies the source log and the target topic; its
+number is the source offset after the part. So the target itself records the progress of the copy.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from penstock.client.sync import Client
     from penstock.client.values import PartitionPosition, Topic
 
-# A part has so many messages or bytes at the most, but for one message that is larger.
+# Limits of a part; a single larger message is a part by itself.
 _PART_MESSAGES: Final = 4096
 _PART_BYTES: Final = 4 << 20
 
 
 @dataclass(slots=True)
 class Copied:
-    """How many messages a copy has stored, found stored by an earlier run, and found gone at the source."""
+    """Messages that this run copied, that earlier runs copied, and that the source dropped before their copy."""
 
     copied: int = 0
     resumed: int = 0
     lost: int = 0
-    # Partitions where nobody can tell whether the target has other messages: what was copied last is gone.
+    # Partitions that may have foreign messages in the target: the message copied last is gone at the source.
     unchecked: list[int] = field(default_factory=list)
 
 
 def prepare(source: Topic, target: Client, name: str) -> Topic:
-    """Return the topic to copy to, made like the source if there is none."""
+    """Return the topic to copy to; create it like the source if it does not exist."""
     found = next((topic for topic in target.topics() if topic.name == name), None)
     if found is None:
         return target.create_topic(name, partitions=source.partitions, **source.policy)
     if found.partitions != source.partitions:
         raise PenstockError(
-            f"{name} has {found.partitions} partitions and {source.name} has {source.partitions}: a copy keeps them; "
-            "copy to a topic that does not exist yet, or use a replay pipeline, which distributes by key"
+            f"{name} has {found.partitions} partitions and {source.name} has {source.partitions}: a copy needs the "
+            "same number; copy to a topic that does not exist yet, or use a replay pipeline, which distributes by key"
         )
     return found
 
@@ -52,12 +52,12 @@ def prepare(source: Topic, target: Client, name: str) -> Topic:
 def copy(
     client: Client, source: Topic, to: Client, target: Topic, done: Copied, advance: Callable[[int], None]
 ) -> None:
-    """Copy what the source holds now; `done` counts on the way."""
+    """Copy the messages that the source holds now; count them in `done`."""
     found = {each.partition: _name(client, source, each, target) for each in source.positions if _size(each)}
     names = {partition: name for partition, name in found.items() if name is not None}
     reached = {partition: to.last_transaction(name) for partition, name in names.items()}
     if all(number is None for number in reached.values()) and any(map(_size, target.positions)):
-        raise PenstockError(f"{target.name} has messages that are not of this copy: name a topic that is new, or empty")
+        raise PenstockError(f"{target.name} has messages that are not of this copy: use a new or empty topic")
     for partition, number in reached.items():
         _check_target(client, source, to, target, partition, number, done)
     for position in source.positions:
@@ -80,8 +80,7 @@ def copy(
 def _check_target(
     client: Client, source: Topic, to: Client, target: Topic, partition: int, number: int | None, done: Copied
 ) -> None:
-    """Raise if a partition of the target has messages that did not come from this copy: then its last message is not
-    the one that was copied last."""
+    """Raise if a partition of the target has foreign messages: its last message must be the one copied last."""
     last = _last(to, target, target.positions[partition])
     if last is None:
         return
@@ -95,18 +94,18 @@ def _check_target(
         return
     raise PenstockError(
         f"{target.name} has messages that are not of this copy, such as offset {last.offset} of partition {partition}: "
-        "copy to a topic that is new, or empty"
+        "use a new or empty topic"
     )
 
 
 def _may_be_compacted(copied: Message, target: Topic) -> bool:
-    """Whether compaction may have removed the copy of a message, though it was the last one of the target."""
+    """Return whether compaction may have removed the copy of a message even if it was the last of the target."""
     has_ttl = copied.header_block is not None and ttl_us(copied.header_block) is not None
     return target.policy["cleanup"] == "compact" and (copied.deleted or has_ttl)
 
 
 def _last(client: Client, topic: Topic, position: PartitionPosition) -> Message | None:
-    """Return the last message of a partition, whatever offsets before its end are empty."""
+    """Return the last message of a partition, searching backwards over empty offsets."""
     begin, step = position.committed, 1
     while begin > position.start:
         end, begin = begin, max(position.start, begin - step)
@@ -118,14 +117,14 @@ def _last(client: Client, topic: Topic, position: PartitionPosition) -> Message 
 
 
 def _identity(message: Message, topic: Topic) -> object:
-    """Return what a message and its copy have in common."""
+    """Return the parts that a message and its copy have in common."""
     below = message.subject[len(topic.name) :]
     return below, message.key, message.value, message.header_block, message.timestamp_us, message.deleted
 
 
 def _name(client: Client, source: Topic, position: PartitionPosition, target: Topic) -> str | None:
-    """Return the name of the transactions: the log that is read, by its number, and the topic that is written to. None
-    if compaction left no message."""
+    """Return the name of the transactions, from the number of the source log and the ID of the target topic. None if
+    compaction left no message."""
     first = next(iter(client.fetch(source.name, position.partition, position.start, count=1, expired=True)), None)
     return None if first is None else f"copy-{first.log:x}-{source.id}-{position.partition}-{target.id}"
 
@@ -135,11 +134,11 @@ def _size(position: PartitionPosition) -> int:
 
 
 def _parts(messages: Iterator[Message], source: str, target: str) -> Iterator[tuple[Run, int]]:
-    """Yield runs for the target, and the source's offset behind each."""
+    """Yield runs for the target, each with the source offset after it."""
     run, times, size, end = Run([], []), [], 0, 0
     for message in messages:
         index = len(run)
-        # What followed the topic in a subject follows the new one.
+        # Tokens after the source topic's name follow the target topic's name.
         run.subjects.append((target + message.subject[len(source) :]).encode())
         run.values.append(message.value)
         times.append(message.timestamp_us)

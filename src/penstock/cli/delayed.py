@@ -1,4 +1,4 @@
-"""`penstock delayed`: messages that were published with a delay and wait."""
+"""`penstock delayed`: messages that are not due yet."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Address, Json, Yes, confirm, options
+from penstock.cli.options import ConnectionOptions, Json, Yes, confirm, options
 from penstock.cli.text import counted, iso, put, shown
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-MessageId = Annotated[str | None, typer.Option(help="Only those with this message ID.")]
+MessageId = Annotated[str | None, typer.Option(help="Only messages with this message ID.")]
 
 
 @app.command("list")
 @options
 def list_delayed(
-    pattern: Annotated[str, typer.Argument(metavar="[PATTERN]", help="Those of these subjects.")] = ">",
+    pattern: Annotated[str, typer.Argument(metavar="[PATTERN]", help="Only subjects that match this pattern.")] = ">",
     *,
     message_id: MessageId = None,
-    count: Annotated[int, typer.Option(min=1, help="At the most so many, those first that are due first.")] = 100,
+    count: Annotated[int, typer.Option(min=1, help="Show at most this many messages, next due first.")] = 100,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Show messages that wait until they are due."""
+    """List messages that are not due yet."""
     with at.client() as client:
         messages = client.delayed(pattern, limit=count, message_id=message_id)
     from penstock.cli import output
@@ -50,16 +50,16 @@ def list_delayed(
 @app.command("cancel")
 @options
 def cancel(
-    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="Those of these subjects; > for all.")],
+    pattern: Annotated[str, typer.Argument(metavar="PATTERN", help="Subjects that match this pattern; > for all.")],
     *,
     message_id: MessageId = None,
     offset: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="Only the one at this offset, as `list` shows it. Repeat it for several."),
+        typer.Option(min=0, help="Only the message at this offset, from `penstock delayed list`; repeatable."),
     ] = None,
     yes: Yes = False,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
     """Cancel delayed messages: they are never published."""
     which = "" if message_id is None else f", ID {message_id}"

@@ -1,4 +1,4 @@
-"""`penstock demo`: orders come in, Spark makes something of them, and all of it stays in a directory to go on with."""
+"""`penstock demo`: publish orders, process them with Spark, and keep everything in a directory."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from penstock.pipelines.pipeline import Pipeline
-    from penstock.pipelines.progress import Progress
+    from penstock.pipelines.progress import PipelineProgress
 
-# The orders of so long a time.
+# The time span of the orders.
 MINUTES: Final = 30
 COUNTRIES: Final = ("at", "de", "fr", "it", "nl")
-# One of so many is no order at all; one of so many is sent twice.
+# One in this many is malformed; one in this many is published twice.
 MALFORMED_EVERY: Final = 400
 REPEATED_EVERY: Final = 100
 _NOT_ORDERS: Final = (b'{"id": "cut off', b'{"id": null, "amount": 5}', b'{"id": "x", "amount": "a lot"}', b"\xff\xfe")
 
-# What each pipeline is called, and what differs from the example that `penstock pipeline init` writes.
+# The name of each pipeline, and its changes to the example that `penstock pipeline init` writes.
 PIPELINES: Final = {
     "transform": ("clean-orders", {}),
     "aggregate": ("revenue", {'topic = "orders"': 'topic = "orders-clean"'}),
@@ -49,7 +49,7 @@ _HEIGHT: Final = 8
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 
 
-class Order(NamedTuple):
+class ShopOrder(NamedTuple):
     id: str
     subject: str
     value: bytes
@@ -66,12 +66,12 @@ class Sent(NamedTuple):
 
 
 def run(orders: int, directory: Path | None = None, spark: SparkSession | None = None) -> bool:
-    """Whether everything came out as it must. `spark`: a session to use, which stays."""
+    """Run the demo; return whether all results are right. `spark`: a session to use, which stays open."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise PenstockError(f"the demo needs {', '.join(missing)}: pip install 'penstock[spark,demo]'")
     if directory is not None and directory.exists() and any(directory.iterdir()):
-        raise PenstockError(f"{directory} is not empty: name another directory, or remove it first")
+        raise PenstockError(f"{directory} is not empty: choose another directory, or remove it first")
     home = (directory or Path(tempfile.mkdtemp(prefix="penstock-demo-"))).resolve()
     home.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
@@ -83,21 +83,21 @@ class _Demo:
         self._home = home
         self._console = console
         self._steps = 0
-        self._is_right = True
+        self._is_correct = True
 
     def run(self, orders: int, spark: SparkSession | None) -> bool:
         with Broker(self._home / "data", listen="127.0.0.1:0") as broker:
-            self._step("A broker", f"in this process, on {broker.address}; its data is in {self._home / 'data'}.")
+            self._step("Broker:", f"in this process, on {broker.address}; data in {self._home / 'data'}.")
             sent = self._publish(broker, orders)
             with self._session(spark) as session:
                 self._run_pipelines(broker, session)
                 self._show_letters(broker, sent)
                 self._show_revenue(session, broker)
                 self._read_back(session, broker, sent)
-        self._go_on()
-        return self._is_right
+        self._show_next_steps()
+        return self._is_correct
 
-    # In.
+    # ---- publishing
 
     def _publish(self, broker: Broker, count: int) -> Sent:
         broker.create_topic("orders", partitions=2)
@@ -105,8 +105,8 @@ class _Demo:
         half = len(made) // 2
         self._step(
             "Orders",
-            f"of the last {MINUTES} minutes: half from a NATS client, half from Penstock's own.\n"
-            "   Each is acknowledged when it is on the disk. Some come twice, some are no orders at all.",
+            f"of the last {MINUTES} minutes: half from a NATS client, half from Penstock's client.\n"
+            "   Each is acknowledged once it is on disk. Some are published twice, some are malformed.",
         )
         assert broker.address is not None
         started = time.perf_counter()
@@ -118,11 +118,11 @@ class _Demo:
         ids = {order.id for order in made}
         sent = Sent(len(made), len(made) - len(ids), sum(each.startswith("x") for each in ids))
         stored = sum(position.committed for position in broker.topic("orders").positions)
-        self._say(f"{output.rate(len(made), seconds)}; {stored:,} are stored, {sent.repeated:,} were there already")
+        self._say(f"{output.rate(len(made), seconds)}; {stored:,} stored, {sent.repeated:,} duplicates dropped")
         self._check(stored == sent.stored, f"{sent.stored:,} should be stored")
         return sent
 
-    # Through Spark.
+    # ---- Spark
 
     @contextmanager
     def _session(self, given: SparkSession | None) -> Iterator[SparkSession]:
@@ -131,7 +131,7 @@ class _Demo:
         if given is not None:
             yield given
             return
-        self._step("Spark", "starts, in this machine's memory: no jar, and a Java if there is none.")
+        self._step("Spark", "starts locally: no jar, and a bundled Java if the machine has none.")
         started = time.perf_counter()
         quiet = {"spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"}
         with self._console.status("   starting Spark …"), opened("demo", config=quiet) as session:
@@ -144,19 +144,19 @@ class _Demo:
 
         self._step(
             "Pipelines",
-            "clean the orders into a topic, add up what is earned in each minute and country into\n"
-            "   another, and archive all of it as Parquet. Each row once, also after a crash.",
+            "clean the orders into a topic, sum the revenue per minute and country into another,\n"
+            "   and archive all orders as Parquet. Each row exactly once, even after a crash.",
         )
-        done: list[tuple[Progress, int]] = []
+        done: list[tuple[PipelineProgress, int]] = []
         for kind, (name, changes) in PIPELINES.items():
             pipeline = load(self._write(kind, changes)).at(broker.address)
             with self._console.status(f"   {name}") as status:
 
-                def tell(progress: Progress, status: Status = status) -> None:
+                def show(progress: PipelineProgress, status: Status = status) -> None:
                     status.update(f"   {line(progress)}")
 
                 behind = _behind(broker, pipeline)
-                done.append((run_pipeline(pipeline, data=self._home / "data", spark=spark, on_batch=tell), behind))
+                done.append((run_pipeline(pipeline, data=self._home / "data", spark=spark, on_batch=show), behind))
         rows = [
             (
                 each.name,
@@ -181,11 +181,11 @@ class _Demo:
         path.write_text(text)
         return path
 
-    # Out.
+    # ---- results
 
     def _show_letters(self, broker: Broker, sent: Sent) -> None:
         letters = broker.dead_letters(limit=10_000)
-        self._step("Dead letters", f"{len(letters):,} messages were no orders. None is lost, and each has a reason:")
+        self._step("Dead letters", f"{len(letters):,} malformed messages. None is lost, and each has a reason:")
         firsts: dict[str, DeadLetter] = {letter.reason: letter for letter in reversed(letters)}
         rows = [
             (
@@ -219,28 +219,26 @@ class _Demo:
         values = [row.revenue for row in minutes]
         for text in columns(values):
             self._say(text)
-        self._say(
-            f"{moments[0]:%H:%M} … {moments[-1]:%H:%M}, what is earned in each minute; the last ones are still open"
-        )
+        self._say(f"{moments[0]:%H:%M} … {moments[-1]:%H:%M}, revenue per minute; the last windows are still open")
         path = self._home / "revenue.png"
         _plot(moments, values, path)
-        self._say(f"the same as a picture: {path}")
+        self._say(f"as a picture: {path}")
         self._check(bool(rows), "there should be some revenue")
 
     def _read_back(self, spark: SparkSession, broker: Broker, sent: Sent) -> None:
-        self._step("The archive", "and the topic, read as one: history from Parquet, then the log, each row once.")
+        self._step("Archive", "and topic, read as one table: history from Parquet, then the log, each row once.")
         assert broker.address is not None
         extra = 1000
         broker.publish_many(("orders", b'{"id": "late"}') for _ in range(extra))
         reader = spark.read.format("penstock").option("servers", broker.address).option("subscribe", "orders")
         rows = reader.option("archive", str(self._home / "archive" / "orders")).load()
         found = rows.select("partition", "offset").distinct().count()
-        self._say(f"{found:,} rows, of which {extra:,} came after it was archived")
+        self._say(f"{found:,} rows, {extra:,} of them published after archiving")
         self._check(found == sent.stored + extra, f"there should be {sent.stored + extra:,}")
 
-    def _go_on(self) -> None:
+    def _show_next_steps(self) -> None:
         data = self._home / "data"
-        self._step("Go on", "with what is there. In one terminal, and then in another:")
+        self._step("Continue", "with this data. In one terminal, and then in another:")
         for command in (
             f"penstock serve --data {data}",
             "penstock fetch orders-clean --count 3",
@@ -250,7 +248,7 @@ class _Demo:
         ):
             self._say(f"[bold]{command}[/]")
 
-    # What is shown.
+    # ---- output
 
     def _step(self, title: str, text: str) -> None:
         self._steps += 1
@@ -259,14 +257,14 @@ class _Demo:
     def _say(self, text: str) -> None:
         self._console.print(f"   {text}", soft_wrap=True)
 
-    def _check(self, is_so: bool, otherwise: str) -> None:
-        if not is_so:
-            self._is_right = False
-            self._console.print(f"   [red]This is wrong: {otherwise}.[/]", soft_wrap=True)
+    def _check(self, is_met: bool, expectation: str) -> None:
+        if not is_met:
+            self._is_correct = False
+            self._console.print(f"   [red]Wrong result: {expectation}.[/]", soft_wrap=True)
 
 
-def _orders(count: int) -> Iterator[Order]:
-    """Always the same, but for their times: the last `MINUTES`, with more at noon of it."""
+def _orders(count: int) -> Iterator[ShopOrder]:
+    """Yield orders of the last `MINUTES`, the same every time but for their times; amounts peak in the middle."""
     chance = random.Random(1)
     begin = datetime.now(UTC) - timedelta(minutes=MINUTES)
     for number in range(count):
@@ -276,36 +274,38 @@ def _orders(count: int) -> Iterator[Order]:
         amount = round(chance.lognormvariate(3, 0.6) * wave, 2)
         fields = {"id": f"o{number}", "customer": f"c{chance.randrange(500)}", "country": country}
         value = json.dumps({**fields, "amount": amount + 1, "at": at.isoformat()}).encode()
-        order = Order(f"o{number}", f"orders.{country}", value)
+        order = ShopOrder(f"o{number}", f"orders.{country}", value)
         if number % MALFORMED_EVERY == MALFORMED_EVERY // 2:
-            order = Order(f"x{number}", f"orders.{country}", _NOT_ORDERS[number // MALFORMED_EVERY % len(_NOT_ORDERS)])
+            order = ShopOrder(
+                f"x{number}", f"orders.{country}", _NOT_ORDERS[number // MALFORMED_EVERY % len(_NOT_ORDERS)]
+            )
         yield order
         if number % REPEATED_EVERY == 0:
             yield order
 
 
-async def _publish_nats(address: str, orders: Sequence[Order]) -> None:
+async def _publish_nats(address: str, orders: Sequence[ShopOrder]) -> None:
     import nats
 
     client = await nats.connect(f"nats://{address}")
     try:
         for order in orders:
             await client.publish(order.subject, order.value, headers={"Nats-Msg-Id": order.id})
-        # It is answered when all of them are on the disk.
+        # The broker answers when all messages are on disk.
         await client.flush()
     finally:
         await client.close()
 
 
 def _behind(broker: Broker, pipeline: Pipeline) -> int:
-    """What is in the topic that it reads."""
+    """Return the number of messages in the pipeline's source topic."""
     assert pipeline.source.topic is not None
     positions = broker.topic(pipeline.source.topic).positions
     return sum(position.committed - position.start for position in positions)
 
 
 def columns(values: Sequence[float], height: int = _HEIGHT) -> Iterator[str]:
-    """A column for each value, as lines of blocks."""
+    """Yield the lines of a chart with a column of blocks for each value."""
     top = max(values, default=0) or 1
     eighths = [round(8 * height * value / top) for value in values]
     for row in range(height - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""`penstock dlq`: messages that a group could not handle."""
+"""`penstock dlq`: dead letters, the messages that a group could not process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from penstock.cli.options import Address, Json, Yes, complete_group, confirm, options
+from penstock.cli.options import ConnectionOptions, Json, Yes, complete_group, confirm, options
 from penstock.cli.text import Document, counted, iso, put, shown
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-Pattern = Annotated[str, typer.Argument(metavar="[PATTERN]", help="Those of these subjects.")]
-Count = Annotated[int | None, typer.Option(min=1, help="At the most so many, oldest first.")]
-_PANEL = "Which"
+Pattern = Annotated[str, typer.Argument(metavar="[PATTERN]", help="Only subjects that match this pattern.")]
+Count = Annotated[int | None, typer.Option(min=1, help="At most this many, oldest first. \\[default: all]")]
+_PANEL = "Selection"
 
 
 def _read_moment(text: str) -> str:
-    """Return a time that is one, as the client reads it."""
+    """Return the text if it is a valid time; the client parses it again."""
     try:
         read_moment(text, SystemClock().now_us())
     except ValueError as error:
@@ -33,26 +33,36 @@ def _read_moment(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Which:
-    """Conditions that dead letters meet, all of them."""
+class LetterSelection:
+    """Conditions that all must hold for a dead letter."""
 
     group: Annotated[
-        str | None, typer.Option(autocompletion=complete_group, help="Of this group.", rich_help_panel=_PANEL)
+        str | None,
+        typer.Option(autocompletion=complete_group, help="Only dead letters of this group.", rich_help_panel=_PANEL),
     ] = None
     reason: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="With this in their reason.", rich_help_panel=_PANEL)
+        str | None, typer.Option(metavar="TEXT", help="Only with this text in the reason.", rich_help_panel=_PANEL)
     ] = None
     since: Annotated[
-        Any, typer.Option(parser=_read_moment, metavar="TIME", help="Died then or later.", rich_help_panel=_PANEL)
+        Any,
+        typer.Option(
+            parser=_read_moment,
+            metavar="TIME",
+            help="Only dead-lettered at this time or later.",
+            rich_help_panel=_PANEL,
+        ),
     ] = None
     until: Annotated[
-        Any, typer.Option(parser=_read_moment, metavar="TIME", help="Died before.", rich_help_panel=_PANEL)
+        Any,
+        typer.Option(
+            parser=_read_moment, metavar="TIME", help="Only dead-lettered before this time.", rich_help_panel=_PANEL
+        ),
     ] = None
     partition: Annotated[
-        int | None, typer.Option(min=0, help="In this partition of theirs.", rich_help_panel=_PANEL)
+        int | None, typer.Option(min=0, help="Only in this partition of the dead-letter topic.", rich_help_panel=_PANEL)
     ] = None
     offset: Annotated[
-        list[int] | None, typer.Option(min=0, help="At this offset. Repeat it for several.", rich_help_panel=_PANEL)
+        list[int] | None, typer.Option(min=0, help="Only at this offset; repeatable.", rich_help_panel=_PANEL)
     ] = None
 
     def filter(self) -> LetterFilter:
@@ -66,13 +76,13 @@ class Which:
 def list_letters(
     pattern: Pattern = ">",
     *,
-    count: Annotated[int, typer.Option(min=1, help="At the most so many, oldest first.")] = 100,
-    redriven: Annotated[bool, typer.Option("--redriven", help="Also those that were sent again.")] = False,
-    which: Which,
+    count: Annotated[int, typer.Option(min=1, help="Show at most this many, oldest first.")] = 100,
+    redriven: Annotated[bool, typer.Option("--redriven", help="Also show redriven dead letters.")] = False,
+    which: LetterSelection,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Show dead letters: where they are, where they were, and why they died."""
+    """List dead letters with their position, origin and reason."""
     with at.client() as client:
         letters = client.dead_letters(pattern, limit=count, redriven=redriven, **which.filter())
     from penstock.cli import output
@@ -101,18 +111,18 @@ def list_letters(
 @app.command("peek")
 @options
 def peek(
-    partition: Annotated[int, typer.Argument(min=0, metavar="PARTITION", help="As `penstock dlq list` shows it.")],
-    offset: Annotated[int, typer.Argument(min=0, metavar="OFFSET", help="The same.")],
+    partition: Annotated[int, typer.Argument(min=0, metavar="PARTITION", help="Partition, from `penstock dlq list`.")],
+    offset: Annotated[int, typer.Argument(min=0, metavar="OFFSET", help="Offset, from `penstock dlq list`.")],
     *,
-    topic: Annotated[str, typer.Option(help="Where the server keeps them: its setting dlq.prefix.")] = "DLQ",
+    topic: Annotated[str, typer.Option(help="Dead-letter topic: the server's setting dlq.prefix.")] = "DLQ",
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Show all of one dead letter, redriven or not."""
+    """Show one dead letter in full, redriven or not."""
     with at.client() as client:
         found = list(client.fetch(topic, partition, offset, end=offset + 1))
     if not found:
-        raise PenstockError(f"{topic} has nothing at {partition}:{offset}: `penstock dlq list` shows what there is")
+        raise PenstockError(f"no dead letter at {topic} {partition}:{offset}: `penstock dlq list` lists them")
     from penstock.cli import messages, output
 
     [message] = found
@@ -131,21 +141,19 @@ def redrive(
     pattern: Pattern = ">",
     *,
     count: Count = None,
-    to_group: Annotated[
-        bool, typer.Option("--to-group", help="Deliver each to the group that failed, and to nobody else.")
-    ] = False,
-    which: Which,
+    to_group: Annotated[bool, typer.Option("--to-group", help="Deliver each only to the group that failed.")] = False,
+    which: LetterSelection,
     yes: Yes = False,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Publish dead letters to their subjects again, each once.
+    """Redrive dead letters: publish each once to its original subject.
 
-    Exit code 1 if some of them cannot be: the others are, and these stay in the list.
+    Exit code 1 if some fail: these stay in the list, the others are redriven.
     """
     with at.client() as client:
         wanted, where = which.filter(), "groups" if to_group else "subjects"
-        confirm(f"Send {_described(pattern, count, wanted)} to their {where} again?", yes=yes)
+        confirm(f"Redrive {_described(pattern, count, wanted)} to their {where}?", yes=yes)
         redriven = client.redrive(pattern, count=count, to_group=to_group, **wanted)
     letters = counted(redriven.count, "dead letter")
     if json:
@@ -153,7 +161,7 @@ def redrive(
 
         output.print_json({"redriven": redriven.count, "skipped": redriven.skipped, "reason": redriven.reason})
     else:
-        print(f"gave {letters} back to their groups" if to_group else f"published {letters} again")
+        print(f"returned {letters} to their groups" if to_group else f"published {letters} again")
     if redriven.skipped:
         raise PenstockError(f"{counted(redriven.skipped, 'dead letter')} could not be redriven: {redriven.reason}")
 
@@ -164,15 +172,15 @@ def purge(
     pattern: Pattern = ">",
     *,
     count: Count = None,
-    which: Which,
+    which: LetterSelection,
     yes: Yes = False,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Forget dead letters: they are not listed and cannot be redriven any more. Their bytes go with retention."""
+    """Purge dead letters: they can no longer be listed or redriven. Retention frees their bytes."""
     with at.client() as client:
         wanted = which.filter()
-        confirm(f"Forget {_described(pattern, count, wanted)}?", yes=yes)
+        confirm(f"Purge {_described(pattern, count, wanted)}?", yes=yes)
         purged = client.purge_dead_letters(pattern, count=count, **wanted)
     if json:
         from penstock.cli import output
@@ -183,7 +191,7 @@ def purge(
 
 
 def _described(pattern: str, count: int | None, wanted: LetterFilter) -> str:
-    """Say which dead letters something is done to."""
+    """Describe the selected dead letters, for a question to the user."""
     letters = "all dead letters" if count is None else f"at most {counted(count, 'dead letter')}"
     return f"{letters} of {pattern}{''.join(f', {name} {value}' for name, value in wanted.items())}"
 

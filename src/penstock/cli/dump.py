@@ -1,6 +1,6 @@
-"""`penstock log dump`: the messages of a log, or its batches, one in each line; damage where it stands.
+"""`penstock log dump`: print the messages or batches of a log, one per line, as `name=value` or as JSON.
 
-For people a line is a row of `name=value`.
+Damage is printed at its position.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import NamedTuple
 from penstock.batch import HEADER_BYTES, NO_SEGMENT, Batch, parse, size_at
 from penstock.cli.text import Document, iso, put, shown
 from penstock.errors import CorruptBatch, LogDamaged, PenstockError, UnknownTopic
+from penstock.storage.examine import TornTail
 from penstock.storage.inspect import InspectedLog, Inspection, inspect, walk
-from penstock.storage.recovery import TornTail
-from penstock.storage.segment import Found, Segment
+from penstock.storage.scan import Found
+from penstock.storage.segment import Segment
 from penstock.storage.state import STATE_TOPIC
 
 
-class Message(NamedTuple):
+class DumpedMessage(NamedTuple):
     offset: int
     timestamp: int
     key: bytes | None
@@ -42,10 +43,10 @@ def run(
     batches: bool,
     as_json: bool,
 ) -> bool:
-    """Whether all that was met is sound."""
+    """Print the log; return whether everything read is sound."""
     with inspect(directory) as inspection:
         logs = _choose(inspection, topic, partition)
-        output = _Output(count, as_json)
+        output = _DumpOutput(count, as_json)
         for log in logs:
             if output.full:
                 break
@@ -58,7 +59,7 @@ def run(
     return output.sound
 
 
-class _Output:
+class _DumpOutput:
     def __init__(self, count: int | None, as_json: bool) -> None:
         self._left = sys.maxsize if count is None else count
         self._as_json = as_json
@@ -68,7 +69,7 @@ class _Output:
     def full(self) -> bool:
         return self._left <= 0
 
-    def messages(self, log: InspectedLog, messages: list[Message]) -> None:
+    def messages(self, log: InspectedLog, messages: list[DumpedMessage]) -> None:
         messages = messages[: self._left]
         self._left -= len(messages)
         if self._as_json:
@@ -88,7 +89,7 @@ class _Output:
         if not self._as_json:
             print(f"*** {text}")
             return
-        # What a program reads holds nothing but documents.
+        # Programs read only JSON documents from stdout.
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
 
@@ -105,17 +106,17 @@ def _choose(inspection: Inspection, topic: str | None, partition: int | None) ->
     if topic is not None:
         chosen = [logs for logs in topics.values() if logs[0].topic_name == topic]
         chosen = chosen or [logs for number, logs in topics.items() if str(number) == topic]
-        problem = f"there is no topic {topic} in {inspection.directory}"
+        problem = f"unknown topic {topic} in {inspection.directory}"
     else:
         chosen = [logs for number, logs in topics.items() if number != STATE_TOPIC or len(inspection.logs) == 1]
-        problem = f"there are several topics in {inspection.directory}"
+        problem = f"{inspection.directory} has several topics"
     if len(chosen) != 1:
-        raise UnknownTopic(f"{problem}: choose one with --topic, by its name or its id: {titles}")
+        raise UnknownTopic(f"{problem}: choose one by name or ID with --topic: {titles}")
     logs = [log for log in chosen[0] if partition in (None, log.partition)]
     if not logs:
         numbers = ", ".join(str(log.partition) for log in chosen[0])
         raise UnknownTopic(
-            f"{_title(chosen[0][0])} has no partition {partition}: choose one with --partition: {numbers}"
+            f"{_title(chosen[0][0])} has no partition {partition}: use --partition with one of {numbers}"
         )
     return logs
 
@@ -126,7 +127,7 @@ def _title(log: InspectedLog) -> str:
     return "the state topic (id 0)" if log.topic_id == STATE_TOPIC else f"{log.topic_name or '?'} (id {log.topic_id})"
 
 
-def _dump(log: InspectedLog, start: int, output: _Output, *, batches: bool) -> None:
+def _dump(log: InspectedLog, start: int, output: _DumpOutput, *, batches: bool) -> None:
     for segment, item in walk(log, start):
         if output.full:
             return
@@ -138,12 +139,12 @@ def _dump(log: InspectedLog, start: int, output: _Output, *, batches: bool) -> N
                     elif batch.count:
                         output.messages(log, [message for message in _messages(batch) if message.offset >= start])
                 except CorruptBatch as error:
-                    # Its checksum is right: whoever made it made it so.
+                    # The checksum is right, so the batch was encoded like this.
                     output.damage(str(LogDamaged(segment.path, position, batch.base_offset, batch.end, str(error))))
             case TornTail():
                 output.note(
                     f"{item.path}: torn tail of {item.size} bytes at byte {item.position}, offset {item.first}: "
-                    "never acknowledged, cut off at the next start"
+                    "never acknowledged, will be truncated at the next start"
                 )
             case PenstockError():
                 if batches and isinstance(item, LogDamaged) and (unsound := _unsound_batch(segment, item.position)):
@@ -151,10 +152,10 @@ def _dump(log: InspectedLog, start: int, output: _Output, *, batches: bool) -> N
                 output.damage(str(item))
 
 
-def _messages(batch: Batch) -> Iterator[Message]:
+def _messages(batch: Batch) -> Iterator[DumpedMessage]:
     columns = batch.columns()
     return map(
-        Message,
+        DumpedMessage,
         columns.offsets(),
         columns.timestamps(),
         columns.keys() or repeat(None),
@@ -166,7 +167,7 @@ def _messages(batch: Batch) -> Iterator[Message]:
     )
 
 
-def _message_line(message: Message) -> str:
+def _message_line(message: DumpedMessage) -> str:
     parts = [str(message.offset), iso(message.timestamp) or f"{message.timestamp}µs"]
     for name in ("key", "subject", "reply", "headers"):
         data = getattr(message, name)
@@ -179,7 +180,7 @@ def _message_line(message: Message) -> str:
     return "  ".join(parts)
 
 
-def _message_document(message: Message) -> Document:
+def _message_document(message: DumpedMessage) -> Document:
     document: Document = {
         "offset": message.offset,
         "timestamp": iso(message.timestamp),
@@ -231,7 +232,7 @@ def _batch_line(document: Document) -> str:
 
 
 def _unsound_batch(segment: Segment, position: int) -> Batch | None:
-    """The batch at `position` if at least its header is sound."""
+    """Return the batch at `position` if at least its header is sound."""
     try:
         size = size_at(segment.content(position, HEADER_BYTES))
         return parse(segment.content(position, size)) if size else None

@@ -1,4 +1,4 @@
-"""`penstock fetch`: what is stored, from one place to another, in a form that others read."""
+"""`penstock fetch`: read a range of stored messages, as lines, JSON, CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import typer
 
 from penstock.cli import messages as printed
 from penstock.cli import output
-from penstock.cli.options import PLACE, Address, JsonLines, TopicName, options, read_place
+from penstock.cli.options import PLACE, ConnectionOptions, JsonLines, TopicName, options, read_place
 from penstock.cli.text import counted
 from penstock.errors import PenstockError
 from penstock.times import Place
@@ -37,7 +37,7 @@ _ASK_S: Final = 0.2
 
 
 class Span(NamedTuple):
-    """A part of a partition."""
+    """A range of offsets of a partition."""
 
     partition: int
     first: int
@@ -48,41 +48,42 @@ class Span(NamedTuple):
         return max(0, self.end - self.first)
 
 
+# Long only by its options.
 @app.command()
 @options
 def fetch(
     topic: TopicName,
     *,
-    partition: Annotated[int | None, typer.Option(min=0, help="Only this one.")] = None,
+    partition: Annotated[int | None, typer.Option(min=0, help="Only this partition.")] = None,
     start: Annotated[
-        Any, typer.Option("--from", parser=read_place, metavar=PLACE, help="Where to begin, in each partition.")
+        Any, typer.Option("--from", parser=read_place, metavar=PLACE, help="Start of the range in each partition.")
     ] = "earliest",
     end: Annotated[
-        Any, typer.Option("--to", parser=read_place, metavar=PLACE, help="Where to end; what is there is left out.")
+        Any, typer.Option("--to", parser=read_place, metavar=PLACE, help="End of the range, exclusive.")
     ] = "latest",
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on with what comes.")] = False,
-    expired: Annotated[bool, typer.Option("--expired", help="Also messages whose TTL has ended.")] = False,
-    form: Annotated[Form, typer.Option("--format", help="Lines are for people, the others have all of it.")] = "lines",
-    path: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write it to a file.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Exit after this many messages.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue with new messages until Ctrl-C.")] = False,
+    expired: Annotated[bool, typer.Option("--expired", help="Include messages whose TTL has ended.")] = False,
+    form: Annotated[
+        Form, typer.Option("--format", help="Output format; lines omits keys, headers and times.")
+    ] = "lines",
+    path: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Write to this file. \\[default: stdout]")
+    ] = None,
     json: JsonLines = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Read what a topic holds, one partition after the other. Ctrl-C ends --follow, with exit code 0."""
+    """Read the stored messages of a topic, one partition after the other."""
     if json and form not in ("lines", "json"):
-        raise typer.BadParameter(f"it is the same as --format json, not {form}", param_hint="'--json'")
+        raise typer.BadParameter(f"--json means --format json, not {form}", param_hint="'--json'")
     if json:
         form = "json"
     if form == "parquet" and (path is None or follow):
-        raise typer.BadParameter("Parquet goes to a file, with an end: give --output, and no --follow")
+        raise typer.BadParameter("Parquet needs --output, and excludes --follow")
     if follow and end != "latest":
-        raise typer.BadParameter("with --follow there is no end", param_hint="'--to'")
+        raise typer.BadParameter("--follow has no end: use only one of them", param_hint="'--to'")
     with at.client() as client:
-        positions = _choose(client, topic, partition)
-        if isinstance(start, int) and start > max(position.committed for position in positions):
-            ends = ", ".join(f"{position.partition}:{position.committed}" for position in positions)
-            raise PenstockError(f"{topic} has no offset {start} yet, it ends at {ends}; a time is written @{start}")
-        spans = [_span(client, topic, position, start, end) for position in positions]
+        spans = _spans(client, topic, _choose(client, topic, partition), start, end)
         read = _followed(client, topic, partition, spans, expired=expired) if follow else None
         messages = read or _stored(client, topic, spans, expired=expired)
         with closing(messages):
@@ -110,8 +111,15 @@ def _choose(client: Client, topic: str, partition: int | None) -> list[Partition
     positions = found.positions
     chosen = [position for position in positions if partition in (None, position.partition)]
     if not chosen:
-        raise PenstockError(f"{topic} has no partition {partition}: it has 0 to {len(positions) - 1}")
+        raise PenstockError(f"invalid partition {partition}: {topic} has 0 to {len(positions) - 1}")
     return chosen
+
+
+def _spans(client: Client, topic: str, positions: Sequence[PartitionPosition], start: Place, end: Place) -> list[Span]:
+    if isinstance(start, int) and start > max(position.committed for position in positions):
+        ends = ", ".join(f"{position.partition}:{position.committed}" for position in positions)
+        raise PenstockError(f"{topic} has no offset {start} yet, it ends at {ends}; to give a time, write @{start}")
+    return [_span(client, topic, position, start, end) for position in positions]
 
 
 def _span(client: Client, topic: str, position: PartitionPosition, start: Place, end: Place) -> Span:
@@ -134,8 +142,8 @@ def _stored(client: Client, topic: str, spans: Sequence[Span], *, expired: bool)
 def _followed(
     client: Client, topic: str, partition: int | None, spans: Sequence[Span], *, expired: bool
 ) -> Generator[Message, None, None]:
-    """With what comes, and in partitions that come. It asks for it now and then: in a wait that may have no end Python
-    can overlook Ctrl-C."""
+    """Yield stored and then new messages, also of new partitions. It polls, because Python can miss a Ctrl-C that comes
+    at the beginning of an endless wait."""
     reached = {span.partition: span.first for span in spans}
     while True:
         positions = _choose(client, topic, partition)
@@ -156,7 +164,7 @@ def _write_text(
     follow: bool,
     advance: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """How many."""
+    """Write the messages; return how many."""
     write = _writer(form, stream)
     written = 0
     try:

@@ -1,4 +1,4 @@
-"""`penstock group`: who shares which messages, how far they are, and where they go on."""
+"""`penstock group`: consumer groups, their members, positions and lag."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.options import (
     PLACE,
-    Address,
+    ConnectionOptions,
     GroupName,
     Json,
     Yes,
@@ -31,36 +31,37 @@ app = typer.Typer(no_args_is_help=True, add_completion=False)
 @app.command("create")
 @options
 def create(
-    name: Annotated[str, typer.Argument(metavar="GROUP", help="What its members call it.")],
+    name: Annotated[str, typer.Argument(metavar="GROUP", help="Name of the group.")],
     pattern: Annotated[
-        str | None, typer.Argument(metavar="[PATTERN]", help="The subjects that it reads, such as orders.>")
+        str | None, typer.Argument(metavar="[PATTERN]", help="Subjects to read, such as orders.>")
     ] = None,
     *,
     topic: Annotated[
-        str | None, typer.Option(autocompletion=complete_topic, help="All subjects of a topic, instead of PATTERN.")
+        str | None,
+        typer.Option(autocompletion=complete_topic, help="Read all subjects of this topic, instead of PATTERN."),
     ] = None,
     mode: Annotated[
         Literal["shared", "partitioned"],
-        typer.Option(help="Each message to one member, or each partition to one."),
+        typer.Option(help="Distribute single messages or whole partitions among the members."),
     ] = "shared",
     start: Annotated[
-        Any, typer.Option(parser=read_place, metavar=PLACE, help="Where it begins, in every partition.")
+        Any, typer.Option(parser=read_place, metavar=PLACE, help="Where to start in each partition.")
     ] = "latest",
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Make a group before its first member comes."""
+    """Create a group before its first member joins."""
     check_selection(pattern, topic)
     with at.client() as client:
         group = client.create_group(name, pattern, topic=topic, mode=mode, start=start)
-    _tell("made", group, as_json=json)
+    _tell("created", group, as_json=json)
     _tell_hint(group)
 
 
 @app.command("list")
 @options
-def list_groups(*, json: Json = False, at: Address) -> None:
-    """Show all groups."""
+def list_groups(*, json: Json = False, at: ConnectionOptions) -> None:
+    """List all groups."""
     with at.client() as client:
         groups = sorted(client.groups(), key=lambda group: group.name)
     from penstock.cli import output
@@ -89,7 +90,7 @@ def list_groups(*, json: Json = False, at: Address) -> None:
 
 @app.command("describe")
 @options
-def describe(name: GroupName, *, json: Json = False, at: Address) -> None:
+def describe(name: GroupName, *, json: Json = False, at: ConnectionOptions) -> None:
     """Show the members of a group, and its position and lag in each partition."""
     with at.client() as client:
         group = client.group(name)
@@ -118,13 +119,13 @@ def describe(name: GroupName, *, json: Json = False, at: Address) -> None:
 def reset(
     name: GroupName,
     *,
-    to: Annotated[Any, typer.Option(parser=read_place, metavar=PLACE, help="Where it goes on.")],
+    to: Annotated[Any, typer.Option(parser=read_place, metavar=PLACE, help="New position of the group.")],
     topic: Annotated[str | None, typer.Option(autocompletion=complete_topic, help="Only in this topic.")] = None,
     partition: Annotated[int | None, typer.Option(min=0, help="Only this partition of --topic.")] = None,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Let a group go on somewhere else: read again what it has read, or leave out what it has not."""
+    """Move a group to another position: back to read messages again, or forward to skip them."""
     if partition is not None and topic is None:
         raise typer.BadParameter("--partition needs --topic")
     with at.client() as client:
@@ -133,8 +134,8 @@ def reset(
 
 @app.command("delete")
 @options
-def delete(name: GroupName, *, yes: Yes = False, json: Json = False, at: Address) -> None:
-    """Delete a group: how far it had come is forgotten, and its members are told."""
+def delete(name: GroupName, *, yes: Yes = False, json: Json = False, at: ConnectionOptions) -> None:
+    """Delete a group and its positions, and notify its members."""
     with at.client() as client:
         group = client.group(name)
         confirm(f"Delete {name}, which is {counted(group.lag, 'message')} behind?", yes=yes)

@@ -1,8 +1,8 @@
-"""Files that others wrote as messages to publish: JSON lines, CSV, Parquet.
+"""Read messages to publish from files: JSON lines, CSV, Parquet.
 
-A row is an object of fields. It is a *message* if it has the form in which `penstock fetch` writes them; otherwise the
-whole object is the value of a message, as JSON, and two of its fields may be key and subject. Which of both a file
-holds is told by its first row.
+A row is an object of fields. It is a *message* if it has the format that `penstock fetch` writes; otherwise the whole
+object is the value of a message, as JSON, and two of its fields may be key and subject. The first row decides which of
+the two a file holds.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from penstock.errors import BadRequest, PenstockError
 Form = Literal["auto", "messages", "objects", "lines", "csv", "parquet"]
 
 _SUFFIXES: Final[dict[str, Form]] = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
-# The columns by which a table that `penstock fetch` wrote is known.
+# The columns that identify a table written by `penstock fetch`.
 _EXPORTED: Final = {"partition", "offset", "timestamp", "subject", "key", "headers", "tombstone", "value"}
 _ROWS: Final = 4096
 
-# A row, the bytes of its line as they are if it has one, and where it is.
+# A row, the raw bytes of its line if it has one, and its location.
 Row = tuple[dict[str, Any], bytes | None, str]
 
 
 @dataclass(slots=True, kw_only=True)
 class Import:
-    """What is known of the messages of a file before it is read; and `found`, what it was seen to hold."""
+    """How to read a file of messages; `found` is the kind of rows it turned out to have."""
 
     form: Form
     common: Outgoing
@@ -46,7 +46,7 @@ class Import:
     found: Literal["messages", "objects", "lines"] | None = field(default=None, init=False)
 
     def messages(self, stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[tuple[Outgoing, str]]:
-        """Yield each message, and where it is in the file. BadRequest says what is wrong."""
+        """Yield each message with its location in the file. Raise BadRequest for an invalid row."""
         form = self.form
         if form == "auto":
             form = _SUFFIXES.get(Path(str(stream.name)).suffix.lower(), "auto")
@@ -87,7 +87,7 @@ class Import:
         common = self.common
         subject = common.subject if self.subject_field is None else _text(fields, self.subject_field, "--subject-field")
         if not subject:
-            raise BadRequest("a plain object has no subject: give a SUBJECT, or --subject-field")
+            raise BadRequest("a plain object has no subject: give SUBJECT or --subject-field")
         key = common.key if self.key_field is None else _text(fields, self.key_field, "--key-field")
         value = line if line is not None else _as_json(fields)
         return replace(common, subject=subject, value=value, key=key)
@@ -118,13 +118,13 @@ def _csv_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]
     try:
         twice = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
         if twice:
-            raise BadRequest(f"line 1: several columns are called {twice[0]!r}: give each a name of its own")
+            raise BadRequest(f"line 1: duplicate column {twice[0]!r}: column names must be unique")
         for fields in table:
             if None in fields or None in fields.values():
-                raise BadRequest(f"line {table.line_num}: it has another number of columns than the first line")
+                raise BadRequest(f"line {table.line_num}: the number of columns differs from the first line")
             yield fields, None, f"line {table.line_num}"
     except (csv.Error, UnicodeDecodeError) as error:
-        raise BadRequest(f"line {table.line_num or 1}: this is not CSV in UTF-8: {error}") from None
+        raise BadRequest(f"line {table.line_num or 1}: invalid CSV in UTF-8: {error}") from None
 
 
 def _parquet_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[Row]:
@@ -141,14 +141,14 @@ def _parquet_rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[
             for fields in batch.to_pylist():
                 number += 1
                 yield fields, None, f"row {number}"
-            # Progress is in bytes: the rows' share of the file.
+            # Progress is in bytes: the share of the rows in the file.
             advance(size * batch.num_rows // max(1, file.metadata.num_rows))
     except pyarrow.ArrowException as error:
-        raise BadRequest(f"this is not a Parquet file: {error}") from None
+        raise BadRequest(f"invalid Parquet file: {error}") from None
 
 
 def _exported(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of a table that `penstock fetch` wrote as its JSON has it. In CSV what is not there is empty."""
+    """Convert a row of a table written by `penstock fetch` to its JSON form. In CSV, absent fields are empty."""
     fields: dict[str, Any] = {"subject": row["subject"]} if row["subject"] else {}
     for name in ("key", "value"):
         given = row[name]
@@ -173,23 +173,23 @@ def _exported(row: dict[str, Any]) -> dict[str, Any]:
 def _text(fields: dict[str, Any], name: str, option: str) -> str:
     value = fields.get(name)
     if name not in fields:
-        raise BadRequest(f"it has no field {name!r}, which {option} names: it has {', '.join(map(str, fields))}")
+        raise BadRequest(f"no field {name!r}, given by {option}: the fields are {', '.join(map(str, fields))}")
     if isinstance(value, str) and value:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
-    raise BadRequest(f"its field {name!r}, which {option} names, is {value!r}: it must be text or a number")
+    raise BadRequest(f"field {name!r}, given by {option}, is {value!r}: it must be text or a number")
 
 
 def _as_json(fields: dict[str, Any]) -> bytes:
     try:
         return json.dumps(fields, default=_plain, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except ValueError as error:
-        raise BadRequest(f"it cannot be written as JSON: {error}") from None
+        raise BadRequest(f"cannot be encoded as JSON: {error}") from None
 
 
 def _plain(value: object) -> object:
-    """What Parquet has and JSON does not: times as ISO 8601, decimals and bytes as text."""
+    """Convert Parquet types that JSON lacks: times to ISO 8601, decimals and bytes to text."""
     match value:
         case datetime.datetime() | datetime.date() | datetime.time():
             return value.isoformat()
@@ -202,4 +202,4 @@ def _plain(value: object) -> object:
                 return value.decode()
             except UnicodeDecodeError:
                 return base64.b64encode(value).decode()
-    raise ValueError(f"{type(value).__name__} is not known")
+    raise ValueError(f"unsupported type {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""A message to publish in the form that `penstock fetch` writes: the fields of a JSON object."""
+"""Parse a message to publish from a JSON object, in the format that `penstock fetch` writes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from penstock.headers import TTL_FORMS
 _VALUES: Final = ("value", "value_base64", "json", "tombstone")
 _KEYS: Final = ("key", "key_base64")
 _OTHERS: Final = ("subject", "headers", "message_id", "delay", "ttl")
-# What `fetch` tells of a message that is stored: what it publishes will be stored elsewhere.
+# Fields that `fetch` writes for a stored message; ignored, because the published message is stored elsewhere.
 _STORED: Final = ("topic", "partition", "offset", "timestamp", "timestamp_us", "attempts")
 _KNOWN: Final = frozenset((*_VALUES, *_KEYS, *_OTHERS, *_STORED))
 
 
 def read_message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
-    """Take what it does not say from `common`, and the subject from there if it has one. BadRequest says what is
-    wrong."""
+    """Parse a message; `common` has the defaults, and its subject overrides. Raise BadRequest if a field is invalid."""
     try:
         _check_known(fields)
         return _message(fields, common)
@@ -32,7 +31,7 @@ def read_message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
 
 
 def is_message(fields: dict[str, Any]) -> bool:
-    """Whether an object has the form of a message, and not just any fields."""
+    """Return whether an object has the fields of a message, and no others."""
     if not fields.keys() <= _KNOWN:
         return False
     match [name for name in _VALUES if name in fields]:
@@ -49,14 +48,14 @@ def read_object(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"this is not JSON: {error} (for lines that are values use --format lines)") from None
+        raise BadRequest(f"invalid JSON: {error} (if lines are plain values, use --format lines)") from None
     if not isinstance(fields, dict):
-        raise BadRequest("this is not a JSON object")
+        raise BadRequest("not a JSON object")
     return fields
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a value of JSON")
+    raise ValueError(f"{constant} is not allowed in JSON")
 
 
 def _message(fields: dict[str, Any], common: Outgoing) -> Outgoing:
@@ -76,7 +75,7 @@ def _check_known(fields: dict[str, Any]) -> None:
     unknown = fields.keys() - _KNOWN
     if unknown:
         raise ValueError(
-            f"{', '.join(sorted(unknown))} is not known: write {', '.join((*_OTHERS, *_KEYS, *_VALUES))}, or publish "
+            f"unknown field {', '.join(sorted(unknown))}: use {', '.join((*_OTHERS, *_KEYS, *_VALUES))}, or publish "
             "plain objects with --format objects"
         )
 
@@ -84,13 +83,13 @@ def _check_known(fields: dict[str, Any]) -> None:
 def _value(fields: dict[str, Any], *, has_key: bool) -> bytes | None:
     given = [name for name in _VALUES if name in fields]
     if len(given) != 1:
-        raise ValueError(f"it must have one of {', '.join(_VALUES)}")
+        raise ValueError(f"a message must have exactly one of {', '.join(_VALUES)}")
     match given[0]:
         case "json":
             return json.dumps(fields["json"], separators=(",", ":")).encode()
         case "tombstone":
             if fields["tombstone"] is not True:
-                raise ValueError("tombstone must be true, if it is there")
+                raise ValueError("tombstone must be true, or absent")
             if not has_key:
                 raise ValueError("a tombstone needs a key")
             return None
@@ -118,7 +117,7 @@ def _delay(fields: dict[str, Any], common: Any) -> Any:
             return read_delay(text)
         case int() | float() as seconds if not isinstance(seconds, bool):
             return seconds_of(seconds)
-    raise ValueError("delay must be seconds, or a string like 5s or a time")
+    raise ValueError("delay must be a number of seconds, or a string such as 5s or a time")
 
 
 def _ttl(fields: dict[str, Any], common: Any) -> Any:

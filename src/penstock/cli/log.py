@@ -1,4 +1,4 @@
-"""`penstock log`: what is in the logs of a data directory, sound or not. Only `repair` changes anything."""
+"""`penstock log`: inspect the logs of a data directory. Only `repair` changes anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_verify(
     directory: Directory,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Read every byte and tell what is sound. Exit code 1 if anything is not."""
+    """Read every byte and verify all checksums. Exit code 1 if anything is damaged."""
     from penstock.cli import verify
 
     if not verify.run(directory, as_json=json):
@@ -29,11 +29,11 @@ def run_repair(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A data directory that no broker has open.")],
     adopt: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID=NAME", help="Name the topic of a directory that nobody knows. Repeatable."),
+        typer.Option(metavar="ID=NAME", help="Restore the name of a topic directory that has lost it; repeatable."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Move damaged bytes to DIR/quarantine, so that everything else is read again. Exit code 1 if anything is left."""
+    """Move damaged bytes to DIR/quarantine, so that the rest can be read. Exit code 1 if problems remain."""
     from penstock.cli import repair
 
     if not repair.run(directory, adopt or [], as_json=json):
@@ -43,14 +43,14 @@ def run_repair(
 @app.command("dump")
 def run_dump(
     directory: Directory,
-    topic: Annotated[str | None, typer.Option(help="Name or id of the topic, if there are several.")] = None,
+    topic: Annotated[str | None, typer.Option(help="Name or ID of the topic; needed if there are several.")] = None,
     partition: Annotated[int | None, typer.Option(min=0, help="Only this partition.")] = None,
-    start: Annotated[int, typer.Option("--from", min=0, metavar="OFFSET", help="Begin at this offset.")] = 0,
-    count: Annotated[int | None, typer.Option(min=1, help="Stop after so many messages, or batches.")] = None,
+    start: Annotated[int, typer.Option("--from", min=0, metavar="OFFSET", help="Start at this offset.")] = 0,
+    count: Annotated[int | None, typer.Option(min=1, help="Stop after this many messages or batches.")] = None,
     batches: Annotated[bool, typer.Option("--batches", help="Print batches instead of messages.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, one document in each line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
 ) -> None:
-    """Print messages, or batches. Damage is shown in its place; exit code 1 if there is any."""
+    """Print messages or batches. Damage is shown at its position; exit code 1 if there is any."""
     from penstock.cli import dump
 
     if not dump.run(directory, topic, partition, start=start, count=count, batches=batches, as_json=json):

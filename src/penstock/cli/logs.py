@@ -1,7 +1,7 @@
-"""How a command that keeps running logs: to stderr, a line for each record, in one format for the whole process.
+"""Logging of long-running commands: to stderr, one line per record, in one format for the whole process.
 
-Only commands configure logging. The library (`Client`, `Broker`, `App`) logs to loggers below `penstock`, and leaves it
-to the program what becomes of that.
+Only commands configure logging. The library (`Client`, `Broker`, `App`) logs to loggers below `penstock`; the program
+that uses it configures them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from datetime import UTC, datetime
 from typing import Final
 
 FORMATS: Final = ("text", "json")
-# Where commands without a configuration file find the format; `penstock serve` has the same as its setting log.format.
+# The format for commands without a configuration file; `penstock serve` also has the setting log.format.
 VARIABLE: Final = "PENSTOCK_LOG_FORMAT"
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 class TextFormatter(logging.Formatter):
-    """Time, severity and message. What a client sent cannot begin a line of its own; a traceback has lines."""
+    """Time, level and message. Control characters are escaped, so clients cannot forge lines; a traceback has lines."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -34,7 +34,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (ISO 8601, UTC), level, logger, message, and exception if there is one."""
+    """One JSON object per line: time (ISO 8601, UTC), level, logger, message, and exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -49,13 +49,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str = "info", form: str | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Configure logging of this process, unless the program has done so. `form`: see FORMATS; None: what the
-    environment says, or text."""
+    """Configure the logging of this process, unless it is configured already. `form`: one of FORMATS; None: from the
+    environment, or text."""
     chosen = environ.get(VARIABLE, "text").lower() if form is None else form
     if chosen not in FORMATS:
-        sys.exit(f"error: {VARIABLE} is {chosen!r}: it must be {' or '.join(FORMATS)}")
+        sys.exit(f"error: invalid {VARIABLE} {chosen!r}: it must be {' or '.join(FORMATS)}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if chosen == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    # A line for each request is a line for each poll of a registry or a parent.
+    # httpx would log a line for each poll of a registry or a parent.
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""A message that a client received, as it is printed."""
+"""Format a received message for printing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def line(message: Message) -> str:
-    """Subject, partition:offset, value; that it deletes its key, or comes again, if so."""
+    """Return subject, partition:offset and value; mark redeliveries and tombstones."""
     parts = [shown(message.subject.encode(), alone=False), f"{message.partition}:{message.offset}"]
     if message.attempts > 1:
         parts.append(f"(delivery {message.attempts})")
@@ -21,7 +21,7 @@ def line(message: Message) -> str:
 
 
 def document(message: Message) -> Document:
-    """All of it. Lines of these are what `penstock publish --file` takes."""
+    """Return all fields of the message, in the format that `penstock publish --file` reads."""
     made: Document = {
         "topic": message.topic,
         "partition": message.partition,

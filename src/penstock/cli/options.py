@@ -1,6 +1,6 @@
-"""The options that commands share, each written once.
+"""The options that commands share, each defined once.
 
-A command may take a dataclass as one parameter; `options` makes each of its fields an option of the command.
+A command may take a dataclass, or the fields of a declaration, as one parameter: `options` makes each field an option.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_type_hints
 
 import typer
 
@@ -24,9 +24,9 @@ from penstock.errors import BadHeader, NoBroker, PenstockError, Unauthorized
 
 if TYPE_CHECKING:
     from penstock.client.sync import Client
-    from penstock.server.config import Setting
+    from penstock.schema import Field
 
-# Who presses Tab waits no longer for names.
+# Completion of names gives up after this long.
 COMPLETION_S: Final = 0.5
 
 _PANEL: Final = "Broker"
@@ -35,26 +35,81 @@ _SERVERS_VARIABLE: Final = "PENSTOCK_SERVERS"
 _CONTEXT_VARIABLE: Final = "PENSTOCK_CONTEXT"
 
 
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Options for the fields of a declaration. A duration loses the unit in its name: `retain_ms` is --retain. The
+    command gets the given ones as a dict, parsed as in a configuration file unless `reads` is false."""
+
+    fields: Mapping[str, Field]
+    reads: bool = True
+
+    def parameters(self) -> list[inspect.Parameter]:
+        return [
+            inspect.Parameter(
+                _option(field), inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(field)
+            )
+            for field in self.fields.values()
+        ]
+
+    def gather(self, given: dict[str, Any]) -> dict[str, Any]:
+        found = {name: given.pop(_option(field)) for name, field in self.fields.items()}
+        if not self.reads:
+            return found
+        return {
+            name: parse(self.fields[name], value, f"--{_option(self.fields[name]).replace('_', '-')}")
+            for name, value in found.items()
+            if value is not None
+        }
+
+
+def _option(field: Field) -> str:
+    return field.form.option or field.name.removesuffix("_ms")
+
+
+def _annotation(field: Field) -> Any:
+    about = f"{field.about[0].upper()}{field.about[1:]}."
+    if field.form.variable:
+        default = "" if field.default is None or field.is_required else f" \\[default: {field.written_default}]"
+        about = f"{about}{default}  [{field.form.variable}]"
+        if field.choices != (True, False):
+            return Annotated[str | None, typer.Option(help=about)]
+    if field.choices == (True, False):
+        return Annotated[bool | None, typer.Option(help=about)]
+    if field.choices:
+        return Annotated[Literal[field.choices] | None, typer.Option(help=about)]
+    metavar = f"{field.metavar}|none" if field.is_optional else field.metavar
+    return Annotated[str | None, typer.Option(metavar=metavar, help=about)]
+
+
 def options(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
-    gathered: dict[str, Any] = {}
+    gathered: dict[str, Callable[[dict[str, Any]], Any]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        if is_dataclass(parameter.annotation):
-            gathered[name] = parameter.annotation
-            parameters += _parameters(parameter.annotation)
+        kind = parameter.annotation
+        declared = next((each for each in getattr(kind, "__metadata__", ()) if isinstance(each, Declared)), None)
+        if declared is not None:
+            gathered[name] = declared.gather
+            parameters += declared.parameters()
+        elif is_dataclass(kind):
+            gathered[name] = functools.partial(_gather, kind)
+            parameters += _parameters(kind)
         else:
-            # As those of the fields are, for then they may stand in any order.
+            # Keyword-only, like those of the fields, so that they may be in any order.
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        for name, kind in gathered.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        for name, gather in gathered.items():
+            given[name] = gather(given)
         command(**given)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
+
+
+def _gather(kind: Any, given: dict[str, Any]) -> Any:
+    return kind(**{field.name: given.pop(field.name) for field in fields(kind)})
 
 
 def _parameters(kind: Any) -> list[inspect.Parameter]:
@@ -73,11 +128,11 @@ def complete_context(incomplete: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """Where the broker is, and who asks it. A server knows user, password and token by the same variables.
+class ConnectionOptions:
+    """The address of the broker and the credentials for it. A server reads its credentials from the same variables.
 
-    An address that is given goes before a context that is named, and that before the context in use. What the command
-    line says goes before the environment. Credentials of a context go only to its own servers.
+    An explicit address takes precedence over a named context, and that over the current context. The command line
+    takes precedence over the environment. Credentials of a context are sent only to its own servers.
     """
 
     context: Annotated[
@@ -86,7 +141,7 @@ class Address:
             metavar="NAME",
             envvar=_CONTEXT_VARIABLE,
             autocompletion=complete_context,
-            help="A broker that `penstock context add` named.",
+            help="Use the broker of this context (see `penstock context`).",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -95,23 +150,30 @@ class Address:
         typer.Option(
             metavar="HOST:PORT[,…]",
             envvar=_SERVERS_VARIABLE,
-            help="Where it is, also as nats://…; several are tried in turn.  [default: 127.0.0.1:4222]",
+            help="Broker addresses, also as nats://…; tried in turn. \\[default: 127.0.0.1:4222]",
             rich_help_panel=_PANEL,
         ),
     ] = None
-    user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", rich_help_panel=_PANEL)] = None
-    password: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", rich_help_panel=_PANEL)] = None
+    user: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", help="User name.", rich_help_panel=_PANEL)
+    ] = None
+    password: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", help="Password.", rich_help_panel=_PANEL)
+    ] = None
     token: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Instead of these two.", rich_help_panel=_PANEL)
+        str | None,
+        typer.Option(
+            envvar="PENSTOCK_AUTH_TOKEN", help="Token, instead of a user and a password.", rich_help_panel=_PANEL
+        ),
     ] = None
 
     @contextmanager
     def client(self, *, timeout: float = 30.0) -> Iterator[Client]:
         from penstock.client.sync import Client
 
-        servers, who = self._resolve()
+        servers, credentials = self._resolve()
         try:
-            made = Client(servers.split(","), name="penstock", timeout=timeout, **who)
+            made = Client(servers.split(","), name="penstock", timeout=timeout, **credentials)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'--servers'") from None
         try:
@@ -124,46 +186,48 @@ class Address:
 
     def _resolve(self) -> tuple[str, dict[str, str | None]]:
         """Return the servers, and the credentials for them."""
-        who = {"user": self.user, "password": self.password, "token": self.token}
+        credentials = {"user": self.user, "password": self.password, "token": self.token}
         name = self.context
         if name is not None and self.servers is not None:
-            # What is not as in the environment is from the command line.
+            # A value that differs from the environment is from the command line.
             is_typed = name != os.environ.get(_CONTEXT_VARIABLE)
             if is_typed == (self.servers != os.environ.get(_SERVERS_VARIABLE)):
-                raise typer.BadParameter("give a context or servers, not both", param_hint="'--context'")
+                raise typer.BadParameter("give --context or --servers, not both", param_hint="'--context'")
             name = name if is_typed else None
         elif self.servers is None and name is None:
             name = contexts.load().current
         if name is None:
-            return _SERVERS if self.servers is None else self.servers, who
+            return _SERVERS if self.servers is None else self.servers, credentials
         chosen = contexts.load().get(name)
-        if not any(who.values()):
-            who = {"user": chosen.user, "password": chosen.password, "token": chosen.token}
-        return chosen.servers, who
+        if not any(credentials.values()):
+            credentials = {"user": chosen.user, "password": chosen.password, "token": chosen.token}
+        return chosen.servers, credentials
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print JSON, one document in each line.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask whoever sits at the terminal; a program has decided already."""
+    """Ask for confirmation at a terminal; without one, proceed."""
     if not yes and sys.stdin.isatty():
         typer.confirm(question, abort=True, err=True)
 
 
 def check_selection(pattern: str | None, topic: str | None) -> None:
     if (pattern is None) == (topic is None):
-        raise typer.BadParameter("name either a pattern of subjects or a --topic", param_hint="'PATTERN'")
+        raise typer.BadParameter("give either a PATTERN of subjects or --topic", param_hint="'PATTERN'")
 
 
-def convert(setting: Setting, text: str, option: str) -> Any:
-    """What is given on the command line is read as in a file of settings."""
+def parse(field: Field, text: str, option: str) -> Any:
+    """Parse an option like the setting in a configuration file."""
     try:
-        return setting.convert(text)
+        return field.parse(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: it must be {setting.allowed}", param_hint=f"'{option}'") from None
+        raise typer.BadParameter(
+            f"invalid value {text!r}: it must be {field.allowed}", param_hint=f"'{option}'"
+        ) from None
 
 
 PLACE: Final = "earliest|latest|OFFSET|TIME"
@@ -177,7 +241,7 @@ def read_place(text: str) -> times.Place:
 
 
 def read_delay(text: str) -> float | datetime:
-    """How long a message is kept back: seconds, unless there is a unit; or until when."""
+    """Parse a delay: a duration, in seconds if it has no unit, or a time."""
     try:
         delay = times.read_delay(text)
         return seconds_of(delay) if isinstance(delay, float) else delay
@@ -186,7 +250,7 @@ def read_delay(text: str) -> float | datetime:
 
 
 def read_ttl(text: str) -> str:
-    """How long a message is delivered, as the broker reads it."""
+    """Check a TTL; the broker parses it again."""
     try:
         headers.read_ttl(text)
     except BadHeader as error:
@@ -195,9 +259,9 @@ def read_ttl(text: str) -> str:
 
 
 def seconds_of(number: float) -> float:
-    """Of a delay, which has a bound."""
+    """Return a delay in seconds if it is within its limits."""
     if not 0 <= number <= headers.DELAY_US_MAX / 1e6:
-        raise ValueError(f"a delay of {number} seconds is below zero, or more than a year")
+        raise ValueError(f"invalid delay of {number} seconds: it must be from 0 to a year")
     return number
 
 
@@ -210,14 +274,14 @@ def complete_group(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def _complete(context: typer.Context, incomplete: str, names: Callable[[Client], list[str]]) -> list[str]:
-    """Without a broker there is nothing to propose, and nothing to say."""
-    given = {field.name: context.params.get(field.name, field.default) for field in fields(Address)}
+    """Propose names from the broker; none, and no error, if there is no broker."""
+    given = {field.name: context.params.get(field.name, field.default) for field in fields(ConnectionOptions)}
     try:
-        with Address(**given).client(timeout=COMPLETION_S) as client:
+        with ConnectionOptions(**given).client(timeout=COMPLETION_S) as client:
             return [name for name in names(client) if name.startswith(incomplete)]
     except (PenstockError, OSError, typer.BadParameter):
         return []
 
 
-TopicName = Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=complete_topic, help="Its name.")]
-GroupName = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=complete_group, help="Its name.")]
+TopicName = Annotated[str, typer.Argument(metavar="TOPIC", autocompletion=complete_topic, help="Name of the topic.")]
+GroupName = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=complete_group, help="Name of the group.")]

@@ -1,4 +1,4 @@
-"""How commands show what they have: tables for people, JSON for programs, progress to who watches."""
+"""The output of commands: tables for people, JSON for programs, progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MS: Final = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 
 
 def console() -> Console:
-    # A pipe has no width: rich would take 80 columns for it and break names.
+    # rich assumes 80 columns for a pipe, and would break names.
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=200 if piped else None, highlight=False)
 
@@ -34,8 +34,8 @@ def plain_table() -> Table:
 
 
 def table(names: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Collection[str] = ()) -> Table:
-    """Columns that are `numbers` keep to the right, and in one piece. A number that is to be typed again comes as text:
-    it has no commas then."""
+    """Return a table; the columns `numbers` are right-aligned. Pass a number as text to show it without commas, for
+    users to type again."""
     made = plain_table()
     for name in names:
         if name in numbers:
@@ -43,7 +43,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Co
         else:
             made.add_column(name, overflow="fold")
     for row in rows:
-        # As text: a name is not markup.
+        # As Text: a name must not be read as markup.
         made.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else safe(str(cell))) for cell in row))
     return made
 
@@ -53,13 +53,13 @@ def print_json(document: Any) -> None:
 
 
 def progress(*columns: str | ProgressColumn) -> Progress:
-    """For who looks at a terminal; it is gone when it is done."""
+    """Return a progress bar, which disappears at the end and is shown only on a terminal."""
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 @contextmanager
 def moving(what: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar, by what moves it on. To move it takes longer than to publish a message, so it moves now and then."""
+    """Show a progress bar; yield its advance function. It redraws rarely, as that costs more than a publish."""
     count = DownloadColumn() if in_bytes else MofNCompleteColumn()
     with progress(what, BarColumn(), count, TimeRemainingColumn()) as bar:
         task = bar.add_task("", total=total)
@@ -81,7 +81,7 @@ def size(count: int) -> str:
 
 
 def duration(ms: int) -> str:
-    """In the largest unit that it is a whole number of."""
+    """Return a duration in the largest unit that divides it."""
     unit = next(unit for unit, factor in _MS.items() if ms % factor == 0)
     return f"{ms // _MS[unit]}{unit}"
 

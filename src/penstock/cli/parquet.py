@@ -1,4 +1,4 @@
-"""Messages as a Parquet file, by way of Arrow: no message becomes an object."""
+"""Write messages to a Parquet file through Arrow, without a Python object per message."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from penstock.cli.fetch import Span
     from penstock.client.sync import Client
 
-# The columns of a log, with the partition, and subjects as text.
+# The columns of a log, plus the partition, with subjects as text.
 SCHEMA: Final = pyarrow.schema({"partition": pyarrow.int32()} | arrow.TYPES | {"subject": pyarrow.string()})
-# A row group has so many rows or bytes: readers take or leave a whole one, so it is neither tiny nor all of it.
+# Limits of a row group. Readers skip or read a whole one, so it should be neither tiny nor the whole file.
 GROUP_ROWS: Final = 128 << 10
 GROUP_BYTES: Final = 64 << 20
 
@@ -38,7 +38,7 @@ def write(
     *,
     expired: bool,
 ) -> int:
-    """How many."""
+    """Write the messages; return how many."""
     written = 0
     with parquet.ParquetWriter(path, SCHEMA) as writer:
         groups = _Groups(writer)
@@ -57,7 +57,7 @@ def write(
 
 
 class _Groups:
-    """Gathers batches, which may have one row, to row groups."""
+    """Combine batches, which may be small, into row groups."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -72,7 +72,7 @@ class _Groups:
             self.close()
 
     def close(self) -> None:
-        """Write what is gathered."""
+        """Write the last row group."""
         if self._batches:
             self._writer.write_table(pyarrow.Table.from_batches(self._batches, SCHEMA), row_group_size=GROUP_ROWS)
         self._batches = []
@@ -80,7 +80,7 @@ class _Groups:
 
 
 def _rows(batch: Any, topic: str, partition: int) -> Any:
-    """A message without a subject has the topic's name as one."""
+    """Add the partition; a message without a subject gets the topic's name."""
     columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     columns["partition"] = pyarrow.repeat(pyarrow.scalar(partition, pyarrow.int32()), batch.num_rows)
     columns["subject"] = pyarrow.compute.fill_null(columns["subject"].cast(pyarrow.string()), topic)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.pipelines.pipeline import Pipeline
-    from penstock.pipelines.progress import Progress
+    from penstock.pipelines.progress import PipelineProgress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -36,7 +36,7 @@ Data = Annotated[
     typer.Option(
         metavar="DIR",
         envvar="PENSTOCK_STORAGE_DATA_DIR",
-        help="Keep the state below pipelines/ in this directory.  [default: data, beside FILE]",
+        help="Keep the state below pipelines/ in this directory. \\[default: data, beside FILE]",
     ),
 ]
 
@@ -54,21 +54,25 @@ class OtherBroker:
             rich_help_panel=_PANEL,
         ),
     ] = None
-    user: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", rich_help_panel=_PANEL)] = None
-    password: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", rich_help_panel=_PANEL)] = None
+    user: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", help="User name.", rich_help_panel=_PANEL)
+    ] = None
+    password: Annotated[
+        str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", help="Password.", rich_help_panel=_PANEL)
+    ] = None
     token: Annotated[
         str | None,
         typer.Option(
-            envvar="PENSTOCK_AUTH_TOKEN", help="Use a token instead of a user and a password.", rich_help_panel=_PANEL
+            envvar="PENSTOCK_AUTH_TOKEN", help="Token, instead of a user and a password.", rich_help_panel=_PANEL
         ),
     ] = None
 
     def of(self, pipeline: Pipeline) -> Pipeline:
-        from penstock.client.link import Address
+        from penstock.client.servers import BrokerAddress
 
         try:
             for server in self.servers.split(",") if self.servers is not None else ():
-                Address.read(server.strip())
+                BrokerAddress.read(server.strip())
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'--servers'") from None
         return pipeline.at(self.servers, user=self.user, password=self.password, token=self.token)
@@ -84,7 +88,7 @@ def init(
         ),
     ],
     path: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="The file to write.  \\[default: KIND.toml]")
+        Path | None, typer.Argument(metavar="[FILE]", help="The file to write. \\[default: KIND.toml]")
     ] = None,
 ) -> None:
     """Write an example pipeline file, with comments, for you to edit. An existing file is not overwritten."""
@@ -122,6 +126,7 @@ def validate(
         print(safe(f"{path} is valid: {pipeline.name}, of kind {pipeline.kind}"))
 
 
+# Long only by its options.
 @app.command("run")
 @options
 def run(
@@ -136,7 +141,7 @@ def run(
     ] = False,
     master: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="A Spark master, such as spark://host:7077.  [default: local\\[*]]"),
+        typer.Option(metavar="URL", help="A Spark master, such as spark://host:7077. \\[default: local\\[*]]"),
     ] = None,
     data: Data = None,
     restart: Annotated[
@@ -195,7 +200,7 @@ def status(
         typer.Option(
             metavar="DIR",
             envvar="PENSTOCK_STORAGE_DATA_DIR",
-            help="The directory with the state.  [default: data, beside FILE or here]",
+            help="The directory with the state. \\[default: data, beside FILE or here]",
         ),
     ] = None,
     json: Json = False,
@@ -279,7 +284,7 @@ def _problems_printed() -> Iterator[None]:
 
 
 @contextmanager
-def _reporting(as_json: bool) -> Iterator[Callable[[Progress], None]]:
+def _reporting(as_json: bool) -> Iterator[Callable[[PipelineProgress], None]]:
     """Report progress: a changing line on a terminal, or a JSON document for each batch."""
     if as_json:
         yield _print_batch
@@ -288,7 +293,7 @@ def _reporting(as_json: bool) -> Iterator[Callable[[Progress], None]]:
         yield lambda progress: show(line(progress))
 
 
-def _print_batch(progress: Progress) -> None:
+def _print_batch(progress: PipelineProgress) -> None:
     print(json_text.dumps({"event": "batch", **progress.document()}), flush=True)
 
 
@@ -318,7 +323,7 @@ def _showing(text: str, *, shown: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(Text(text))
 
 
-def line(progress: Progress) -> str:
+def line(progress: PipelineProgress) -> str:
     """Return the line that is shown during a run."""
     parts = [
         safe(progress.name),
@@ -334,7 +339,7 @@ def line(progress: Progress) -> str:
     return " · ".join(parts)
 
 
-def _show_end(done: Progress, *, as_json: bool) -> None:
+def _show_end(done: PipelineProgress, *, as_json: bool) -> None:
     if as_json:
         print(json_text.dumps({"event": "end", **done.document()}), flush=True)
         return
@@ -343,7 +348,7 @@ def _show_end(done: Progress, *, as_json: bool) -> None:
     output.console().print(_table(done))
 
 
-def _table(progress: Progress) -> Table:
+def _table(progress: PipelineProgress) -> Table:
     from penstock.cli import output
 
     rate = progress.rows / progress.seconds if progress.seconds else 0.0

@@ -1,4 +1,4 @@
-"""`penstock registry`: tells brokers where they stand in their tree, until a signal ends it."""
+"""`penstock registry`: serve brokers their place in the tree until a signal."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def registry(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="The nodes: a .toml, .json, .yaml or .yml file.")
+        Path | None, typer.Argument(metavar="[FILE]", help="File of nodes: .toml, .json, .yaml or .yml.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP; 0: any free port.")] = 8080,
+    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: any free port.")] = 8080,
     mock_cloud: Annotated[
         bool,
-        typer.Option(
-            "--mock-cloud", help="Instead of a file: a parent for trials, with five messages, that any node follows."
-        ),
+        typer.Option("--mock-cloud", help="Serve a test parent with five messages for any node, instead of FILE."),
     ] = False,
 ) -> None:
-    """Tell the brokers of a tree their roles and parents, from a file that is watched. It stops cleanly on SIGTERM and
-    Ctrl-C."""
+    """Serve the roles and parents of a tree of brokers from a file, and watch the file for changes.
+
+    SIGTERM and Ctrl-C stop it cleanly.
+    """
     logs.configure()
     if (file is None) is not mock_cloud:
-        raise typer.BadParameter("give a FILE or --mock-cloud, and not both", param_hint="'FILE'")
+        raise typer.BadParameter("give either FILE or --mock-cloud", param_hint="'FILE'")
     serve = _mock_cloud() if file is None else _watched(file)
     try:
         asyncio.run(_until_stopped(serve, host, port))
@@ -46,17 +46,17 @@ def registry(
         raise typer.Exit(1) from None
 
 
-# Serves at a host and a port until it is to stop, and tells the port when it is ready.
+# Serve on a host and a port until the event is set; print the port when ready.
 _Serve = Callable[[str, int, asyncio.Event], Coroutine[None, None, None]]
 
 
 def _watched(file: Path) -> _Serve:
     from penstock.clock import SystemClock
     from penstock.registry import server
-    from penstock.registry.watched import Watched
+    from penstock.registry.watched_file import WatchedFile
 
     try:
-        watched = Watched(file, clock=SystemClock())
+        watched = WatchedFile(file, clock=SystemClock())
     except BadConfig as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

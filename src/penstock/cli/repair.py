@@ -1,4 +1,4 @@
-"""`penstock log repair`: set damaged bytes aside, and tell what was lost with them."""
+"""`penstock log repair`: move damaged bytes to quarantine, and report what was lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli import output
-from penstock.storage.repair import Outcome, Quarantined, repair
+from penstock.storage.repair import Quarantined, Repaired, repair
 from penstock.storage.state import STATE_TOPIC
 from penstock.subject import is_subject
 
 
 def run(directory: Path, adopt: list[str], *, as_json: bool) -> bool:
-    """Whether all is sound now."""
+    """Repair the directory; return whether it is sound now."""
     names = dict(map(_adoption, adopt))
     bar = output.progress(TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     task = bar.add_task("", total=None)
@@ -49,7 +49,7 @@ def _adoption(text: str) -> tuple[int, str]:
     return int(number), name
 
 
-def _show(outcome: Outcome) -> None:
+def _show(outcome: Repaired) -> None:
     console = output.console()
     if outcome.quarantined:
         console.print(_table(outcome.quarantined))
@@ -58,14 +58,14 @@ def _show(outcome: Outcome) -> None:
         print("nothing is damaged" if not outcome.problems else "nothing was repaired")
     if outcome.is_state_hit:
         print(
-            "Records of the state topic were lost: topics, groups and positions that were stored there are missing, or "
-            "as they were before.\nCompare `penstock topic list` and `penstock group list` with what you expect before "
-            "you let clients in. The quarantine has a copy of meta.db."
+            "Records of the state topic were lost: their topics, groups and positions are missing or outdated.\n"
+            "Check `penstock topic list` and `penstock group list` before you let clients connect. The quarantine has "
+            "a copy of meta.db."
         )
     if outcome.restored:
-        print(f"meta.db had {outcome.restored} of these records: they are in the state topic again.")
+        print(f"restored {outcome.restored} of these records from meta.db")
     for topic_id, name in outcome.adopted.items():
-        print(f"topic {topic_id} is {name} again")
+        print(f"topic {topic_id} is named {name} again")
     for problem in outcome.problems:
         console.print(problem, soft_wrap=True, highlight=False, markup=False)
 

@@ -1,4 +1,4 @@
-"""`penstock restore`: make a data directory of a backup."""
+"""`penstock restore`: restore a backup into a new data directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.times import MOMENT_FORMS, iso, read_moment
 
 if TYPE_CHECKING:
     from penstock.backup.cut import ToOffsets, ToTime
-    from penstock.backup.manifest import Manifest
+    from penstock.backup.manifest import BackupManifest
     from penstock.backup.restore import Restored
     from penstock.backup.target import Target
 
@@ -30,48 +30,46 @@ _OFFSET: Final = re.compile(r"(.+)/([0-9]{1,9}):([0-9]{1,19})")
 def restore(
     source: Annotated[
         str,
-        typer.Argument(metavar="SOURCE", help="Where the backups are, as for penstock backup; - for a tar stream."),
+        typer.Argument(metavar="SOURCE", help="Target of `penstock backup`, or - for a tar stream."),
     ],
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="The new data directory. It must be empty, or not exist.")
+        Path | None, typer.Argument(metavar="[DIR]", help="New data directory; it must be empty or not exist.")
     ] = None,
     *,
     backup: Annotated[
-        str | None, typer.Option(metavar="ID", help="Which one: see penstock backup --list.  [default: the newest]")
+        str | None,
+        typer.Option(metavar="ID", help="Restore this backup, see penstock backup --list. \\[default: the newest]"),
     ] = None,
     time: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Restore what was stored at that time, from the first backup after it."),
+        typer.Option(metavar="TIME", help="Restore the state at this time, from the first backup after it."),
     ] = None,
     offset: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="TOPIC/PARTITION:OFFSET", help="Restore that partition up to before an offset; may be repeated."
+            metavar="TOPIC/PARTITION:OFFSET", help="Restore the partition up to this offset, exclusive; repeatable."
         ),
     ] = None,
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Go on with the next offset. Only if nothing was stored after the backup."),
+        typer.Option("--exact", help="Do not skip offsets. Safe only if nothing was stored after the backup."),
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only read the backup, and verify every checksum.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only verify all checksums of the backup.")] = False,
     json: Json = False,
 ) -> None:
-    """Make a data directory of a backup, and verify every checksum on the way.
+    """Restore a backup into a new data directory, and verify all checksums.
 
-    Start a broker on it when it is done. New messages get offsets far behind those of
-    the backup, so consumers that had read further go on with the next new message.
+    Then start a broker on it. New messages get offsets far above those of the
+    backup, so that consumers that had read further continue with new messages.
     """
     to = _read_cut(time, offset)
     if check:
         if directory is not None or to is not None:
-            raise typer.BadParameter("it restores nothing: leave out DIR, --time and --offset", param_hint="'--check'")
-        manifest, problems = _check(source, backup)
-        _show_check(manifest, problems, as_json=json)
-        if problems:
-            raise typer.Exit(1)
+            raise typer.BadParameter("it excludes DIR, --time and --offset", param_hint="'--check'")
+        _check(source, backup, as_json=json)
         return
     if directory is None:
-        raise typer.BadParameter("name the directory to restore into, or --check", param_hint="'DIR'")
+        raise typer.BadParameter("give the directory to restore into, or --check", param_hint="'DIR'")
     restored = _restore(source, directory, backup, to, exact=exact)
     if json:
         _print_json(restored)
@@ -80,7 +78,7 @@ def restore(
 
 
 def _read_cut(time: str | None, offsets: list[str] | None) -> ToTime | ToOffsets | None:
-    from penstock.backup.cut import Place, ToOffsets, ToTime
+    from penstock.backup.cut import PartitionName, ToOffsets, ToTime
 
     if time is not None and offsets:
         raise typer.BadParameter("give --time or --offset, not both", param_hint="'--time'")
@@ -95,12 +93,21 @@ def _read_cut(time: str | None, offsets: list[str] | None) -> ToTime | ToOffsets
     for text in offsets:
         match = _OFFSET.fullmatch(text)
         if match is None:
-            raise typer.BadParameter(f"{text!r}: it must be like orders/0:1500", param_hint="'--offset'")
-        found[Place(match[1], int(match[2]))] = int(match[3])
+            raise typer.BadParameter(
+                f"invalid offset {text!r}: use TOPIC/PARTITION:OFFSET, such as orders/0:1500", param_hint="'--offset'"
+            )
+        found[PartitionName(match[1], int(match[2]))] = int(match[3])
     return ToOffsets(found)
 
 
-def _check(source: str, backup: str | None) -> tuple[Manifest, list[str]]:
+def _check(source: str, backup: str | None, *, as_json: bool) -> None:
+    manifest, problems = _read_all(source, backup)
+    _show_check(manifest, problems, as_json=as_json)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _read_all(source: str, backup: str | None) -> tuple[BackupManifest, list[str]]:
     from penstock.backup import restore
     from penstock.backup.target import open_target
     from penstock.cli import output
@@ -129,7 +136,7 @@ def _restore(
             return work.run(target, manifest, to, advance, offsets_ahead=ahead)
 
 
-def _show_check(manifest: Manifest, problems: list[str], *, as_json: bool) -> None:
+def _show_check(manifest: BackupManifest, problems: list[str], *, as_json: bool) -> None:
     from penstock.cli import backup, output
 
     if as_json:
@@ -160,18 +167,18 @@ def _print_json(restored: Restored) -> None:
 
 def _show(restored: Restored, directory: Path) -> None:
     manifest = restored.manifest
-    print(f"restored backup {manifest.id}, made at {iso(manifest.time_us, 'seconds')}, to {directory}")
+    print(f"restored backup {manifest.id} of {iso(manifest.time_us, 'seconds')} to {directory}")
     for each in restored.cuts:
-        print(f"{each.place}: left out {counted(each.messages, 'message')} from offset {each.offset} on")
+        print(f"{each.place}: dropped {counted(each.messages, 'message')} from offset {each.offset} on")
     if moved := sum(each.moved for each in restored.cuts):
         print(
-            f"warning: {moved} of them were dead letters, redriven or delayed messages that the broker had stored "
-            "there after that: most of them do not come again",
+            f"warning: {moved} of them were dead letters, redriven or delayed messages that the broker stored there "
+            "after that point: most of them will not be stored again",
             file=sys.stderr,
         )
     _warn(manifest)
 
 
-def _warn(manifest: Manifest) -> None:
+def _warn(manifest: BackupManifest) -> None:
     for problem in manifest.problems:
         print(f"warning: damaged before the backup was made: {problem}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`penstock serve`: the server, until a signal ends it."""
+"""`penstock serve`: run the server until a signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(path: Path | None, flags: dict[str, Any]) -> bool:
-    """Whether it began; it returns when it has ended."""
+    """Run the server until it stops; return False if it could not start."""
     try:
         loaded = load(path=path, environ=os.environ, flags=flags)
     except BadConfig as error:
@@ -38,10 +38,10 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
     logs.configure(loaded.config.server.log_level, loaded.config.log.format)
     for warning in loaded.warnings:
         logger.warning(warning)
-    # The workers that write and sync need the interpreter for some µs at a time, and all who wait for the disk wait for
-    # them: with Python's 5 ms one in a hundred messages took that much longer.
+    # The workers that write and sync need the interpreter for some µs at a time, and everything that waits for the disk
+    # waits for them: with Python's default of 5 ms, one in a hundred messages took that much longer.
     sys.setswitchinterval(0.0001)
-    # Messages are in no cycles: looking for those costs a few percent, and finds nothing.
+    # Messages form no reference cycles: searching for cycles costs a few percent and finds nothing.
     gc.set_threshold(100_000, 20, 20)
     _raise_descriptor_limit()
     try:
@@ -59,19 +59,19 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
 
 
 def cursus_flags(context: typer.Context) -> dict[str, str]:
-    """The arguments that are left over, by name: `-name value` or `--name=value`, as Go programs have them."""
+    """Return Cursus' flags from the remaining arguments: `-name value` or `--name=value`, as in Go."""
     flags: dict[str, str] = {}
     rest = iter(context.args)
     for argument in rest:
         written, is_given, value = argument.partition("=")
         name = written.removeprefix("-").removeprefix("-")
         if not argument.startswith("-"):
-            raise typer.BadParameter(f"{argument!r}: serve takes options only")
+            raise typer.BadParameter(f"unexpected argument {argument!r}: serve takes only options")
         if name not in cursus_names.FLAGS:
             own = [option for parameter in context.command.params for option in parameter.opts]
             near = get_close_matches(written, [*own, *(f"--{flag}" for flag in cursus_names.FLAGS)], 1)
             hint = f", did you mean {near[0]}?" if near else ""
-            raise typer.BadParameter(f"there is no option {written}{hint}")
+            raise typer.BadParameter(f"unknown option {written}{hint}")
         if not is_given:
             value = "true" if name in cursus_names.SWITCHES else next(rest, "")
         flags[name] = value
@@ -79,17 +79,17 @@ def cursus_flags(context: typer.Context) -> dict[str, str]:
 
 
 def _raise_descriptor_limit() -> None:
-    """Allow as many open files as the system lets this process have: connections and segments share them."""
+    """Raise the limit of open files to the maximum: connections and segments share it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:
-            logger.warning("the limit of open files stays at %d: %s", soft, error)
+            logger.warning("cannot raise the limit of open files above %d: %s", soft, error)
 
 
 def _reasons(error: Exception) -> Iterator[str | None]:
-    """What went wrong, without the tasks around it; None where it is no fault of the world."""
+    """Yield the reasons of a failure, without the groups around them; None for an unexpected exception."""
     match error:
         case ExceptionGroup():
             for inner in error.exceptions:

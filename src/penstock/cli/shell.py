@@ -1,7 +1,7 @@
-"""`penstock shell`: Cursus' commands, typed at a prompt, read from stdin, or given as arguments.
+"""`penstock shell`: run Cursus commands from a prompt, stdin or the arguments.
 
-A command is one frame, and so is most of what is answered. What comes instead, a connection that ends or messages that
-go on, is known from the command: it is read here as the server reads it.
+A command is one frame, and so is the reply to most. Some commands are answered with several frames, or with messages
+until the connection ends; the shell parses each command like the server does, to know what to expect.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.address import bare, join
 from penstock.cli.client import Password, Token, User
 from penstock.cli.options import COMPLETION_S
 from penstock.cli.text import safe, shown
-from penstock.client.listener import Listener, recognise
+from penstock.client.identify import ServiceKind, recognise
 from penstock.errors import BadFrame, ConnectionLost, NoBroker, PenstockError, TimedOut, Unauthorized
-from penstock.wire import prefixed
+from penstock.wire import cursus, prefixed
 
 app = typer.Typer(add_completion=False)
 
@@ -34,32 +34,35 @@ PROMPT: Final = "penstock> "
 HISTORY_MAX: Final = 1000
 
 _DIAL_S: Final = 5.0
-# Of what somebody else says: enough to recognise it.
-_SAID_BYTES: Final = 4096
+# Bytes of an unexpected reply to keep: enough to recognise the service.
+_REPLY_BYTES_MAX: Final = 4096
 PORT: Final = 9092
-# Python can overlook a signal that comes just when it begins to wait: it looks up so often.
-_LOOK_UP_S: Final = 0.5
-_ENDS: Final = ("EXIT", "QUIT")
+# Python can miss a signal that arrives just as a wait begins, so no wait is longer than this.
+_POLL_S: Final = 0.5
+_EXIT_COMMANDS: Final = ("EXIT", "QUIT")
 _ERROR: Final = b"ERROR: "
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def shell(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[COMMAND]...", help="Run this one; HELP lists what there is.")
+        list[str] | None,
+        typer.Argument(metavar="[COMMAND]...", help="Run this command and exit; HELP lists all commands."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Where the broker is.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Its port for clients that speak first.")] = PORT,
+    host: Annotated[str, typer.Option(help="Address of the broker.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the broker for clients that speak first.")
+    ] = PORT,
     user: User = None,
     password: Password = None,
     token: Token = None,
 ) -> None:
-    """Type Cursus' commands, with history and completion; Ctrl-D ends it.
+    """Run Cursus commands, with history and completion; Ctrl-D exits.
 
-    Without a terminal commands are the lines of stdin. The exit code is 1 if one of them was refused.
+    Without a terminal, each line of stdin is a command. Exit code 1 if a command fails.
     """
-    who = {"user": user, "password": password, "token": token}
-    given = " ".join(f"{name}={value}" for name, value in who.items() if value is not None)
+    credentials = {"user": user, "password": password, "token": token}
+    given = " ".join(f"{name}={value}" for name, value in credentials.items() if value is not None)
     with _opened(host, port, f"AUTH {given}".encode() if given else None) as broker:
         if command:
             is_done = _run_all(broker, [os.fsencode(" ".join(command))])
@@ -72,87 +75,87 @@ def shell(
         raise typer.Exit(1)
 
 
-# Commands.
+# ---- commands
 
 
-class _Form(Enum):
-    """What is answered."""
+class _ReplyForm(Enum):
+    """The form of the reply to a command."""
 
     FRAME = auto()
-    # Batches, in a number that nobody tells.
+    # An unknown number of batches.
     BATCHES = auto()
-    # Messages until the connection ends: one in each frame, or batches.
+    # Messages until the connection ends: one per frame, or batches.
     MESSAGES = auto()
     MESSAGES_FOLLOWED = auto()
     BATCHES_FOLLOWED = auto()
 
 
-def _form(payload: bytes) -> _Form:
+def _reply_form(payload: bytes) -> _ReplyForm:
     try:
-        command = prefixed.read_command(payload)
+        command = cursus.read_command(payload)
     except PenstockError:
-        return _Form.FRAME
-    followed = _Form.BATCHES_FOLLOWED if command.is_named else _Form.MESSAGES_FOLLOWED
+        return _ReplyForm.FRAME
+    followed = _ReplyForm.BATCHES_FOLLOWED if command.is_named else _ReplyForm.MESSAGES_FOLLOWED
     match command.verb:
         case "STREAM":
-            return _Form.BATCHES_FOLLOWED
+            return _ReplyForm.BATCHES_FOLLOWED
         case "SUBSCRIBE":
             return followed
         case "CONSUME" if command.arguments.get("follow", "").lower() in ("follow", "tail", "true"):
             return followed
         case "CONSUME":
-            return _Form.BATCHES if command.is_named else _Form.MESSAGES
+            return _ReplyForm.BATCHES if command.is_named else _ReplyForm.MESSAGES
         case _:
-            return _Form.FRAME
+            return _ReplyForm.FRAME
 
 
-def _run_all(broker: _Broker, lines: Iterator[bytes] | list[bytes]) -> bool:
-    """Whether none was refused. What only an interruption ends is done when it comes, and with it all of them."""
+def _run_all(broker: _ShellConnection, lines: Iterator[bytes] | list[bytes]) -> bool:
+    """Run all commands; return whether all succeeded. Ctrl-C during a command that follows messages ends them all."""
     is_done = True
     for line in lines:
-        # Blanks at its end belong to what is published.
+        # Trailing blanks belong to the published message.
         command = line.lstrip().rstrip(b"\r\n")
-        if _word(command) in _ENDS:
+        if _word(command) in _EXIT_COMMANDS:
             break
         if command:
             try:
                 is_done &= _run(broker, command)
             except KeyboardInterrupt:
-                if _form(command) in (_Form.MESSAGES_FOLLOWED, _Form.BATCHES_FOLLOWED):
+                if _reply_form(command) in (_ReplyForm.MESSAGES_FOLLOWED, _ReplyForm.BATCHES_FOLLOWED):
                     break
                 raise
     return is_done
 
 
-def _run(broker: _Broker, command: bytes) -> bool:
-    """Print what is answered to a command; False if it was refused."""
-    if told := _tell_usage(command):
-        print(told, flush=True)
+def _run(broker: _ShellConnection, command: bytes) -> bool:
+    """Run a command and print its reply; return False if it failed."""
+    if usage := _usage(command):
+        print(usage, flush=True)
         return True
-    form = _form(command)
-    if form is _Form.BATCHES:
-        # How many there are depends on what matches. They are over when something else is answered.
+    form = _reply_form(command)
+    if form is _ReplyForm.BATCHES:
+        # Their number depends on the matching topics. The reply to LIST marks their end.
         broker.send(command, b"LIST")
         return _print_batches(broker)
     broker.send(command)
     word = _word(command)
-    if form is _Form.FRAME or word == "SUBSCRIBE":
+    if form is _ReplyForm.FRAME or word == "SUBSCRIBE":
         answer = broker.answer()
         _print_answer(answer)
         if answer.startswith(_ERROR):
             return False
         if word == "AUTH":
-            broker.introduction = command
-        if form is _Form.FRAME:
+            broker.login = command
+        if form is _ReplyForm.FRAME:
             return True
     return _print_messages(broker, form)
 
 
-def _tell_usage(command: bytes) -> str | None:
-    """HELP for one verb, which the server does not have."""
+def _usage(command: bytes) -> str | None:
+    """Return the usage for HELP with a verb, which the server does not support."""
     match command.decode(errors="replace").upper().split():
-        case ["HELP", verb] if verb in prefixed.VERBS:
-            return prefixed.usage(verb)
+        case ["HELP", verb] if verb in cursus.VERBS:
+            return cursus.usage(verb)
     return None
 
 
@@ -160,11 +163,11 @@ def _word(command: bytes) -> str:
     return command.split(None, 1)[0].decode(errors="replace").upper() if command.strip() else ""
 
 
-def _print_batches(broker: _Broker) -> bool:
+def _print_batches(broker: _ShellConnection) -> bool:
     is_done = True
     while True:
         frame = broker.answer()
-        if prefixed.is_batch(frame):
+        if cursus.is_batch(frame):
             _print_batch(frame)
         elif frame.startswith(_ERROR):
             _print_answer(frame)
@@ -173,19 +176,19 @@ def _print_batches(broker: _Broker) -> bool:
             return is_done
 
 
-def _print_messages(broker: _Broker, form: _Form) -> bool:
-    """Until the connection ends, which is how they end; False if there were none because they were refused."""
+def _print_messages(broker: _ShellConnection, form: _ReplyForm) -> bool:
+    """Print messages until the connection ends; return False if the command failed."""
     count, is_refused = 0, False
     try:
         while (frame := broker.frame()) is not None:
-            if form is _Form.BATCHES_FOLLOWED and prefixed.is_batch(frame):
+            if form is _ReplyForm.BATCHES_FOLLOWED and cursus.is_batch(frame):
                 _print_batch(frame)
-            elif frame or form is _Form.MESSAGES:
-                # Where messages are waited for, what is empty is a sign of life.
+            elif frame or form is _ReplyForm.MESSAGES:
+                # While new messages are awaited, an empty frame is a heartbeat.
                 print(shown(frame, alone=True), flush=True)
             is_refused = frame.startswith(_ERROR) and not count
-            if is_refused and form is _Form.BATCHES_FOLLOWED:
-                break  # it is no batch, and nothing comes behind it
+            if is_refused and form is _ReplyForm.BATCHES_FOLLOWED:
+                break  # not a batch: nothing follows it
             count += 1
     finally:
         broker.close()
@@ -193,7 +196,7 @@ def _print_messages(broker: _Broker, form: _Form) -> bool:
 
 
 def _print_batch(frame: bytes) -> None:
-    records = prefixed.read_batch(frame)
+    records = cursus.read_batch(frame)
     for record in records.records:
         key = shown(record.key, alone=False) if record.key else "-"
         print(f"{records.partition}:{record.offset} {key} {shown(record.value, alone=True)}", flush=True)
@@ -207,10 +210,10 @@ def _print_answer(frame: bytes) -> None:
     print("\n".join(map(safe, text.split("\n"))), flush=True)
 
 
-# The prompt.
+# ---- the prompt
 
 
-def _prompt(broker: _Broker) -> None:
+def _prompt(broker: _ShellConnection) -> None:
     broker.open()
     with _history():
         completion = _Completion(broker)
@@ -225,15 +228,15 @@ def _prompt(broker: _Broker) -> None:
                 print()
                 return
             command = line.lstrip().encode(errors="surrogateescape")
-            if _word(command) in _ENDS:
+            if _word(command) in _EXIT_COMMANDS:
                 return
             if command:
                 _remember(line)
                 _run_typed(broker, command)
 
 
-def _run_typed(broker: _Broker, command: bytes) -> None:
-    """Whatever becomes of it, the prompt comes again."""
+def _run_typed(broker: _ShellConnection, command: bytes) -> None:
+    """Run a command and print its errors, so that the prompt returns."""
     try:
         _run(broker, command)
     except KeyboardInterrupt:
@@ -246,7 +249,7 @@ def _run_typed(broker: _Broker, command: bytes) -> None:
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Lines of earlier times; those of now are added to them."""
+    """Load the history of commands, and save it at the end."""
     import readline
 
     directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "penstock"
@@ -266,15 +269,15 @@ def _history() -> Iterator[None]:
 def _remember(line: str) -> None:
     import readline
 
-    # A password is not for a file.
+    # Do not write credentials to a file.
     if _word(line.encode(errors="surrogateescape")) != "AUTH":
         readline.add_history(line)
 
 
 class _Completion:
-    """What Tab offers: a verb, a topic where the verb takes one, `follow`."""
+    """Complete verbs, topics where a verb takes one, and `follow`."""
 
-    def __init__(self, broker: _Broker) -> None:
+    def __init__(self, broker: _ShellConnection) -> None:
         import readline
 
         self._broker = broker
@@ -286,7 +289,7 @@ class _Completion:
         readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
 
     def forget(self) -> None:
-        """A new line: there may be other topics now."""
+        """Forget the topics: a new line may see other ones."""
         self._topics = None
 
     def _complete(self, word: str, state: int) -> str | None:
@@ -299,11 +302,11 @@ class _Completion:
 
     def _offered(self, before: list[str], word: str) -> list[str]:
         if not before:
-            return [f"{verb} " for verb in prefixed.VERBS]
+            return [f"{verb} " for verb in cursus.VERBS]
         verb = before[0].upper()
         if verb == "HELP" and len(before) == 1:
-            return list(prefixed.VERBS)
-        if verb not in prefixed.VERBS or "<topic>" not in prefixed.usage(verb):
+            return list(cursus.VERBS)
+        if verb not in cursus.VERBS or "<topic>" not in cursus.usage(verb):
             return []
         if word.startswith("topic="):
             return [f"topic={name} " for name in self._topic_names()]
@@ -312,7 +315,7 @@ class _Completion:
         return ["follow"] if verb == "CONSUME" and len(before) == 4 else []
 
     def _topic_names(self) -> list[str]:
-        """Without a broker there is nothing to offer, and nothing to say."""
+        """Return the names of the topics; none, and no error, without a broker."""
         if self._topics is None:
             try:
                 self._topics = self._broker.topics()
@@ -322,50 +325,49 @@ class _Completion:
         return self._topics
 
 
-# The connection.
+# ---- the connection
 
 
 @contextmanager
-def _opened(host: str, port: int, introduction: bytes | None) -> Iterator[_Broker]:
-    broker = _Broker(host, port, introduction)
+def _opened(host: str, port: int, login: bytes | None) -> Iterator[_ShellConnection]:
+    broker = _ShellConnection(host, port, login)
     try:
         yield broker
     finally:
         broker.close()
 
 
-class _Broker:
-    """A connection that is opened when it is needed: some commands end it."""
+class _ShellConnection:
+    """A connection that is opened on demand, because some commands end it."""
 
-    def __init__(self, host: str, port: int, introduction: bytes | None) -> None:
-        self._place = (bare(host), port)
-        # What is said first on every connection.
-        self.introduction = introduction
+    def __init__(self, host: str, port: int, login: bytes | None) -> None:
+        self._address = (bare(host), port)
+        # The first command on each connection, if any.
+        self.login = login
         self._socket: socket.socket | None = None
-        self._reader = prefixed.FrameReader()
+        self._reader = prefixed.PrefixedReader()
         self._frames: deque[bytes] = deque()
-        # How the first answer of this connection begins; None once it was a frame.
-        self._said: bytes | None = None
+        # The first bytes of this connection; None once a valid frame has arrived.
+        self._first_bytes: bytes | None = None
 
     def open(self) -> None:
         if self._is_alive():
             return
         self.close()
         try:
-            self._socket = socket.create_connection(self._place, _DIAL_S)
+            self._socket = socket.create_connection(self._address, _DIAL_S)
         except OSError:
             raise NoBroker(
-                f"no broker at {join(*self._place)}: start one with `penstock serve`, or name another with --host "
-                "and --port"
+                f"no broker at {join(*self._address)}: start one with `penstock serve`, or use --host and --port"
             ) from None
-        self._socket.settimeout(_LOOK_UP_S)
-        self._reader = prefixed.FrameReader()
-        # A message may begin like one of another protocol.
-        self._reader.dialect = prefixed.Dialect.CURSUS
+        self._socket.settimeout(_POLL_S)
+        self._reader = prefixed.PrefixedReader()
+        # Set, not detected: a message may look like another dialect.
+        self._reader.dialect = prefixed.PrefixedDialect.CURSUS
         self._frames.clear()
-        self._said = b""
-        if self.introduction is not None:
-            self._write(self.introduction)
+        self._first_bytes = b""
+        if self.login is not None:
+            self._write(self.login)
             answer = self.answer()
             if answer.startswith(_ERROR):
                 raise Unauthorized(answer.removeprefix(_ERROR).decode(errors="replace"))
@@ -379,69 +381,71 @@ class _Broker:
         self.open()
         self._write(*commands)
 
-    def answer(self, patience_s: float | None = None) -> bytes:
-        """The next frame that is not a sign of life."""
-        while not (frame := self.frame(patience_s)):
+    def answer(self, timeout_s: float | None = None) -> bytes:
+        """Return the next frame that is not a heartbeat."""
+        while not (frame := self.frame(timeout_s)):
             if frame is None:
-                raise ConnectionLost(f"{join(*self._place)} ended the connection: it may or may not have been done")
+                raise ConnectionLost(
+                    f"{join(*self._address)} closed the connection: the command may or may not have been executed"
+                )
         return frame
 
-    def frame(self, patience_s: float | None = None) -> bytes | None:
-        """None: the connection has ended."""
+    def frame(self, timeout_s: float | None = None) -> bytes | None:
+        """Return the next frame; None at the end of the connection."""
         while not self._frames:
-            if not self._receive(patience_s):
+            if not self._receive(timeout_s):
                 return None
         return self._frames.popleft()
 
     def topics(self) -> list[str]:
-        """Quickly, for who waits for completion."""
+        """Return the names of the topics, with a short timeout for completion."""
         self.send(b"LIST")
         names = self.answer(COMPLETION_S).decode(errors="replace")
         return [] if names.startswith(("(", "ERROR:")) else names.split(", ")
 
     def _write(self, *commands: bytes) -> None:
-        assert self._socket is not None, "it is open"
+        assert self._socket is not None, "the connection is open"
         self._socket.sendall(b"".join(map(prefixed.frame, commands)))
 
-    def _receive(self, patience_s: float | None) -> bool:
-        """Whether something came; what has not come in time is lost with the connection."""
-        assert self._socket is not None, "it is open"
-        if patience_s is not None and not select.select([self._socket], [], [], patience_s)[0]:
-            raise TimedOut(f"{join(*self._place)} does not answer")
+    def _receive(self, timeout_s: float | None) -> bool:
+        """Read from the socket; return False at its end. After a timeout the connection is unusable."""
+        assert self._socket is not None, "the connection is open"
+        if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+            raise TimedOut(f"{join(*self._address)} does not answer")
         while True:
             try:
                 data = self._socket.recv(1 << 20)
             except TimeoutError:
                 continue
             break
-        self._said = None if self._said is None else (self._said + data)[:_SAID_BYTES]
+        self._first_bytes = None if self._first_bytes is None else (self._first_bytes + data)[:_REPLY_BYTES_MAX]
         self._frames.extend(frame for frame in self._reader.feed(data) if isinstance(frame, bytes))
         if self._frames:
-            self._said = None
+            self._first_bytes = None
         if self._reader.refusal is not None:
-            raise self._reader.refusal if self._said is None else self._wrong_port(self._said)
+            raise self._reader.refusal if self._first_bytes is None else self._wrong_port(self._first_bytes)
         return bool(data)
 
-    def _wrong_port(self, said: bytes) -> NoBroker:
-        """Return what is there, if it does not answer as the broker does on this port."""
-        match recognise(said):
-            case Listener.BROKER:
+    def _wrong_port(self, reply: bytes) -> NoBroker:
+        """Return an error that names the service which listens on the port."""
+        match recognise(reply):
+            case ServiceKind.BROKER:
                 what = "is the text port of a Penstock broker"
-            case Listener.NATS:
+            case ServiceKind.NATS:
                 what = "is a NATS server"
-            case Listener.HTTP:
+            case ServiceKind.HTTP:
                 what = "is an HTTP port"
-            case Listener.REDIS:
+            case ServiceKind.REDIS:
                 what = "answers like Redis"
-            case Listener.OTHER:
-                what = f"is another service (it says {said[:40]!r})"
+            case ServiceKind.OTHER:
+                what = f"is another service (it replied {reply[:40]!r})"
         return NoBroker(
-            f"what listens at {join(*self._place)} {what}: the shell needs the broker's port for clients that speak "
-            f"first ({PORT} by default), name it with --port"
+            f"{join(*self._address)} {what}: the shell needs the broker's port for clients that speak first "
+            f"({PORT} by default); set it with --port"
         )
 
     def _is_alive(self) -> bool:
-        """Whether nothing came since the last answer but signs of life."""
+        """Return whether only heartbeats have arrived since the last reply."""
         if self._socket is None:
             return False
         try:

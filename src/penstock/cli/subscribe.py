@@ -1,4 +1,4 @@
-"""`penstock subscribe`: messages as they come."""
+"""`penstock subscribe`: print messages as they arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.options import (
     PLACE,
-    Address,
+    ConnectionOptions,
     JsonLines,
     check_selection,
     complete_group,
@@ -29,46 +29,50 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 _BUFFER: Final = 100
-# Python can overlook a signal that comes just when it begins to wait: it looks up so often.
-_LOOK_UP_S: Final = 0.5
+# Python can miss a signal that arrives just as a wait begins, so no wait is longer than this.
+_POLL_S: Final = 0.5
 
 
 @app.command()
 @options
 def subscribe(
     pattern: Annotated[
-        str | None, typer.Argument(metavar="[PATTERN]", help="Subjects: * is one token, > the rest.")
+        str | None, typer.Argument(metavar="[PATTERN]", help="Subjects to receive: * matches one token, > the rest.")
     ] = None,
     *,
     topic: Annotated[
-        str | None, typer.Option(autocompletion=complete_topic, help="All subjects of a topic, instead of PATTERN.")
+        str | None,
+        typer.Option(autocompletion=complete_topic, help="Receive all subjects of this topic, instead of PATTERN."),
     ] = None,
     group: Annotated[
-        str | None, typer.Option(autocompletion=complete_group, help="Share them with the other members of a group.")
+        str | None, typer.Option(autocompletion=complete_group, help="Join this group and share its messages.")
     ] = None,
     mode: Annotated[
         Literal["shared", "partitioned"] | None,
-        typer.Option(help="Of the group: each message to one member, or each partition.  [default: shared]"),
+        typer.Option(help="Distribute single messages or whole partitions in the group. \\[default: shared]"),
     ] = None,
     start: Annotated[
-        Any, typer.Option(parser=read_place, metavar=PLACE, help="Where to begin; a group that exists goes on.")
+        Any,
+        typer.Option(
+            parser=read_place, metavar=PLACE, help="Where to start; an existing group continues at its position."
+        ),
     ] = "latest",
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Exit after this many messages.")] = None,
     no_ack: Annotated[
-        bool, typer.Option("--no-ack", help="Acknowledge nothing to the group: what is shown comes again.")
+        bool, typer.Option("--no-ack", help="Do not acknowledge: the group redelivers the messages.")
     ] = False,
     json: JsonLines = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Print messages as they come: subject, partition:offset and value. All of them with --json.
+    """Print messages as they arrive: subject, partition:offset and value; all fields with --json.
 
-    Those of a group are acknowledged when they are printed. Ctrl-C ends it, with exit code 0.
+    Messages of a group are acknowledged after they are printed. Ctrl-C exits with code 0.
     """
     if group is None and (mode or no_ack):
-        raise typer.BadParameter("it is for a --group", param_hint="'--mode'" if mode else "'--no-ack'")
+        raise typer.BadParameter("it needs --group", param_hint="'--mode'" if mode else "'--no-ack'")
     check_selection(pattern, topic)
     acks = group is not None and not no_ack
-    # Of a group nothing is asked for that is not printed: others may be waiting for it.
+    # In a group, request no more messages than are printed: other members can have the rest.
     buffer = 1 if group is not None and count is not None and count <= _BUFFER else _BUFFER
     with (
         at.client() as client,
@@ -82,7 +86,7 @@ def subscribe(
 
 
 def _print(subscription: Subscription, count: int | None, *, acks: bool, as_json: bool) -> None:
-    """Until so many are printed, or Ctrl-C."""
+    """Print messages until the count is reached, or Ctrl-C."""
     from penstock.cli import messages as printed
 
     form = printed.json_line if as_json else printed.line
@@ -90,7 +94,7 @@ def _print(subscription: Subscription, count: int | None, *, acks: bool, as_json
     interruption = _Interruption()
     with suppress(KeyboardInterrupt):
         while left is None or left > 0:
-            with interruption.welcome():
+            with interruption.allowed():
                 messages = _next(subscription, _BUFFER if left is None else min(left, _BUFFER))
             sys.stdout.write("".join([f"{form(message)}\n" for message in messages]))
             sys.stdout.flush()
@@ -104,29 +108,29 @@ def _print(subscription: Subscription, count: int | None, *, acks: bool, as_json
 def _next(subscription: Subscription, count_max: int) -> list[Message]:
     while True:
         try:
-            return subscription.get_many(count_max, _LOOK_UP_S)
+            return subscription.get_many(count_max, _POLL_S)
         except TimedOut:
             pass
 
 
 class _Interruption:
-    """Ctrl-C ends the wait for messages, and never comes between their printing and their acknowledgement; unless it
-    comes twice, for then printing does not end."""
+    """Let Ctrl-C end the wait for messages, but not interrupt between printing and acknowledging them; a second Ctrl-C
+    does, because printing may block."""
 
     def __init__(self) -> None:
-        self._is_welcome = False
-        self._is_asked_for = False
+        self._is_waiting = False
+        self._is_pending = False
         signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, _number: int, _frame: object) -> None:
-        if self._is_welcome or self._is_asked_for:
+        if self._is_waiting or self._is_pending:
             raise KeyboardInterrupt
-        self._is_asked_for = True
+        self._is_pending = True
 
     @contextmanager
-    def welcome(self) -> Iterator[None]:
-        self._is_welcome = True
-        if self._is_asked_for:
+    def allowed(self) -> Iterator[None]:
+        self._is_waiting = True
+        if self._is_pending:
             raise KeyboardInterrupt
         yield
-        self._is_welcome = False
+        self._is_waiting = False

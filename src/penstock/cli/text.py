@@ -1,7 +1,7 @@
-"""Bytes and times as they are printed.
+"""Format bytes and times for printing.
 
-For people, text that could be misread, or could do things to a terminal, is shown as Python would write it:
-'two\\nlines', b'\\xff\\x00'. For programs nothing is lost: what is not UTF-8 is in base64.
+For people, text that is ambiguous or could control a terminal is shown as a Python literal: 'two\\nlines',
+b'\\xff\\x00'. For programs, bytes that are not UTF-8 are in base64, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 
 def shown(data: bytes, *, alone: bool) -> str:
-    """`alone`: nothing follows it in the line, so it may have spaces."""
+    """Return bytes as text. `alone`: nothing follows in the line, so spaces need no quotes."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -29,7 +29,7 @@ def safe(text: str) -> str:
 
 
 def put(document: Document, name: str, data: bytes) -> None:
-    """As `name`, or `name_base64` if it is not UTF-8."""
+    """Set `name`, or `name_base64` if the data is not UTF-8."""
     try:
         document[name] = data.decode()
     except UnicodeDecodeError:
@@ -42,5 +42,5 @@ def counted(count: int, noun: str) -> str:
 
 @lru_cache(maxsize=1024)
 def iso(time_us: int) -> str | None:
-    """None if it is not of the years 1 to 9999."""
+    """Return a time in ISO 8601; None outside the years 1 to 9999."""
     return iso_or_none(time_us, "microseconds")

@@ -1,4 +1,4 @@
-"""`penstock top`: what flows through a broker and who is behind, again and again."""
+"""`penstock top`: sample the rates of topics and the lag of groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from penstock.cli.options import Address, JsonLines, options
+from penstock.cli.options import ConnectionOptions, JsonLines, options
 from penstock.cli.text import Document, iso
 from penstock.clock import SystemClock
 
@@ -28,12 +28,12 @@ app = typer.Typer(add_completion=False)
 @options
 def top(
     *,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two samples.")] = 1.0,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many samples.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between samples.")] = 1.0,
+    count: Annotated[int | None, typer.Option(min=1, help="Exit after this many samples.")] = None,
     json: JsonLines = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Watch the rates of topics and the lag of groups, the busiest first. Ctrl-C ends it, with exit code 0."""
+    """Show the rates of topics and the lag of groups, busiest first. Ctrl-C exits with code 0."""
     with at.client() as client, suppress(KeyboardInterrupt):
         samples = _samples(client, interval, count)
         if json:
@@ -85,12 +85,12 @@ def _sample(before: _Reading, now: _Reading) -> Document:
     seconds = now.time_s - before.time_s
 
     def rate(old: int, new: int) -> float:
-        # What retention drops, and a group that is reset, do not flow backwards.
+        # Retention and resets must not show as negative rates.
         return max(0, new - old) / seconds
 
     topics = []
     for topic in now.topics.values():
-        # What is new has no rate yet.
+        # A new topic or group has no rate yet.
         old = before.topics.get(topic.id, topic)
         topics.append(
             {

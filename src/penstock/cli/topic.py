@@ -1,97 +1,54 @@
-"""`penstock topic`: what topics there are, what they hold, and what they ask of their logs."""
+"""`penstock topic`: topics, their contents and their policies."""
 
 from __future__ import annotations
 
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.options import Address, Json, TopicName, Yes, confirm, convert, options, read_place
+from penstock.cli.options import ConnectionOptions, Declared, Json, TopicName, Yes, confirm, options, read_place
 from penstock.cli.text import counted, iso, safe
+from penstock.server.settings import OF_ONE_TOPIC, SETTINGS
 
 if TYPE_CHECKING:
+    from penstock.cli.copying import Copied
     from penstock.client.sync import Client
     from penstock.client.values import Refresh, RefreshedGroup, Topic
 
-# How often a refresh is looked at.
-_LOOK_S: Final = 0.2
+# How often the status of a refresh is polled.
+_POLL_S: Final = 0.2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopicOptions:
-    """What is given of a topic. Numbers, durations and sizes are read as in a file of settings; `none` is no limit."""
-
-    partitions: Annotated[str | None, typer.Option(metavar="1", help="Logs that share its messages.")] = None
-    durability: Annotated[
-        Literal["fsync", "flush"] | None, typer.Option(help="Acknowledge when the disk has it, or the system.")
-    ] = None
-    retain: Annotated[str | None, typer.Option(metavar="7d|none", help="Drop segments that are older.")] = None
-    retain_bytes: Annotated[
-        str | None, typer.Option(metavar="5GB|none", help="Drop segments when a partition is larger.")
-    ] = None
-    cleanup: Annotated[
-        Literal["delete", "compact"] | None, typer.Option(help="Drop old segments, or keep the latest of each key.")
-    ] = None
-    tombstone: Annotated[
-        str | None, typer.Option(metavar="24h", help="Under compact: how long a deleted key is told of.")
-    ] = None
-    segment_bytes: Annotated[str | None, typer.Option(metavar="64MiB", help="A segment is sealed at this size.")] = None
-    dedup: Annotated[
-        Literal["id", "payload", "off"] | None, typer.Option(help="What makes two messages the same one.")
-    ] = None
-    dedup_window: Annotated[str | None, typer.Option(metavar="5m|none", help="How long that is remembered.")] = None
-    ack_deadline: Annotated[
-        str | None, typer.Option(metavar="5s", help="Deliver again what is not acknowledged by then.")
-    ] = None
-    deliveries_max: Annotated[
-        str | None, typer.Option(metavar="4|none", help="Deliveries of a message, with the first.")
-    ] = None
-    dead_letters: Annotated[bool | None, typer.Option(help="Keep what was delivered so often in vain.")] = None
-    refresh_wait: Annotated[
-        str | None, typer.Option(metavar="60s", help="How long a refresh waits for a consumer.")
-    ] = None
-    on_damage: Annotated[
-        Literal["stop", "skip"] | None, typer.Option(help="Readers stop at damaged messages, or skip them.")
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """As `create_topic` and `alter_topic` take it."""
-        from penstock.server.config import SETTINGS
-
-        given: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                name = field.name if f"topic.{field.name}" in SETTINGS else f"{field.name}_ms"
-                given[name] = convert(SETTINGS[f"topic.{name}"], value, f"--{field.name.replace('_', '-')}")
-        return given
+# The settings `topic.*` that one topic may have.
+TopicOptions = Annotated[dict[str, Any], Declared({name: SETTINGS[f"topic.{name}"] for name in OF_ONE_TOPIC})]
 
 
 @app.command("create")
 @options
 def create(
-    name: Annotated[str, typer.Argument(metavar="TOPIC", help="Subjects at and below this name are stored there.")],
+    name: Annotated[
+        str, typer.Argument(metavar="TOPIC", help="Name of the topic; it stores this subject and those below it.")
+    ],
     *,
     settings: TopicOptions,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Make a topic. What is not given is as the server's settings say."""
-    given = settings.given()
+    """Create a topic. Options that are not given take the server's defaults."""
     with at.client() as client:
-        _tell("made", client.create_topic(name, **given), as_json=json)
+        _tell("created", client.create_topic(name, **settings), as_json=json)
 
 
 @app.command("list")
 @options
-def list_topics(*, json: Json = False, at: Address) -> None:
-    """Show all topics."""
+def list_topics(*, json: Json = False, at: ConnectionOptions) -> None:
+    """List all topics."""
     with at.client() as client:
         topics = sorted(client.topics(), key=lambda topic: topic.name)
     from penstock.cli import output
@@ -117,8 +74,8 @@ def list_topics(*, json: Json = False, at: Address) -> None:
 
 @app.command("describe")
 @options
-def describe(name: TopicName, *, json: Json = False, at: Address) -> None:
-    """Show what a topic holds, partition by partition, and its policy."""
+def describe(name: TopicName, *, json: Json = False, at: ConnectionOptions) -> None:
+    """Show the partitions and the policy of a topic."""
     with at.client() as client:
         topic = client.topic(name)
     from penstock.cli import output
@@ -141,19 +98,21 @@ def describe(name: TopicName, *, json: Json = False, at: Address) -> None:
 
 @app.command("alter")
 @options
-def alter(name: TopicName, *, settings: TopicOptions, yes: Yes = False, json: Json = False, at: Address) -> None:
-    """Change the policy of a topic, or give it more partitions. What is not given stays.
+def alter(
+    name: TopicName, *, settings: TopicOptions, yes: Yes = False, json: Json = False, at: ConnectionOptions
+) -> None:
+    """Change the policy of a topic, or add partitions. Options that are not given stay unchanged.
 
-    More partitions move keys: at a terminal it asks first if the topic has messages.
+    Adding partitions moves keys to other partitions; at a terminal it asks for
+    confirmation if the topic has messages.
     """
-    given = settings.given()
-    if not given:
-        raise typer.BadParameter("say what to change; --help lists it")
+    if not settings:
+        raise typer.BadParameter("give at least one option to change, see --help")
     with at.client() as client:
         topic = client.topic(name)
-        if given.get("partitions", 0) > topic.partitions and any(each.end for each in topic.positions):
-            confirm(f"Give {name} more partitions? Its keys move to others, and their order is not kept.", yes=yes)
-        altered = client.alter_topic(name, **given)
+        if settings.get("partitions", 0) > topic.partitions and any(each.end for each in topic.positions):
+            confirm(f"Add partitions to {name}? Keys move to other partitions and lose their order.", yes=yes)
+        altered = client.alter_topic(name, **settings)
     _tell("changed", altered, as_json=json)
     if altered.warning is not None:
         print(safe(f"warning: {altered.warning}"), file=sys.stderr, flush=True)
@@ -165,19 +124,22 @@ def purge(
     name: TopicName,
     *,
     before: Annotated[
-        Any, typer.Option(parser=read_place, metavar="TIME|latest", help="Drop what was stored before; latest: all.")
+        Any,
+        typer.Option(
+            parser=read_place, metavar="TIME|latest", help="Drop messages stored before this time; latest: all."
+        ),
     ] = None,
-    offset: Annotated[int | None, typer.Option(min=0, help="Drop what is below this offset of a partition.")] = None,
+    offset: Annotated[int | None, typer.Option(min=0, help="Drop messages below this offset.")] = None,
     partition: Annotated[int | None, typer.Option(min=0, help="Only in this partition.")] = None,
     yes: Yes = False,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Drop the oldest messages of a topic. Groups go on behind them; the disk is freed by whole segments."""
+    """Drop the oldest messages of a topic. Groups continue after them; disk space is freed in whole segments."""
     if (before is None) == (offset is None):
         raise typer.BadParameter("give either --before or --offset")
     if isinstance(before, int):
-        raise typer.BadParameter(f"--before {before} is no time: use --offset {before}, or --before @{before}")
+        raise typer.BadParameter(f"invalid time {before}: use --offset {before}, or --before @{before}")
     place: Any = offset if before is None else before
     with at.client() as client:
         topic = client.topic(name)
@@ -193,8 +155,8 @@ def _dropped(before: Topic, after: Topic) -> int:
 
 @app.command("delete")
 @options
-def delete(name: TopicName, *, yes: Yes = False, json: Json = False, at: Address) -> None:
-    """Delete a topic and all that it holds."""
+def delete(name: TopicName, *, yes: Yes = False, json: Json = False, at: ConnectionOptions) -> None:
+    """Delete a topic and its messages."""
     with at.client() as client:
         topic = client.topic(name)
         confirm(f"Delete {name} and {counted(_messages(topic), 'message')}?", yes=yes)
@@ -202,29 +164,34 @@ def delete(name: TopicName, *, yes: Yes = False, json: Json = False, at: Address
     _tell("deleted", topic, as_json=json)
 
 
+# Long only by its options.
 @app.command("copy")
 @options
 def copy(
     name: TopicName,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Made like TOPIC if it does not exist.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Topic to copy to; created like TOPIC if it does not exist.")
+    ],
     *,
     to: Annotated[
         str | None,
-        typer.Option(metavar="URL[,…]", help="Another broker: nats://user:password@host:4222.  [default: the same]"),
+        typer.Option(
+            metavar="URL[,…]", help="Copy to this broker: nats://user:password@host:4222. \\[default: the same]"
+        ),
     ] = None,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Copy what a topic holds now: keys, headers, times, partitions and subjects below its name.
+    """Copy the messages of a topic: values, keys, headers, times, partitions and subjects below its name.
 
-    Offsets are given anew. Each message is stored once: if the copy is interrupted,
-    the same command goes on where it was.
+    Messages get new offsets. Each is copied exactly once: after an interruption,
+    run the same command again to resume.
     """
     from penstock.cli import copying, output
     from penstock.client.sync import Client
 
     if to is None and target == name:
-        raise typer.BadParameter("a topic cannot be copied to itself: name another, or a broker with --to")
+        raise typer.BadParameter("a topic cannot be copied to itself: give another TARGET, or another broker with --to")
     done, is_interrupted, started = copying.Copied(), False, time.perf_counter()
     with at.client() as client, ExitStack() as stack:
         source = client.topic(name)
@@ -244,17 +211,23 @@ def copy(
     if json:
         output.print_json({**asdict(done), "interrupted": is_interrupted, "seconds": seconds})
     else:
-        before = f", after {counted(done.resumed, 'offset')} that were copied before" if done.resumed else ""
-        lost = f", {done.lost:,} dropped at the source before they were copied" if done.lost else ""
-        rate = output.rate(done.copied, seconds)
-        print(safe(f"copied {counted(done.copied, 'message')} to {target}{before}{lost}: ") + rate, flush=True)
+        _show_copy(done, target, seconds)
     if done.unchecked:
-        places = ", ".join(map(str, done.unchecked))
-        what = f"warning: cannot tell whether {target} has other messages in partition {places}: "
-        print(safe(f"{what}what was copied last is gone at the source"), file=sys.stderr)
+        partitions = ", ".join(map(str, done.unchecked))
+        what = f"warning: cannot tell whether {target} has other messages in partition {partitions}: "
+        print(safe(f"{what}the message copied last is gone at the source"), file=sys.stderr)
     if is_interrupted:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: run the same command again to resume", file=sys.stderr)
         raise typer.Exit(130)
+
+
+def _show_copy(done: Copied, target: str, seconds: float) -> None:
+    from penstock.cli import output
+
+    before = f", resumed after {counted(done.resumed, 'offset')}" if done.resumed else ""
+    lost = f", {done.lost:,} dropped at the source before they were copied" if done.lost else ""
+    rate = output.rate(done.copied, seconds)
+    print(safe(f"copied {counted(done.copied, 'message')} to {target}{before}{lost}: ") + rate, flush=True)
 
 
 @app.command("refresh")
@@ -262,11 +235,11 @@ def copy(
 def refresh(
     name: TopicName,
     *,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is over; exit code 1 if it was given up.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; exit code 1 if it is aborted.")] = False,
     json: Json = False,
-    at: Address,
+    at: ConnectionOptions,
 ) -> None:
-    """Let the consumers that keep a copy of a topic forget it, and have all of it again."""
+    """Refresh a topic: consumers that keep a copy discard it and receive all messages again."""
     with at.client() as client:
         found = client.refresh_topic(name)
         while wait and not found.is_over:
@@ -278,18 +251,18 @@ def refresh(
 
 @app.command("refresh-status")
 @options
-def refresh_status(name: TopicName, *, json: Json = False, at: Address) -> None:
-    """Show how far the last refresh of a topic is, and who is waited for."""
+def refresh_status(name: TopicName, *, json: Json = False, at: ConnectionOptions) -> None:
+    """Show the progress of the last refresh of a topic, and the consumers it waits for."""
     with at.client() as client:
         _tell_refresh(client.refresh_status(name), as_json=json)
 
 
 def _follow(client: Client, before: Refresh) -> Refresh:
-    """Until something has changed, which whoever watches is told."""
+    """Print the state, and wait until it changes."""
     for group in before.groups:
         print(safe(f"{group.group}: {group.state}{_detail(group)}"), file=sys.stderr, flush=True)
     while (found := client.refresh_status(before.topic)) == before:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return found
 
 
@@ -299,13 +272,13 @@ def _tell_refresh(refresh: Refresh, *, as_json: bool) -> None:
     if as_json:
         output.print_json(asdict(refresh))
         return
-    since = "" if refresh.started_us is None else f", begun {iso(refresh.started_us)}"
+    since = "" if refresh.started_us is None else f", started {iso(refresh.started_us)}"
     print(safe(f"{refresh.topic}: {refresh.state}{since}"))
     if refresh.groups:
         rows = [(group.group, group.state, group.left, _detail(group).removeprefix(", ")) for group in refresh.groups]
         output.console().print(output.table(("group", "state", "left", ""), rows, numbers=("left",)))
     elif refresh.state != "IDLE":
-        print("no group reads it whose members understand a refresh")
+        print("no group with members that support a refresh reads it")
 
 
 def _detail(group: RefreshedGroup) -> str:
@@ -334,7 +307,7 @@ def _messages(topic: Topic) -> int:
 
 
 def _as_text(key: str, value: Any) -> str:
-    """As it would be written in a file of settings."""
+    """Return a value as it is written in a configuration file."""
     from penstock.cli import output
 
     if value is None or isinstance(value, bool):

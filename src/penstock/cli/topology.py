@@ -1,4 +1,4 @@
-"""`penstock topology`: the tree of brokers, and how each of them does."""
+"""`penstock topology`: show the tree of brokers and the health of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import typer
 from penstock.cli.options import Json
 from penstock.cli.text import Document, safe
 from penstock.errors import BadTopology, NoBroker, PenstockError
-from penstock.pipe.topology import Topology, read_node_id, read_url, shown
+from penstock.pipe.topology import Topology, read_node_id, read_url
+from penstock.schema import shown
 
 if TYPE_CHECKING:
     import httpx
@@ -23,12 +24,12 @@ app = typer.Typer(add_completion=False)
 
 HTTP: Final = "127.0.0.1:8222"
 UNREACHABLE: Final = "UNREACHABLE"
-# Of the whole tree, and of one node with its topics.
+# Limits of the replies for the whole tree, and for one node with its topics.
 _TREE_BYTES_MAX: Final = 64 << 20
 _STATUS_BYTES_MAX: Final = 16 << 20
 _STATUS_S: Final = 5.0
-_ASKED_AT_ONCE: Final = 64
-# Those that are furthest behind; the others are for programs.
+_REQUESTS_MAX: Final = 64
+# Show the topics with the largest lag; --json has all.
 _TOPICS_SHOWN: Final = 6
 _COLOURS: Final = {"HEALTHY": "green", "DEGRADED": "yellow", "UNHEALTHY": "red"}
 _ARROWS: Final = {"down": "↓", "up": "↑"}
@@ -39,22 +40,22 @@ def topology(
     context: typer.Context,
     registry: Annotated[
         str | None,
-        typer.Option(metavar="URL", envvar="PENSTOCK_REGISTRY_URL", help="All nodes that this registry knows."),
+        typer.Option(metavar="URL", envvar="PENSTOCK_REGISTRY_URL", help="Show all nodes of this registry."),
     ] = None,
     http: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help=f"One broker, its parent and its children.  [default: {HTTP}]"),
+        typer.Option(metavar="HOST:PORT", help=f"Show one broker, its parent and its children. \\[default: {HTTP}]"),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Draw the tree of brokers: the role, the health, the version and the lag of each."""
+    """Show the tree of brokers with the role, health, version and lag of each."""
     from penstock.cli import output
 
     if http is not None and registry is not None:
-        # Who names a broker does not mean the registry of the environment.
+        # An explicit broker takes precedence over a registry from the environment.
         source = context.get_parameter_source("registry")
         if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter("give this or --http: one of them", param_hint="'--registry'")
+            raise typer.BadParameter("give --registry or --http, not both", param_hint="'--registry'")
         registry = None
     if registry is not None:
         seen = asyncio.run(_ask_registry(_url(registry, "--registry")))
@@ -69,12 +70,12 @@ def topology(
 
 def _url(text: str, option: str) -> str:
     try:
-        return read_url("it", text if "://" in text else f"http://{text}")
+        return read_url("the URL", text if "://" in text else f"http://{text}")
     except BadTopology as error:
         raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
 
 
-# ---- what there is to see
+# ---- the nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +87,13 @@ class Lag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A node, as it tells of itself. None: nobody knows."""
+class NodeStatus:
+    """A node and the status that it reports. None: unknown."""
 
     node: str
     role: str | None = None
     url: str | None = None
-    # The node above it, and the URL that it follows at this time.
+    # The node above it in the tree, and the URL that it follows now.
     parent: str | None = None
     follows: str | None = None
     version: int | None = None
@@ -103,81 +104,88 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class All:
-    """`version` is that of the registry, if one was asked."""
+class TreeStatus:
+    """The status of all nodes; `version` is the registry's, if there is one."""
 
     registry: str | None = None
     version: int | None = None
-    nodes: tuple[Seen, ...]
+    nodes: tuple[NodeStatus, ...]
 
 
-async def _ask_registry(url: str) -> All:
-    from penstock.pipe.ask import ask, http_client
+async def _ask_registry(url: str) -> TreeStatus:
+    from penstock.pipe.ask import http_client
 
     async with http_client() as client:
-        try:
-            answer = await ask(client, f"{url}/registry/nodes", bytes_max=_TREE_BYTES_MAX)
-        except NoBroker as error:
-            raise NoBroker(f"{error}: start a registry with `penstock registry`, or name another") from None
-        version, told = _read_tree(answer)
-        places = asyncio.Semaphore(_ASKED_AT_ONCE)
+        remedy = "start a registry with `penstock registry`, or use --registry"
+        answer = await _ask(client, f"{url}/registry/nodes", _TREE_BYTES_MAX, remedy)
+        version, nodes = _read_tree(answer)
+        slots = asyncio.Semaphore(_REQUESTS_MAX)
 
-        async def look(node: Seen) -> Seen:
-            async with places:
+        async def look(node: NodeStatus) -> NodeStatus:
+            async with slots:
                 return await _look(client, node)
 
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(look(node)) for node in told]
-    return All(registry=url, version=version, nodes=tuple(task.result() for task in asked))
+            requests = [tasks.create_task(look(node)) for node in nodes]
+    return TreeStatus(registry=url, version=version, nodes=tuple(task.result() for task in requests))
 
 
-async def _ask_broker(url: str) -> All:
-    from penstock.pipe.ask import ask, http_client
+async def _ask_broker(url: str) -> TreeStatus:
+    from penstock.pipe.ask import http_client
 
     async with http_client() as client:
-        try:
-            answer = await ask(client, f"{url}/pipe/status", bytes_max=_STATUS_BYTES_MAX)
-        except NoBroker as error:
-            raise NoBroker(f"{error}: start a broker with `penstock serve`, or name another") from None
+        remedy = "start a broker with `penstock serve`, or use --http"
+        answer = await _ask(client, f"{url}/pipe/status", _STATUS_BYTES_MAX, remedy)
     status = _Status(answer)
-    own = status.fill(Seen(node=status.node, url=url, parent=status.parent))
-    above = [Seen(node=status.parent, url=status.parent)] if status.parent is not None else []
-    below = [Seen(node=child, url=address, parent=own.node, since=seen) for child, address, seen in status.children()]
-    return All(nodes=(*above, own, *below))
+    own = status.fill(NodeStatus(node=status.node, url=url, parent=status.parent))
+    above = [NodeStatus(node=status.parent, url=status.parent)] if status.parent is not None else []
+    below = [
+        NodeStatus(node=child, url=address, parent=own.node, since=seen) for child, address, seen in status.children()
+    ]
+    return TreeStatus(nodes=(*above, own, *below))
 
 
-async def _look(client: httpx.AsyncClient, node: Seen) -> Seen:
-    """The node with what it tells of itself."""
+async def _ask(client: httpx.AsyncClient, url: str, bytes_max: int, remedy: str) -> object:
+    from penstock.pipe.ask import ask
+
+    try:
+        return await ask(client, url, bytes_max=bytes_max)
+    except NoBroker as error:
+        raise NoBroker(f"{error}: {remedy}") from None
+
+
+async def _look(client: httpx.AsyncClient, node: NodeStatus) -> NodeStatus:
+    """Return the node with the status that it reports."""
     from penstock.pipe.ask import ask
 
     if node.url is None:
-        return replace(node, reason="the registry has no url of it")
+        return replace(node, reason="the registry has no url for it")
     try:
         answer = await ask(client, f"{node.url}/pipe/status", bytes_max=_STATUS_BYTES_MAX, answer_s=_STATUS_S)
         status = _Status(answer)
         if status.node != node.node:
-            raise BadTopology(f"{node.url} is node {status.node}")
+            raise BadTopology(f"{node.url} is node {status.node}, not {node.node}")
         return status.fill(node)
     except PenstockError as error:
         return replace(node, health=UNREACHABLE, reason=str(error))
 
 
-# ---- what is answered, checked
+# ---- parsing the replies
 
 
-def _read_tree(answer: object) -> tuple[int, list[Seen]]:
+def _read_tree(answer: object) -> tuple[int, list[NodeStatus]]:
     if not isinstance(answer, dict) or not isinstance(answer.get("nodes"), list):
-        raise BadTopology("the registry does not tell its nodes: is it a registry?")
+        raise BadTopology("the reply has no list of nodes: is it a registry?")
     nodes = []
     for entry in answer["nodes"]:
-        told = Topology.from_json(entry)
+        topology = Topology.from_json(entry)
         url, parent = entry.get("url"), entry.get("parent")
         nodes.append(
-            Seen(
-                node=told.node_id,
-                role=told.role,
+            NodeStatus(
+                node=topology.node_id,
+                role=topology.role,
                 url=None if url is None else read_url("url", url),
-                parent=read_node_id("parent", parent) if parent is not None else next(iter(told.parents), None),
+                parent=read_node_id("parent", parent) if parent is not None else next(iter(topology.parents), None),
             )
         )
     version = answer.get("topologyVersion")
@@ -185,16 +193,16 @@ def _read_tree(answer: object) -> tuple[int, list[Seen]]:
 
 
 class _Status:
-    """What /pipe/status answers."""
+    """The reply of /pipe/status."""
 
     def __init__(self, answer: object) -> None:
         if not isinstance(answer, dict) or answer.get("health") not in _COLOURS:
-            raise BadTopology("it does not tell its health: is it a broker?")
+            raise BadTopology("the reply has no health: is it a broker?")
         self._answer = answer
         self.node = read_node_id("node", answer.get("node"))
         self.parent = None if answer.get("parent") is None else read_url("parent", answer["parent"])
 
-    def fill(self, node: Seen) -> Seen:
+    def fill(self, node: NodeStatus) -> NodeStatus:
         answer = self._answer
         return replace(
             node,
@@ -216,7 +224,7 @@ class _Status:
         )
 
     def children(self) -> Iterator[tuple[str, str | None, str | None]]:
-        """The id, the address, and when each was last seen."""
+        """Yield the ID of each child, its address, and when it was last seen."""
         for each in _objects(self._answer, "children"):
             yield read_node_id("node", each.get("node")), _text(each, "address"), _text(each, "seen")
 
@@ -229,7 +237,7 @@ def _text(document: Mapping[str, Any], key: str) -> str | None:
 def _count(document: Mapping[str, Any], key: str) -> int:
     value = document.get(key, 0)
     if not isinstance(value, int):
-        raise BadTopology(f"{key} is {shown(value)}: it must be a whole number")
+        raise BadTopology(f"invalid {key} {shown(value)}: it must be an integer")
     return value
 
 
@@ -238,30 +246,32 @@ def _objects(answer: Document, key: str) -> list[Document]:
     if found is None:
         return []
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
-        raise BadTopology(f"{key} is {shown(found)}: it must be a list of objects")
+        raise BadTopology(f"invalid {key} {shown(found)}: it must be a list of objects")
     return found
 
 
-# ---- as it is drawn
+# ---- drawing
 
 
-def _draw(seen: All) -> Iterator[Tree | str]:
+def _draw(seen: TreeStatus) -> Iterator[Tree | str]:
     if seen.registry is not None:
         yield f"{seen.registry}, version {seen.version}: {len(seen.nodes)} nodes"
-    below: dict[str | None, list[Seen]] = {}
+    below: dict[str | None, list[NodeStatus]] = {}
     names = {node.node for node in seen.nodes}
     for node in sorted(seen.nodes, key=lambda each: each.node):
         below.setdefault(node.parent if node.parent in names else None, []).append(node)
     drawn: set[str] = set()
     for top in below.get(None, []):
         yield _branch(top, below, seen, drawn)
-    # What a registry tells may have a cycle, and nothing is at the top of one.
+    # A registry may report a cycle, which has no top.
     for node in seen.nodes:
         if node.node not in drawn:
             yield _branch(node, below, seen, drawn)
 
 
-def _branch(top: Seen, below: Mapping[str | None, Sequence[Seen]], seen: All, drawn: set[str]) -> Tree:
+def _branch(
+    top: NodeStatus, below: Mapping[str | None, Sequence[NodeStatus]], seen: TreeStatus, drawn: set[str]
+) -> Tree:
     from rich.tree import Tree
 
     root = Tree(_label(top, seen))
@@ -276,7 +286,7 @@ def _branch(top: Seen, below: Mapping[str | None, Sequence[Seen]], seen: All, dr
     return root
 
 
-def _label(node: Seen, seen: All) -> Text:
+def _label(node: NodeStatus, seen: TreeStatus) -> Text:
     from rich.text import Text
 
     label = Text(safe(node.node), style="bold")
@@ -294,8 +304,8 @@ def _label(node: Seen, seen: All) -> Text:
     return label.append_text(plain)
 
 
-def _lines(node: Seen, nodes: Collection[Seen]) -> Iterator[str]:
-    """What there is to say below its name."""
+def _lines(node: NodeStatus, nodes: Collection[NodeStatus]) -> Iterator[str]:
+    """Yield the lines below the name of a node."""
     if node.reason and node.health != "HEALTHY":
         since = f", since {node.since}" if node.since and node.health in _COLOURS else ""
         yield f"{node.reason}{since}"

@@ -1,4 +1,4 @@
-"""`penstock log verify`: read every byte of every log, and tell what is there."""
+"""`penstock log verify`: read every byte of every log, and report its state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli import output
-from penstock.storage.inspect import Health, Inspection, Verdict, inspect, verify
+from penstock.storage.inspect import Inspection, LogHealth, Verdict, inspect, verify
 from penstock.storage.state import STATE_TOPIC
 
 
 def run(directory: Path, *, as_json: bool) -> bool:
-    """Whether all is sound."""
+    """Verify the logs; return whether all are sound."""
     bar = output.progress(TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     task = bar.add_task("", total=None)
     with inspect(directory) as inspection, bar:
@@ -36,13 +36,13 @@ def is_sound(inspection: Inspection, verdicts: Sequence[Verdict]) -> bool:
 
 
 def show(inspection: Inspection, verdicts: Sequence[Verdict], console: Console | None = None) -> None:
-    """A table of the logs, then a line on each thing that is wrong, and what to do about it."""
+    """Print a table of the logs, then a line for each problem and its remedy."""
     console = console or output.console()
     console.print(_table(verdicts))
     for number, line in enumerate(_findings(inspection, verdicts)):
         if not number:
             console.print()
-        # Paths stay in one piece, to be copied.
+        # Do not wrap: users copy the paths.
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -70,7 +70,7 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     table.add_column("offsets", no_wrap=True)
     table.add_column("state", overflow="fold")
     for verdict in verdicts:
-        # As text: a name is not markup.
+        # As Text: a name must not be read as markup.
         table.add_row(*map(Text, _row(verdict)), style=None if verdict.sound else "red")
     return table
 
@@ -95,14 +95,14 @@ def _topic_name(verdict: Verdict) -> str:
 
 
 def _state(verdict: Verdict) -> str:
-    if verdict.state is Health.TORN and verdict.report:
+    if verdict.state is LogHealth.TORN and verdict.report:
         return f"torn tail of {verdict.report.torn_bytes} bytes"
     return verdict.state.value
 
 
 def _findings(inspection: Inspection, verdicts: Sequence[Verdict]) -> Iterator[str]:
     if any(verdict.log.topic_id and verdict.log.topic_name is None for verdict in verdicts):
-        yield "? is a topic whose name is not known: the state topic does not have it, or cannot be read."
+        yield "? is a topic of unknown name: the state topic lacks it, or cannot be read."
     yield from inspection.problems
     for verdict in verdicts:
         log, report = verdict.log, verdict.report
@@ -113,13 +113,13 @@ def _findings(inspection: Inspection, verdicts: Sequence[Verdict]) -> Iterator[s
         for damage in report.damage if report else ():
             yield f"{name}: {damage}"
             yield (
-                "  Restore that file from a copy, or set the damaged bytes aside: penstock log repair. "
-                f"To see what it still holds: penstock log dump {directory}"
+                "  Restore that file from a copy, or move the damaged bytes to quarantine: penstock log repair. "
+                f"To see the readable messages: penstock log dump {directory}"
             )
-        if report and verdict.state is Health.TORN:
+        if report and verdict.state is LogHealth.TORN:
             yield (
                 f"{name}: the last {report.torn_bytes} bytes were being written when the process or the machine "
-                "stopped: they were never acknowledged, and will be cut off at the next start"
+                "stopped: they were never acknowledged, and will be truncated at the next start"
             )
 
 

@@ -1,4 +1,4 @@
-"""`penstock worker`: the consumers of an app, until a signal ends them."""
+"""`penstock worker`: run the consumers of an app until a signal."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from types import ModuleType
 
 from penstock.app import App
 from penstock.cli import logs
-from penstock.client.link import Address
+from penstock.client.servers import BrokerAddress
 from penstock.errors import PenstockError
 
 
-class _Refused(Exception):
-    """The command line is wrong: the text says what might be meant."""
+class _BadTarget(Exception):
+    """The command line names no app that can run."""
 
 
 def run(target: str, servers: str | None) -> bool:
-    """Whether all went well; it returns when it has ended. `servers` are instead of those of the app: host:port, or
-    several with commas between them."""
+    """Run the app until it stops; return whether it succeeded. `servers` replaces those of the app: host:port, or
+    several separated by commas."""
     try:
         app = _find(target)
         if servers is not None:
             app.servers = _addresses(servers)
-    except _Refused as refused:
-        print(f"error: {refused}", file=sys.stderr)
+    except _BadTarget as problem:
+        print(f"error: {problem}", file=sys.stderr)
         return False
     logs.configure()
     done = False
@@ -41,15 +41,17 @@ def run(target: str, servers: str | None) -> bool:
 def _find(target: str) -> App:
     name, _, attribute = target.partition(":")
     if not name or not attribute:
-        raise _Refused(f"{target!r} names no app: write module:app, such as shop.billing:app")
+        raise _BadTarget(f"invalid app {target!r}: use module:app, such as shop.billing:app")
     module = _load(name)
     found = getattr(module, attribute, None)
     if found is None:
-        raise _Refused(f"the module {name} has no {attribute!r}{_meant(module)}")
+        raise _BadTarget(f"module {name} has no {attribute!r}{_hint(module)}")
     if not isinstance(found, App):
-        raise _Refused(f"{target} is of type {type(found).__name__}, no penstock.App{_meant(module)}")
+        raise _BadTarget(f"{target} is a {type(found).__name__}, not a penstock.App{_hint(module)}")
     if not found.consumers:
-        raise _Refused(f"{target} has no consumers: decorate a function with @{attribute}.consumer(pattern, group=...)")
+        raise _BadTarget(
+            f"{target} has no consumers: decorate a function with @{attribute}.consumer(pattern, group=...)"
+        )
     return found
 
 
@@ -57,10 +59,10 @@ def _addresses(servers: str) -> list[str]:
     found = servers.split(",")
     try:
         for server in found:
-            Address.read(server)
+            BrokerAddress.read(server)
     except ValueError as error:
-        raise _Refused(str(error)) from error
-    # As they are: a URL may have credentials.
+        raise _BadTarget(str(error)) from error
+    # Unparsed: a URL may have credentials.
     return found
 
 
@@ -72,10 +74,10 @@ def _load(name: str) -> ModuleType:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or f"{name}.".startswith(f"{error.name}."):
-            raise _Refused(f"there is no module {name!r} in {directory} or where Python looks else") from error
-        raise  # it is there, and lacks something itself
+            raise _BadTarget(f"no module {name!r} in {directory} or on Python's path") from error
+        raise  # the module exists, but one of its imports fails
 
 
-def _meant(module: ModuleType) -> str:
+def _hint(module: ModuleType) -> str:
     apps = [name for name, value in vars(module).items() if isinstance(value, App)]
     return f"; it has {', '.join(f'{module.__name__}:{name}' for name in apps)}" if apps else ""

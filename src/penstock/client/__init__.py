@@ -1,1 +1,1 @@
-"""The clients: one core without I/O (`protocol`, `feed`, `producer`), and two shells over it, `aio` and `sync`."""
+"""The clients: one core without I/O (`protocol`, `feed`, `batcher`), and two shells over it, `aio` and `sync`."""

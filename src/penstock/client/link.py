@@ -1,4 +1,4 @@
-"""The way to a broker, in an event loop: it connects at first use, and again whenever the connection is lost."""
+"""The connection of a client, in an event loop: it opens on first use, and reopens whenever it is lost."""
 
 from __future__ import annotations
 
@@ -6,49 +6,33 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from socket import gaierror
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
-from penstock import address
-from penstock.client.listener import Listener, recognise
-from penstock.client.protocol import Answer, Connection, Hello, Request
+from penstock.client.identify import identify
+from penstock.client.protocol import Answer, ClientConnection, Hello, PendingRequest
+from penstock.client.servers import BrokerAddress, BrokerEndpoint, Servers, complete_credentials, read_servers
 from penstock.client.wait import Bell, Within
 from penstock.errors import BadFrame, Closed, ConnectionLost, NoBroker, PenstockError, TimedOut
 from penstock.wire.binary import SCRATCH_BYTES
 
-# How long one server is given to take the connection and to answer HELLO.
+# How long one server may take to accept the connection and to answer HELLO.
 DIAL_S: Final = 5.0
-# How long a connection is given to write what is left when it is closed.
+# How long a closing connection may take to write the rest.
 CLOSE_S: Final = 1.0
-# Between two tries to connect again, at first and at the most; of which a random part is waited.
+# The first and the longest delay between attempts to reconnect, of which a random part is waited.
 BACKOFF_S: Final = 0.05
 BACKOFF_S_MAX: Final = 2.0
 
-PORT: Final = 4222
-_LOGIN: Final = {"user", "password", "token"}
-# How long something that is not a broker is given to say what it is, before it is asked and after.
-_GREETING_S: Final = 0.5
-_ANSWER_S: Final = 2.0
-
 _LOG: Final = logging.getLogger("penstock.client")
 
-# Not the one that programs seed, and draw from in an order of their own.
+# Not the global generator, which an application may have seeded.
 _RANDOM: Final = random.Random()
 
 
-class Dials(Protocol):
-    """Where a broker is: an address, or one in this process."""
-
-    async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport: ...
-
-
-Servers = str | Sequence[str] | Dials
-
-
 class Attached(Protocol):
-    """Who must know how the connection fares. All are called in the loop."""
+    """An object that follows the state of the connection. All methods are called in the loop."""
 
     def connected(self) -> None: ...
 
@@ -57,42 +41,25 @@ class Attached(Protocol):
     def writable(self) -> None: ...
 
 
-class Address(NamedTuple):
-    host: str
-    port: int
-
-    @classmethod
-    def read(cls, text: str) -> Address:
-        return cls(*address.split(text, PORT))
-
-    def __str__(self) -> str:
-        return address.join(self.host, self.port)
-
-    async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(factory, self.host, self.port)
-        return transport
-
-
 class Link:
-    """Everything is called in one loop, except `call_soon`."""
+    """Every method is called in one loop, except `call_soon` and `check_open`."""
 
     def __init__(self, servers: Servers, credentials: Mapping[str, str], timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._servers = _read_servers(servers)
-        self._credentials = credentials if _LOGIN & credentials.keys() else {**_login(servers), **credentials}
+        self._servers = read_servers(servers)
+        self._credentials = complete_credentials(servers, credentials)
         self._scratch = bytearray(SCRATCH_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         self._task: asyncio.Task[None] | None = None
-        # The connection whose HELLO is answered.
+        # The connection whose HELLO was answered.
         self._socket: _Socket | None = None
         self._hello: Hello | None = None
         self._is_closed = False
         # Why there is no connection.
         self._problem: Exception | None = None
-        # What is sent as soon as there is one.
-        self._waiting: dict[Request, None] = {}
+        # Requests to send when there is a connection.
+        self._waiting: dict[PendingRequest, None] = {}
         self._attached: dict[Attached, None] = {}
         self._changed = Bell()
 
@@ -101,14 +68,14 @@ class Link:
         return ", ".join(map(str, self._servers))
 
     @property
-    def connection(self) -> Connection | None:
-        """The one in use, if there is one: who gives it something to say calls `flush_soon`."""
+    def connection(self) -> ClientConnection | None:
+        """The present connection, if any. After giving it something to send, call `flush_soon`."""
         return self._socket.connection if self._socket is not None else None
 
     @property
     def hello(self) -> Hello:
-        """What the broker said when it was last connected."""
-        assert self._hello is not None, "it was connected once"
+        """The broker's answer to HELLO on the last connection."""
+        assert self._hello is not None, "there was a connection"
         return self._hello
 
     @property
@@ -116,7 +83,7 @@ class Link:
         return self._socket is not None and not self._socket.is_full
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """In the loop, from any thread."""
+        """Call it in the loop, from any thread."""
         loop = self._loop
         if loop is None or self._is_closed:
             return
@@ -134,7 +101,7 @@ class Link:
             await self._changed.until(lambda: self._socket is not None or self._task is None)
         if self._socket is None:
             self.check_open()
-            raise self._problem or NoBroker(self._nobody())
+            raise self._problem or NoBroker(self._no_broker())
 
     async def ask(
         self,
@@ -144,9 +111,9 @@ class Link:
         is_repeatable: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
-        """The answer to a request."""
+        """Send a request and return the answer."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        request = Request(frame, lambda answer: resolve(future, answer), is_repeatable=is_repeatable)
+        request = PendingRequest(frame, lambda answer: resolve(future, answer), is_repeatable=is_repeatable)
         try:
             async with self.within(timeout_s, what):
                 await self.room()
@@ -156,12 +123,12 @@ class Link:
             self._waiting.pop(request, None)
 
     async def room(self) -> None:
-        """Wait until the connection can take more; if there is none, that is for `send` to care about."""
+        """Wait until the connection can take more. Return at once if there is no connection: `send` handles that."""
         if self._socket is not None and self._socket.is_full:
             await self._changed.until(lambda: self._socket is None or not self._socket.is_full)
 
-    def send(self, request: Request) -> None:
-        """At once, or as soon as there is a connection."""
+    def send(self, request: PendingRequest) -> None:
+        """Send a request now, or as soon as there is a connection."""
         self.check_open()
         if self._socket is None:
             self._waiting[request] = None
@@ -187,7 +154,7 @@ class Link:
         self._attached.pop(attached, None)
 
     def within(self, timeout_s: float | None, what: str) -> Within:
-        """None: the client's timeout."""
+        """Return a timeout; None means that of the client."""
         seconds = self.timeout_s if timeout_s is None else timeout_s
 
         def describe() -> str:
@@ -217,14 +184,14 @@ class Link:
         self._changed.ring()
 
     def changed(self) -> None:
-        """A connection can take more, or is gone."""
+        """The connection can take more, or is lost."""
         self._changed.ring()
         if self.is_writable:
             for attached in list(self._attached):
                 attached.writable()
 
     def check_open(self) -> None:
-        """Raise Closed if it is. Any thread may call it."""
+        """Raise Closed if the client is closed. Any thread may call this."""
         if self._is_closed:
             raise _closed()
 
@@ -236,7 +203,7 @@ class Link:
             self._task = self._loop.create_task(self._run(), name=f"penstock client of {self.address}")
 
     async def _run(self) -> None:
-        """Be connected, for ever; until then only a first time that fails ends it."""
+        """Stay connected until `close`. Give up only if the first attempt fails."""
         pause = BACKOFF_S
         while True:
             try:
@@ -249,7 +216,7 @@ class Link:
             else:
                 pause = BACKOFF_S
                 if self._hello is not None:
-                    _LOG.info("connected to %s again", self.address)
+                    _LOG.info("reconnected to %s", self.address)
                 self._hello = socket.connection.hello
                 if not socket.is_lost:
                     await self._use(socket)
@@ -257,7 +224,7 @@ class Link:
             pause = min(2 * pause, BACKOFF_S_MAX)
 
     async def _dial(self) -> _Socket:
-        """A connection to the first server that takes one."""
+        """Connect to the first server that accepts."""
         refusal: PenstockError | None = None
         for server in self._servers:
             try:
@@ -267,21 +234,21 @@ class Link:
                 refusal = NoBroker(f"unknown host {server} ({error.strerror}): check the name, or the network")
             except TimeoutError:
                 silent = NoBroker(f"no answer from {server} within {DIAL_S:g} s: check the address, or a firewall")
-                refusal = silent if self._hello is not None else await _identify(server, silent)
+                refusal = silent if self._hello is not None else await identify(server, silent)
             except OSError:
                 continue
             except (BadFrame, ConnectionLost) as error:
-                # Who was connected before knows what is there, and wants to be connected again soon.
-                refusal = error if self._hello is not None else await _identify(server, error)
+                # Identify the service only on the first attempt: a client that reconnects must not wait for that.
+                refusal = error if self._hello is not None else await identify(server, error)
             except PenstockError as error:
                 refusal = error
             except Exception as error:  # noqa: BLE001
-                # Whatever an object that dials raises: those who wait must be told.
+                # An endpoint may raise anything, and the callers that wait must get an error.
                 refusal = NoBroker(f"{server} cannot be reached: {error!r}")
-        raise refusal or NoBroker(self._nobody())
+        raise refusal or NoBroker(self._no_broker())
 
-    async def _greet(self, server: Dials) -> _Socket:
-        socket = _Socket(self, Connection(self._scratch, self._credentials, asyncio.get_running_loop().time()))
+    async def _greet(self, server: BrokerEndpoint) -> _Socket:
+        socket = _Socket(self, ClientConnection(self._scratch, self._credentials, asyncio.get_running_loop().time()))
         await server.dial(lambda: socket)
         try:
             await socket.settled
@@ -311,13 +278,13 @@ class Link:
         why = f": {socket.problem}" if socket.problem else ""
         what = "the client was closed" if self._is_closed else f"the connection to {self.address} was lost{why}"
         self._problem = ConnectionLost(what)
-        # A broker in this process ends when the program lets it.
-        if not self._is_closed and isinstance(self._servers[0], Address):
-            _LOG.warning("%s; connecting again", what)
+        # No warning about a broker in this process: the program itself closed it.
+        if not self._is_closed and isinstance(self._servers[0], BrokerAddress):
+            _LOG.warning("%s; reconnecting", what)
         for attached in list(self._attached):
             attached.disconnected()
-        again = socket.connection.lost(str(self._problem))
-        self._waiting = dict.fromkeys(again) | self._waiting
+        repeatable = socket.connection.lost(str(self._problem))
+        self._waiting = dict.fromkeys(repeatable) | self._waiting
         self._changed.ring()
 
     def _give_up(self, error: PenstockError) -> None:
@@ -327,16 +294,16 @@ class Link:
             request.done(error)
         self._changed.ring()
 
-    def _nobody(self) -> str:
+    def _no_broker(self) -> str:
         return f"no broker at {self.address}: start one with `penstock serve`, or name another with servers="
 
 
 class _Socket(asyncio.BufferedProtocol):
-    """Between a transport and the core of its connection."""
+    """The asyncio protocol between a transport and a `ClientConnection`."""
 
-    def __init__(self, link: Link, connection: Connection) -> None:
+    def __init__(self, link: Link, connection: ClientConnection) -> None:
         self.connection = connection
-        # Done when HELLO is answered.
+        # Done when HELLO was answered.
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_full = False
         self.is_lost = False
@@ -382,13 +349,13 @@ class _Socket(asyncio.BufferedProtocol):
         self._link.changed()
 
     def flush_soon(self) -> None:
-        """Write once in a turn of the loop, whatever many say."""
+        """Write once in this turn of the loop, however often this is called."""
         if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 
     def close(self) -> None:
-        """Once all is written."""
+        """Close after everything is written."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -425,69 +392,13 @@ class _Socket(asyncio.BufferedProtocol):
 
 
 def resolve(future: asyncio.Future[Any], answer: Answer) -> None:
+    """Set the result or the exception of a future that is not done."""
     if future.done():
         return
     if isinstance(answer, PenstockError):
         future.set_exception(answer)
     else:
         future.set_result(answer)
-
-
-def _read_servers(servers: Servers) -> list[Dials]:
-    if isinstance(servers, str):
-        return [Address.read(servers)]
-    if isinstance(servers, Sequence):
-        if not servers:
-            raise ValueError("servers is empty: name at least one")
-        return [Address.read(server) for server in servers]
-    return [servers]
-
-
-def _login(servers: Servers) -> dict[str, str]:
-    """Return the credentials in the first URL that has some."""
-    texts = [servers] if isinstance(servers, str) else servers if isinstance(servers, Sequence) else []
-    return next((found for found in map(address.login, texts) if found), {})
-
-
-async def _identify(server: Dials, error: PenstockError) -> NoBroker:
-    """Return what listens at an address that did not greet as a broker does, and what to do. `error`: what happened
-    instead; of one that was not reached at all that is what is returned."""
-    said = b""
-    if isinstance(server, Address):
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(DIAL_S):
-                said = await _overhear(server)
-    if not said and isinstance(error, NoBroker):
-        return error
-    match recognise(said):
-        case Listener.BROKER:
-            return NoBroker(f"the broker at {server} closed the connection ({error}): it may be stopping, try again")
-        case Listener.NATS:
-            what = "is another NATS server, not a Penstock broker: name another address, or use a NATS client with it"
-        case Listener.HTTP:
-            what = f"is an HTTP port: connect to the broker's text port ({PORT} by default) or its client-first port"
-        case Listener.REDIS:
-            what = f"answers like Redis, not like a Penstock broker: check the port ({PORT} by default)"
-        case Listener.OTHER:
-            reason = f"it says {said[:40]!r}" if said else str(error)
-            what = f"is another service, not a Penstock broker ({reason}): check the port ({PORT} by default)"
-    return NoBroker(f"what listens at {server} {what}")
-
-
-async def _overhear(server: Address) -> bytes:
-    """Return what something says by itself, or to a request of HTTP."""
-    reader, writer = await asyncio.open_connection(server.host, server.port)
-    try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_GREETING_S):
-                return await reader.read(4096)
-        writer.write(b"GET / HTTP/1.0\r\n\r\n")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                return await reader.read(4096)
-        return b""
-    finally:
-        writer.close()
 
 
 def _closed() -> Closed:

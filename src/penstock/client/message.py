@@ -1,7 +1,7 @@
 """A message as an application sees it.
 
-What came in one frame is one `Delivery`: its batch is opened once, and each of its columns when somebody asks for it. A
-`Message` is a place in it, so that making one costs some 100 ns however many columns there are.
+The messages of one frame are one `Delivery`: its batch is opened once, and each column on first use. A `Message` is an
+index into it, so creating one takes about 100 ns, however many columns there are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock import headers
 from penstock.batch import Batch
 from penstock.client import tracing
 from penstock.client.outgoing import ABSENT, prepare_call
-from penstock.client.values import read_headers
+from penstock.client.values import Headers, read_headers
 from penstock.errors import BadRequest
 from penstock.wire.binary import Verb
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from penstock.client.feed import Feed
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-# As numbers, which are quicker to look up than members of an enum.
+# Plain numbers, which are faster than members of an enum.
 _ACK, _NACK, _EXTEND, _REJECT, _RELEASE = map(int, (Verb.ACK, Verb.NACK, Verb.EXTEND, Verb.REJECT, Verb.RELEASE))
 _NOTHING: Final[Mapping[int, int]] = {}
 
 
 class Delivery:
-    """The messages of one batch, as they came."""
+    """The messages of one batch that was delivered."""
 
     __slots__ = (
         "_columns",
@@ -57,10 +57,10 @@ class Delivery:
         attempts: Mapping[int, int] = _NOTHING,
         feed: Feed | None = None,
     ) -> None:
-        """Raises CorruptBatch if it is not what its producer made. `attempts`: by index, where it is not 1. `feed`: who
-        takes what an application says of the messages."""
+        """Raise CorruptBatch if a checksum is wrong. `attempts`: by index, where it is not 1. `feed`: takes the
+        settlements of the messages."""
         columns = batch.columns()
-        # The number of the log that it is stored in.
+        # The number of the log that stores it.
         self.log = batch.log
         self.topic = topic
         self.topic_id = topic_id
@@ -74,18 +74,18 @@ class Delivery:
         self._opened: dict[str, Sequence[Any] | None] = {}
 
     def messages(self, begin: int = 0, end: int | None = None) -> list[Message]:
-        """Those from offset `begin` to `end`, which is not among them."""
+        """Return the messages from offset `begin` up to, but not including, `end`."""
         first = bisect_left(self.offsets, begin)
         last = len(self.values) if end is None else bisect_left(self.offsets, end)
         return self.at(first, last - first)
 
     def at(self, first: int, count: int | None = None) -> list[Message]:
-        """So many as there are from a place on, or all."""
+        """Return up to `count` messages from an index on, or all."""
         last = len(self.values) if count is None else min(first + count, len(self.values))
         return [Message(self, index) for index in range(first, last)]
 
     def column(self, name: str) -> Sequence[Any] | None:
-        """As `penstock.batch.Columns` has it."""
+        """Return a column of `penstock.batch.Columns` by name."""
         opened = self._opened
         if name not in opened:
             opened[name] = getattr(self._columns, name)()
@@ -97,7 +97,10 @@ class Delivery:
 
 
 class Message:
-    """A message that was stored. One of a group is acknowledged with `ack`; nothing here waits, or is awaited."""
+    """A stored message. Acknowledge a message of a group with `ack`. No method waits or must be awaited.
+
+    It has many small properties, because columns are opened only on use.
+    """
 
     __slots__ = ("_delivery", "_index")
 
@@ -114,7 +117,7 @@ class Message:
 
     @property
     def topic_id(self) -> int:
-        """A topic that is deleted and made again has another one."""
+        """The ID of the topic. A topic that is deleted and created again has another one."""
         return self._delivery.topic_id
 
     @property
@@ -146,18 +149,18 @@ class Message:
 
     @property
     def header_block(self) -> bytes | None:
-        """The header lines as they are stored."""
+        """The header lines as stored."""
         block: bytes | None = self._delivery.item("headers", self._index)
         return block
 
     @property
     def log(self) -> int:
-        """A number that was drawn for the log of its partition when it was made: copies of a topic have others."""
+        """The random number of its partition's log. Copies of a topic have other numbers."""
         return self._delivery.log
 
     @property
     def reply(self) -> str | None:
-        """The subject where its publisher expects a reply, if it is a request."""
+        """The reply subject, if the message is a request."""
         reply: bytes | None = self._delivery.item("replies", self._index)
         return None if reply is None else reply.decode(errors="replace")
 
@@ -169,7 +172,7 @@ class Message:
 
     @property
     def timestamp_us(self) -> int:
-        """µs since 1970, as its producer said."""
+        """The producer's time, in µs since 1970."""
         moment: int = self._delivery.item("timestamps", self._index)
         return moment
 
@@ -179,55 +182,53 @@ class Message:
 
     @property
     def attempts(self) -> int:
-        """The how-manieth delivery of it this is: 1 is the first."""
+        """The delivery attempt, starting at 1."""
         return self._delivery.attempts.get(self._index, 1)
 
     @property
     def generation(self) -> int:
-        """By which sharing out of a partitioned group it came. All that came by an earlier one, and was not committed,
-        comes again, to whoever has its partition now."""
+        """The assignment of partitions by which it was delivered to a member of a partitioned group. Messages of an
+        earlier assignment that were not committed are delivered again, to the new owner of the partition."""
         return self._delivery.generation
 
     @property
     def deleted(self) -> bool:
-        """Whether it deletes its key: a tombstone."""
+        """Whether it is a tombstone, which deletes its key."""
         return bool(self._delivery.item("tombstones", self._index))
 
     def json(self) -> Any:
-        """The value, which must be JSON."""
+        """Return the value, decoded from JSON."""
         return json.loads(self.value)
 
-    def respond(
-        self, value: bytes | None = None, *, json: Any = ABSENT, headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Reply to a request. The reply is sent once and is not stored; the requester may have stopped waiting."""
+    def respond(self, value: bytes | None = None, *, json: Any = ABSENT, headers: Headers = None) -> None:
+        """Reply to a request. The reply is sent once and not stored; the requester may have stopped waiting."""
         reply, feed = self.reply, self._delivery.feed
         if reply is None:
-            raise BadRequest(f"a message of {self.subject} has no reply subject: it is no request")
+            raise BadRequest(f"the message of {self.subject} is not a request: it has no reply subject")
         if feed is None:
-            raise TypeError("only messages of a subscription can be responded to")
+            raise TypeError("only a message of a subscription can be responded to")
         feed.respond(prepare_call(reply, value, json, None, tracing.created(reply, headers)))
 
     def ack(self) -> None:
-        """It is done. In a partitioned group so is all before it in its partition."""
+        """Acknowledge the message. In a partitioned group this includes all earlier messages of its partition."""
         self._settle(_ACK)
 
     def nack(self, delay: float = 0, *, reason: str | BaseException = "") -> None:
-        """It failed: deliver it again, `delay` seconds from now. If it becomes a dead letter, that shows the reason."""
+        """Redeliver the message after `delay` seconds. If it becomes a dead letter, that has the reason."""
         if delay < 0:
-            raise ValueError(f"a delay of {delay} s is below zero")
+            raise ValueError(f"invalid delay {delay}: it must be 0 or more seconds")
         self._settle(_NACK, round(delay * 1_000_000), _describe(reason))
 
     def extend(self) -> None:
-        """It is being worked on: its deadline begins anew."""
+        """Restart the ack deadline of the message."""
         self._settle(_EXTEND)
 
     def reject(self, *, reason: str | BaseException = "") -> None:
-        """It cannot be handled: to the dead letters at once, with the reason."""
+        """Dead-letter the message at once, with the reason."""
         self._settle(_REJECT, reason=_describe(reason))
 
     def release(self) -> None:
-        """It was not looked at: it goes to another member, and does not count as delivered."""
+        """Give the message back unprocessed. It goes to another member, and this delivery does not count."""
         self._settle(_RELEASE)
 
     def _settle(self, verb: int, delay_us: int = 0, reason: str = "") -> None:
@@ -238,7 +239,7 @@ class Message:
 
 
 def _describe(reason: str | BaseException) -> str:
-    """Return a reason as the broker stores it; of an exception its type and message."""
+    """Return a reason as the broker stores it: for an exception, its type and message."""
     if isinstance(reason, BaseException):
         name = type(reason).__name__
         try:

@@ -1,4 +1,4 @@
-"""Messages that are published one by one: those of one turn of the loop go in one frame."""
+"""Messages that are published one by one. Those of one turn of the event loop share a frame."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, Final
 
 from penstock.client.link import Link, resolve
 from penstock.client.outgoing import Prepared, check_size, encode_each
-from penstock.client.protocol import Answer, Request
+from penstock.client.protocol import Answer, PendingRequest
 from penstock.client.values import Receipt
 from penstock.clock import Clock
 from penstock.errors import PenstockError, from_wire
 from penstock.run import MESSAGE_BYTES
 from penstock.wire.binary import Type, frame
 
-# A frame with more than this is not made larger.
+# A frame of this size is sent at once.
 FRAME_BYTES: Final = 1 << 20
 
 Waiting = tuple[Prepared, asyncio.Future[Receipt]]
 
 
 class _Unsent(Exception):
-    """The connection was gone before a byte of it was sent."""
+    """The connection was lost before any byte was sent."""
 
 
 class Outbox:
     def __init__(self, link: Link, clock: Clock) -> None:
         self._link = link
         self._clock = clock
-        # Those that may be sent again after a lost connection go apart from those that may not.
+        # By whether they may be sent again after a reconnect: a frame is repeated as a whole or not at all.
         self._waiting: dict[bool, list[Waiting]] = {True: [], False: []}
         self._bytes = 0
 
@@ -45,7 +45,7 @@ class Outbox:
                     pass
 
     async def publish_alone(self, message: Prepared) -> None:
-        """In a frame of its own, once. Raises what the broker says of it, ConnectionLost if it may have come."""
+        """Publish a message once, in a frame of its own. Raise ConnectionLost if it may have arrived."""
         await self._link.connect()
         check_size(len(message.value), self._link.hello.payload_bytes_max)
         batch = encode_each([message], self._clock.now_us())
@@ -55,14 +55,14 @@ class Outbox:
             raise error
 
     def send(self, message: Prepared, done: Callable[[PenstockError | None], None]) -> None:
-        """Without waiting, in a frame of its own, now or as soon as there is a connection."""
+        """Send a message in a frame of its own without waiting, now or as soon as there is a connection."""
         batch = encode_each([message], self._clock.now_us())
 
         def answered(answer: Answer) -> None:
             found = _read(answer["receipts"][0]) if isinstance(answer, dict) else answer
             done(found if isinstance(found, PenstockError) else None)
 
-        self._link.send(Request(lambda number: frame(Type.PUBLISH, number, batch.data), answered))
+        self._link.send(PendingRequest(lambda number: frame(Type.PUBLISH, number, batch.data), answered))
 
     def _put(self, message: Prepared) -> asyncio.Future[Receipt]:
         future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class Outbox:
             wanted = [each for each in waiting if not each[1].done()]
             waiting.clear()
             if self._link.connection is None:
-                # It was lost in this turn. What waited for the next one could be sent after its time is over.
+                # The connection was lost in this turn. A message that waited on could be sent after its timeout.
                 for _, future in wanted:
                     future.set_exception(_Unsent())
             elif wanted:
@@ -94,7 +94,9 @@ class Outbox:
 
         try:
             batch = encode_each([message for message, _ in waiting], self._clock.now_us())
-            request = Request(lambda number: frame(Type.PUBLISH, number, batch.data), done, is_repeatable=is_repeatable)
+            request = PendingRequest(
+                lambda number: frame(Type.PUBLISH, number, batch.data), done, is_repeatable=is_repeatable
+            )
             self._link.send(request)
         except PenstockError as error:
             done(error)

@@ -1,4 +1,4 @@
-"""What a caller wants to publish, checked, as the columns of a batch have it."""
+"""Messages to publish: arguments checked and converted to the columns of a batch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from numbers import Real
 from typing import Any, Final, NamedTuple
 
 from penstock.batch import Batch, encode
+from penstock.client.values import TTL, Delay, Headers
 from penstock.errors import BadHeader, BadSubject, BatchTooLarge
 from penstock.headers import DELAY_US_MAX, TTL_FORMS, TTL_US_MIN, read_ttl
+from penstock.run import Run
 from penstock.subject import is_subject
 from penstock.times import read_delay, read_moment
 
-# For `json=`, where None is a value.
+# The default of `json=`, where None is a value.
 ABSENT: Final[Any] = type("Absent", (), {"__repr__": lambda _: "<absent>"})()
 
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _BROKEN: Final = re.compile(r"[\r\n\0]")
-# Headers by which the broker is asked for something: it must look inside the batch.
+# Headers that ask the broker for something, so that it must open the batch.
 _ASKING: Final = frozenset({"msg-id", "nats-msg-id", "delay", "deliver-at"})
 _IDENTITIES: Final = frozenset({"msg-id", "nats-msg-id"})
 _KEY: Final = "penstock-key"
@@ -34,14 +36,28 @@ class Prepared(NamedTuple):
     key: bytes | None = None
     headers: bytes | None = None
     is_tombstone: bool = False
-    # Whether it has an id, or is for later.
+    # Whether it has an ID or a delay.
     asks: bool = False
-    # Whether it is stored once, however often it is sent.
+    # Whether the broker deduplicates it by ID.
     has_identity: bool = False
-    # Where a reply is expected.
+    # The reply subject of a request.
     reply: bytes | None = None
-    # How long it is delivered; None: for ever.
+    # Time until it expires; None: never.
     ttl_us: int | None = None
+
+    def add_to(self, run: Run, subject: bytes, headers: bytes | None) -> None:
+        """Append it to a run."""
+        index = len(run.values)
+        run.values.append(self.value)
+        run.subjects.append(subject)
+        if self.key is not None:
+            run.keys[index] = self.key
+        if headers is not None:
+            run.headers[index] = headers
+        if self.is_tombstone:
+            run.tombstones.add(index)
+        if self.ttl_us is not None:
+            run.ttls[index] = self.ttl_us
 
 
 def prepare(
@@ -49,18 +65,19 @@ def prepare(
     value: bytes | None,
     json: Any,
     key: bytes | str | None,
-    headers: Mapping[str, str] | None,
+    headers: Headers,
     message_id: str | None,
-    delay: float | timedelta | datetime | str | None,
-    ttl: float | timedelta | str | None,
+    delay: Delay,
+    ttl: TTL,
     now_us: int,
 ) -> Prepared:
+    """Check the arguments of `publish`, and return the message."""
     subject_bytes(subject)
     plain_key = key.encode() if isinstance(key, str) else key
     lines: dict[str, str] = {}
     if message_id is not None:
         if not message_id:
-            raise BadHeader("message_id is empty: leave it out, or give one that no other message has")
+            raise BadHeader("empty message_id: omit it, or give an ID that no other message has")
         lines["Msg-ID"] = message_id
     if delay is not None:
         name, text = _delay(delay, now_us)
@@ -89,33 +106,31 @@ def prepare(
     )
 
 
-def prepare_call(
-    subject: str, value: bytes | None, json: Any, key: bytes | str | None, headers: Mapping[str, str] | None
-) -> Prepared:
-    """A request or a reply: without a value it is empty, and deletes nothing."""
+def prepare_call(subject: str, value: bytes | None, json: Any, key: bytes | str | None, headers: Headers) -> Prepared:
+    """Return a request or a reply. Without a value it is empty, not a tombstone."""
     payload = b"" if value is None and json is ABSENT else value
     return prepare(subject, payload, json, key, headers, None, None, None, 0)
 
 
 def subject_bytes(subject: str) -> bytes:
     if not isinstance(subject, str):
-        raise TypeError(f"a subject is text, not {type(subject).__name__}")
+        raise TypeError(f"a subject must be a str, not {type(subject).__name__}")
     data = subject.encode(errors="surrogatepass")
     if not is_subject(data):
-        raise BadSubject(f"{subject!r} is no subject: tokens with dots between them, such as orders.eu")
+        raise BadSubject(f"invalid subject {subject!r}: it must be tokens separated by dots, such as orders.eu")
     return data
 
 
 def check_size(size: int, bytes_max: int) -> None:
-    """Of a value: what the broker's limit is for."""
+    """Raise BatchTooLarge if a value exceeds the broker's limit."""
     if size > bytes_max:
         raise BatchTooLarge(
-            f"a message of {size} bytes, the broker takes {bytes_max}: send it in parts, or raise its limit"
+            f"message of {size} bytes is too large, the broker's limit is {bytes_max}: split it, or raise the limit"
         )
 
 
 def encode_each(messages: list[Prepared], timestamp: int) -> Batch:
-    """A batch in which every message says its subject."""
+    """Return a batch in which every message has its subject."""
     return encode(
         [message.value for message in messages],
         timestamp=timestamp,
@@ -129,43 +144,45 @@ def encode_each(messages: list[Prepared], timestamp: int) -> Batch:
 
 
 def _value(value: bytes | None, json: Any, *, has_key: bool) -> tuple[bytes, bool]:
-    """The payload, and whether it deletes its key."""
+    """Return the payload, and whether it is a tombstone."""
     if json is not ABSENT:
         if value is not None:
-            raise TypeError("a message has a value or json, not both")
+            raise TypeError("give a value or json=, not both")
         return jsons.dumps(json, separators=(",", ":"), ensure_ascii=False).encode(), False
     if value is None:
         if not has_key:
-            raise TypeError("a message without a value deletes its key: give a key, or a value (b'' is one)")
+            raise TypeError("a message without a value deletes its key: give a key, or a value (which may be b'')")
         return b"", True
     if isinstance(value, str):
-        raise TypeError("a value is bytes: encode the text (value.encode()), or give it as json=")
+        raise TypeError("a value must be bytes, not str: use value.encode(), or json=")
     if not isinstance(value, (bytes, bytearray, memoryview)):
-        raise TypeError(f"a value is bytes, not {type(value).__name__}: json= takes what can be written as JSON")
+        raise TypeError(
+            f"a value must be bytes, not {type(value).__name__}: use json= for objects that JSON can express"
+        )
     return bytes(value), False
 
 
 def _delay(delay: float | timedelta | datetime | str, now_us: int) -> tuple[str, str]:
-    """The header that asks for it."""
+    """Return the name and the value of the header."""
     if isinstance(delay, str):
         delay = read_delay(delay)
     if isinstance(delay, datetime):
         due_us = read_moment(delay, now_us)
         if due_us > now_us + DELAY_US_MAX:
-            raise BadHeader("a message can be delayed for a year at the most")
+            raise BadHeader("invalid delay: a message can be delayed by one year at most")
         return "Deliver-At", f"{due_us // 1_000_000}.{due_us % 1_000_000:06}"
     if isinstance(delay, timedelta):
         delay_us = delay // timedelta(microseconds=1)
     else:
         delay_us = round(delay * 1_000_000) if math.isfinite(delay) else -1
     if not 0 <= delay_us <= DELAY_US_MAX:
-        raise BadHeader(f"a delay of {delay} is below zero, or more than a year")
+        raise BadHeader(f"invalid delay {delay}: it must be from 0 to one year")
     return "Delay", f"{delay_us // 1_000_000}.{delay_us % 1_000_000:06}s"
 
 
 def _ttl(ttl: float | timedelta | str) -> str:
-    """The value of the header that asks for it."""
-    # True is not a number of seconds, and an empty text not a wish that the message stays: see `never`.
+    """Return the value of the header."""
+    # True is not a number of seconds, and an empty text is not `never`.
     if not isinstance(ttl, (Real, timedelta, str)) or isinstance(ttl, bool) or ttl == "":
         raise BadHeader(f"invalid ttl {ttl!r}: it must be {TTL_FORMS}, as a number, a timedelta or text")
     if isinstance(ttl, str):
@@ -185,11 +202,11 @@ def _ttl(ttl: float | timedelta | str) -> str:
 def _block(lines: Mapping[str, str]) -> bytes:
     for name, text in lines.items():
         if not isinstance(name, str) or not isinstance(text, str):
-            raise TypeError(f"headers are text: {name!r}: {text!r}")
+            raise TypeError(f"invalid header {name!r}: {text!r}: names and values must be text")
         if not _NAME.fullmatch(name):
-            raise BadHeader(f"{name!r} is no name of a header: letters, digits and hyphens")
+            raise BadHeader(f"invalid header name {name!r}: use letters, digits and hyphens")
         if _BROKEN.search(text) or text != text.strip(" \t"):
-            raise BadHeader(f"header {name}: {text!r} has a line break, or begins or ends with a blank")
+            raise BadHeader(f"invalid header {name}: {text!r} has a line break, or begins or ends with a blank")
     return "".join([f"{name}: {text}\r\n" for name, text in lines.items()]).encode()
 
 

@@ -1,4 +1,4 @@
-"""Which partition a message belongs to: what the broker itself would choose."""
+"""The partition of a message, as the broker itself would choose it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any, Final, NamedTuple, Self
 
 from penstock.headers import hash_key
 
-# So many messages that may go anywhere go to one partition before the next has its turn.
+# Messages that may go to any partition change partition after this many.
 PIECE_MESSAGES: Final = 16
 
 
 class Layout(NamedTuple):
-    """A topic as far as a producer must know it."""
+    """What a producer must know about a topic."""
 
     name: bytes
     id: int
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
         return cls(found["topic"].encode(), found["id"], found["partitions"])
 
     def choose(self, subject: bytes, key: bytes | None) -> int | None:
-        """None: any of them; a producer gives each some messages in turn."""
+        """Return the partition of a message; None: any partition, in turn."""
         if key is not None:
             return hash_key(key) % self.partitions
         if subject != self.name:

@@ -1,10 +1,10 @@
 """One connection to a broker, without I/O: requests to bytes, bytes to answers and messages.
 
-    GREETED  the first byte decides: `I` is the INFO line of the greeting port, and skipped; else frames begin
-    HELLO    sent at once; nothing else is before it is answered
-    READY    requests are pipelined, each with a number, by which its answer finds it
+    GREETED  if the first byte is `I`, skip the INFO line of the text port; otherwise frames begin at once
+    HELLO    sent at once; the broker answers it before anything else
+    READY    requests are pipelined; an answer has the number of its request
 
-A shell (see link.py) gives it bytes (`buffer`, `filled`), writes what it has to say (`take`), and tells it the time.
+A shell (see link.py) passes bytes in (`buffer`, `filled`), writes the bytes to send (`take`), and passes the time.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from penstock.wire.binary import (
 )
 
 VERSION: Final = 1
-# A greeting that is longer is none.
+# The longest greeting.
 GREETING_BYTES_MAX: Final = 64 << 10
-# So many heartbeats without a sign of life, and the connection is dead.
+# The connection is dead after this many heartbeats without any bytes from the broker.
 UNANSWERED_MAX: Final = 2
 
-# More often than this nobody needs to be heard.
+# The shortest interval of heartbeats.
 HEARTBEAT_S_MIN: Final = 0.1
 
 _GREETING: Final = b"I"
 
 
 class Hello(NamedTuple):
-    """What the broker says of itself."""
+    """The broker's answer to HELLO."""
 
     server_id: str
     version: str
@@ -49,7 +49,7 @@ class Hello(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """What a FETCH brings: the log's start, what is committed, and stored batches."""
+    """The answer to a FETCH: where the log starts, up to where it is committed, and stored batches."""
 
     start: int
     committed: int
@@ -59,8 +59,9 @@ class Batches(NamedTuple):
 Answer = dict[str, Any] | Batches | bytes | bytearray | PenstockError
 
 
-class Request:
-    """`done` is called once: with the answer, or why there is none. `frame` is asked again if it is sent again."""
+class PendingRequest:
+    """A request and what to do with its answer. `done` is called once, with the answer or an error. `frame` is called
+    each time the request is sent."""
 
     __slots__ = ("done", "frame", "is_repeatable")
 
@@ -69,41 +70,41 @@ class Request:
     ) -> None:
         self.frame = frame
         self.done = done
-        # Whether it may be sent again when nobody knows whether it was done.
+        # Whether it may be sent again when its answer was lost.
         self.is_repeatable = is_repeatable
 
 
-class Connection:
+class ClientConnection:
     def __init__(self, scratch: bytearray, credentials: Mapping[str, str], now: float) -> None:
-        """`scratch` is what is read into, and may be shared with other connections of the thread."""
+        """`scratch`: a buffer to read into, which the connections of a thread may share."""
         self.hello: Hello | None = None
-        # Why the broker does not want us.
+        # Why the broker refused HELLO.
         self.refused: PenstockError | None = None
         self._scratch = scratch
         self._reader = FrameReader(scratch)
-        # What came of the greeting so far; None once it is over.
+        # The greeting so far; None after it.
         self._greeting: bytearray | None = bytearray()
         self._number = 0
-        self._pending: dict[int, Request] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._feeds: dict[int, Feed] = {}
         self._out: list[bytes] = []
         self._heard = now
         self._beat = now
         self._unanswered = 0
-        say = {"version": VERSION, **credentials}
-        self.request(Request(lambda number: json_frame(Type.HELLO, number, say), self._welcome))
+        hello = {"version": VERSION, **credentials}
+        self.request(PendingRequest(lambda number: json_frame(Type.HELLO, number, hello), self._welcome))
 
     def take(self) -> list[bytes]:
-        """What is to be written, in this order."""
+        """Return the bytes to write, in this order."""
         out, self._out = self._out, []
         return out
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """Return the buffer for the next bytes."""
         return memoryview(self._scratch) if self._greeting is not None else self._reader.buffer()
 
     def filled(self, count: int, now: float) -> None:
-        """So many bytes came. Raises if the connection is over: because the broker says so, or no broker talks so."""
+        """Take `count` bytes from the buffer. Raise if the broker ends the connection or breaks the protocol."""
         self._heard = now
         self._unanswered = 0
         if self._greeting is None:
@@ -114,13 +115,13 @@ class Connection:
             self._dispatch(each)
         self._reader.check()
 
-    def request(self, request: Request) -> None:
+    def request(self, request: PendingRequest) -> None:
         number = self._next_number()
         self._pending[number] = request
         self._out.append(request.frame(number))
 
     def open(self, feed: Feed, done: Callable[[Answer], None]) -> None:
-        """Begin a subscription, or go on with it. `done` is called when the broker agrees, or does not."""
+        """Open a subscription, or continue it. `done` is called with the broker's answer."""
         subscription = self._next_number()
         self._feeds[subscription] = feed
 
@@ -130,55 +131,57 @@ class Connection:
             else:
                 feed.opened(subscription, answer["positions"])
                 if feed.is_closed:
-                    # Whoever wanted it has not waited so long.
+                    # The caller has not waited for the answer.
                     self.end(feed, lambda _: None)
             done(answer)
 
         opening = feed.opening(subscription)
-        self.request(Request(lambda number: json_frame(Type.OPEN, number, opening), answered))
+        self.request(PendingRequest(lambda number: json_frame(Type.OPEN, number, opening), answered))
 
     def end(self, feed: Feed, done: Callable[[Answer], None]) -> None:
-        """No more messages of a subscription are wanted."""
+        """End a subscription."""
         subscription = feed.number
 
         def answered(answer: Answer) -> None:
             self._feeds.pop(subscription, None)
             done(answer)
 
-        self.request(Request(lambda number: end_frame(number, subscription), answered))
+        self.request(PendingRequest(lambda number: end_frame(number, subscription), answered))
 
     def credit(self, feed: Feed) -> None:
-        """Let the broker send as many as were taken."""
+        """Send the credit of a subscription, if there is any."""
         if (messages := feed.credit()) > 0:
             self._out.append(credit_frame(feed.number, messages))
 
-    def answer(self, feed: Feed) -> None:
-        """Tell the broker which of its words were heeded; behind what was said of the messages before them."""
-        self._out += [frame(Type.ACK, number) for number in feed.answers()]
+    def confirm(self, feed: Feed) -> None:
+        """Confirm the notices of a refresh; after the settlements of the messages before them."""
+        self._out += [frame(Type.ACK, number) for number in feed.confirmations()]
 
     def tick(self, now: float) -> float:
-        """Send a heartbeat if it is time to; when to ask again. Raises ConnectionLost if the broker is silent."""
-        assert self.hello is not None, "heartbeats begin with HELLO's answer"
+        """Send a heartbeat if one is due. Return the time of the next call. Raise ConnectionLost after long silence."""
+        assert self.hello is not None, "heartbeats begin after HELLO"
         pause = self.hello.heartbeat_s
         due = max(self._heard, self._beat) + pause
         if now < due:
             return due
         if self._unanswered >= UNANSWERED_MAX:
-            raise ConnectionLost(f"nothing was heard for {now - self._heard:.1f} s")
+            raise ConnectionLost(f"nothing was received for {now - self._heard:.1f} s")
         self._unanswered += 1
         self._beat = now
         self._out.append(frame(Type.HEARTBEAT, self._next_number()))
         return now + pause
 
-    def lost(self, why: str) -> list[Request]:
-        """It is gone: those requests that may be repeated. The others are told."""
+    def lost(self, why: str) -> list[PendingRequest]:
+        """The connection is lost: return the requests to repeat, and fail the others."""
         pending, self._pending = self._pending, {}
         for feed in self._feeds.values():
             feed.lost()
         self._feeds.clear()
         for request in pending.values():
             if not request.is_repeatable:
-                request.done(ConnectionLost(f"{why}, before the answer came: it may or may not have been done"))
+                request.done(
+                    ConnectionLost(f"{why} before the answer arrived: the request may or may not have been executed")
+                )
         return [request for request in pending.values() if request.is_repeatable]
 
     def _next_number(self) -> int:
@@ -192,7 +195,7 @@ class Connection:
         if greeting.startswith(_GREETING):
             line, found, rest = greeting.partition(b"\r\n")
             if len(line) > GREETING_BYTES_MAX:
-                raise BadFrame("a greeting without an end")
+                raise BadFrame(f"invalid greeting: longer than {GREETING_BYTES_MAX} bytes")
             if not found:
                 return []
             greeting = rest
@@ -203,7 +206,7 @@ class Connection:
         kind, number, payload = received
         match kind:
             case Type.MESSAGES:
-                # One that was ended may still have some on the way.
+                # Messages of a subscription that has ended may still be on the way.
                 if (feed := self._feeds.get(number)) is not None:
                     feed.received(payload)
             case Type.RESULT:
@@ -221,24 +224,24 @@ class Connection:
                 if (feed := self._feeds.pop(number, None)) is not None:
                     feed.end(read_error(payload))
             case Type.RESET | Type.READY:
-                self._hear(Type(kind).name, number, read_json(payload))
+                self._notify(Type(kind).name, number, read_json(payload))
             case Type.DISCONNECT:
                 raise read_error(payload)
             case _:
-                raise BadFrame(f"a frame of type {kind:#x}, which no broker sends")
+                raise BadFrame(f"unexpected frame type {kind:#x}")
 
-    def _hear(self, word: str, number: int, fields: dict[str, Any]) -> None:
+    def _notify(self, word: str, number: int, fields: dict[str, Any]) -> None:
         match fields:
             case {"subscription": int(subscription), "topic": str(topic)}:
                 if (feed := self._feeds.get(subscription)) is not None:
-                    feed.hear(word, number, topic)
+                    feed.notified(word, number, topic)
             case _:
-                raise BadFrame(f"{word} lacks something: {fields}")
+                raise BadFrame(f"invalid {word}: it must have a subscription and a topic, not {fields}")
 
     def _answer(self, number: int, answer: Answer) -> None:
         request = self._pending.pop(number, None)
         if request is None:
-            raise BadFrame(f"an answer to request {number}, which was not made")
+            raise BadFrame(f"unexpected answer to request {number}")
         request.done(answer)
 
     def _welcome(self, answer: Answer) -> None:
@@ -253,9 +256,9 @@ class Connection:
                     max(float(answer["heartbeat_s"]), HEARTBEAT_S_MIN),
                 )
             except (KeyError, TypeError, ValueError) as error:
-                raise BadFrame(f"HELLO's answer lacks something: {error}") from None
+                raise BadFrame(f"invalid answer to HELLO: {error!r}") from None
         else:
-            raise BadFrame("HELLO is not answered with batches")
+            raise BadFrame("invalid answer to HELLO: batches")
 
 
 def read_error(payload: bytes | bytearray) -> PenstockError:
@@ -264,7 +267,7 @@ def read_error(payload: bytes | bytearray) -> PenstockError:
     if isinstance(error, OffsetOutOfRange):
         error.offset, error.start, error.end = (int(found.get(name, -1)) for name in ("offset", "start", "end"))
     if isinstance(error, LogDamaged):
-        # The file is where the broker is.
+        # The path is on the broker's machine.
         error.path, error.reason = Path(str(found.get("path", ""))), str(found.get("reason", ""))
         error.position, error.first = (int(found.get(name, -1)) for name in ("position", "first"))
         error.last = None if found.get("last") is None else int(found["last"])

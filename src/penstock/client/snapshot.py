@@ -1,4 +1,4 @@
-"""A snapshot of all that a broker stores, read through a connection. It ends with the connection."""
+"""A snapshot of everything that a broker stores, read over a connection. It ends with the connection."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from penstock.wire.binary import Read, Type, json_frame, read_frame
 if TYPE_CHECKING:
     from penstock.client.sync import Client
 
-# Several requests are on the way at once, so that a distant broker is not waited for each time.
+# A read is split into requests of this size, which are sent at once: a distant broker costs one round trip.
 _READ_BYTES: Final = 1 << 20
 
 
 class RemoteSnapshot:
     def __init__(self, client: Client) -> None:
-        """Begin a snapshot. It waits for a compaction that runs, which may take minutes."""
+        """Begin a snapshot. The broker first finishes a running compaction, which may take minutes."""
         self._client = client
-        self._number, self._file, self._bytes = client._run(self._begin())
+        self._number, self._file, self._bytes = client._loop.run(self._begin())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if kind is None:
-            self._client._run(self._ask({"end": self._number}, "end a snapshot"))
+            self._client._loop.run(self._ask({"end": self._number}, "end a snapshot"))
 
     @property
     def listing(self) -> tuple[int, int]:
@@ -35,8 +35,8 @@ class RemoteSnapshot:
         return self._file, self._bytes
 
     def read(self, file: int, position: int, length: int) -> bytes:
-        """Return bytes of a file, fewer only at its end."""
-        return self._client._run(self._read(file, position, length))
+        """Return `length` bytes of a file, fewer only at its end."""
+        return self._client._loop.run(self._read(file, position, length))
 
     async def _begin(self) -> tuple[int, int, int]:
         found = await self._ask({}, "begin a snapshot")

@@ -1,22 +1,24 @@
 """OpenTelemetry: spans for messages, and their context in headers.
 
-    publish orders ─────┐            a span of the publisher, until the message is stored
-      receive orders    │            a reader took it
-      process orders ───┴────────    a consumer's function; what it publishes goes on from here
+    publish orders ─────┐            the publisher's span, until the message is stored
+      receive orders    │            a reader took the message
+      process orders ───┴────────    a consumer's function; messages that it publishes continue the trace
 
-The context travels in the header `traceparent`, as W3C Trace Context says. Names and attributes are those of
-OpenTelemetry's conventions for messaging. Which spans are kept, and where they go, is what the application configures
-with OpenTelemetry's SDK. Without an SDK nothing is recorded, and a context that is there is passed on.
+The context travels in the header `traceparent` (W3C Trace Context). Names and attributes follow OpenTelemetry's
+conventions for messaging. The application configures OpenTelemetry's SDK, which samples and exports spans. Without an
+SDK nothing is recorded, and an existing context is passed on.
 
-The library is never imported from here before the application has imported it: who does not use it pays nothing.
+This module never imports the library before the application does: programs that do not use it pay nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
+
+from penstock.client.values import Headers
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -24,11 +26,9 @@ if TYPE_CHECKING:
 
     from penstock.client.message import Message
 
-Headers = Mapping[str, str] | None
-
 _NAME: Final = "penstock"
 _HEADER: Final = "traceparent"
-# For conventions want few names of spans: of an inbox, each has another.
+# The conventions want few names of spans, and every inbox has its own name.
 _TEMPORARY: Final = "(temporary)"
 
 
@@ -38,12 +38,12 @@ def is_used() -> bool:
 
 
 def publishing(operation: str, subject: str, headers: Headers) -> AbstractContextManager[Headers]:
-    """A span around publishing a message; it gives the headers to publish it with."""
+    """Return a span around publishing a message. It yields the headers to publish with."""
     return _publishing(operation, subject, headers) if is_used() else nullcontext(headers)
 
 
 def created(subject: str, headers: Headers) -> Headers:
-    """The headers of a message that is published among others, or not waited for: its span says that it was made."""
+    """Return the headers of a message that is published in a batch or not waited for. Its span is `create`."""
     if not is_used() or not (_is_recorded() or _has_context()):
         return headers
     with _publishing("create", subject, headers) as made:
@@ -51,7 +51,7 @@ def created(subject: str, headers: Headers) -> Headers:
 
 
 def received(messages: Sequence[Message]) -> None:
-    """A reader has taken messages: each that has a context gets a span."""
+    """Record a span for each message with a context that a reader has taken."""
     if not is_used() or not _is_recorded():
         return
     for message in messages:
@@ -60,7 +60,7 @@ def received(messages: Sequence[Message]) -> None:
 
 
 def processing(messages: Sequence[Message], group: str) -> AbstractContextManager[None]:
-    """A span around the handling of messages. It goes on from the context of one, and is linked with those of many."""
+    """Return a span around the handling of messages: a child of a single message's span, or linked to those of many."""
     return _processing(messages, group) if is_used() else nullcontext()
 
 
@@ -110,7 +110,7 @@ def _consuming(operation: str, message: Message, context: Context | None) -> Spa
 
 
 def _is_recorded() -> bool:
-    """Whether an SDK is configured: to ask costs little, and a span for each message that goes nowhere would not."""
+    """Whether an SDK is configured. Checking is cheap; a span for each message that nobody records is not."""
     from opentelemetry import trace
 
     return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
@@ -123,7 +123,7 @@ def _has_context() -> bool:
 
 
 def _with_context(headers: Headers) -> Headers:
-    """A context that the caller has put there is left alone."""
+    """Return headers with the current context. A context among the headers is kept."""
     from opentelemetry import propagate
 
     if headers is not None and any(isinstance(name, str) and name.lower() == _HEADER for name in headers):

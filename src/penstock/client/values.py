@@ -1,4 +1,4 @@
-"""What a client gives and takes, besides messages: plain values."""
+"""The values that a client takes and returns, besides messages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Self, TypedDict
 
+Headers = Mapping[str, str] | None
+Delay = float | timedelta | datetime | str | None
+TTL = float | timedelta | str | None
+Moment = str | datetime | timedelta | float
+Place = str | int | datetime | timedelta | float
+
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Where a message is stored; `duplicate`: it was there already, and this is where."""
+    """Where a message is stored. `duplicate`: it was already stored, at this offset."""
 
     topic: str
     partition: int
@@ -21,20 +27,21 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message for `publish_many`, with all that `publish` takes."""
+    """A message for `publish_many`, with the parameters of `publish`."""
 
     subject: str
     value: bytes | None = None
     key: bytes | str | None = None
-    headers: Mapping[str, str] | None = None
+    headers: Headers = None
     message_id: str | None = None
-    delay: float | timedelta | datetime | str | None = None
-    ttl: float | timedelta | str | None = None
+    delay: Delay = None
+    ttl: TTL = None
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionPosition:
-    """`start` to `committed` can be read; `end` is what was appended, and may still wait for the disk."""
+    """The offsets of a partition. Messages from `start` to `committed` can be read. `end`: the end of the log, with
+    messages that are not committed yet."""
 
     partition: int
     start: int
@@ -47,7 +54,7 @@ class PartitionPosition:
         return cls(found["partition"], found["start"], found["committed"], found["end"], found["bytes"])
 
 
-class Owner(NamedTuple):
+class SubjectOwner(NamedTuple):
     """The topic that stores a subject."""
 
     topic: str
@@ -57,8 +64,7 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """`refused`: why it cannot be served, if it cannot. `warning`: what a change means for messages that are stored, in
-    the answer to `alter_topic`."""
+    """A topic. `refused`: why the broker cannot serve it. `warning`: what `alter_topic` means for stored messages."""
 
     name: str
     id: int
@@ -84,6 +90,8 @@ class Topic:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
+    """A member of a group. `unacknowledged`: messages delivered to it and not settled."""
+
     name: str
     address: str
     unacknowledged: int
@@ -95,7 +103,8 @@ class GroupMember:
 
 @dataclass(frozen=True, slots=True)
 class GroupPosition:
-    """All below `committed` is done; `next` is delivered next; `pending` are delivered and not acknowledged."""
+    """The position of a group in a partition. All messages below `committed` are done. `next` is the next to deliver.
+    `pending`: messages delivered and not acknowledged."""
 
     topic: str
     topic_id: int
@@ -122,9 +131,9 @@ class GroupPosition:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`lag`: messages that are not done. `lost`: those that retention dropped before they were; `expired`: those whose
-    TTL ended before they were. `pattern` is `orders orders.>` if it reads a whole topic. `hint`: what it may miss,
-    where this one group is asked for."""
+    """A group. `lag`: messages that are not done. `lost`: messages that retention deleted before they were done;
+    `expired`: those whose TTL passed before. `pattern` is `orders orders.>` for a whole topic. `hint`: which messages
+    the group may miss; only `Client.group` returns it."""
 
     name: str
     pattern: str
@@ -161,8 +170,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RefreshedGroup:
-    """`reason`: why it was given up, if it was. `waits_for`: members that are to answer, or to come back. `left`: how
-    many messages are to be replayed still."""
+    """The state of a group in a refresh. `reason`: why it was aborted. `waits_for`: members that have not confirmed, or
+    are away. `left`: messages still to be replayed."""
 
     group: str
     state: str
@@ -178,7 +187,7 @@ class RefreshedGroup:
 @dataclass(frozen=True, slots=True)
 class Refresh:
     """The last refresh of a topic. `state`: IDLE if there was none; RESET_SENT, WAITING_FOR_ACKS, REPLAYING or
-    READY_SENT, whichever the group is in that is furthest behind; COMPLETED, or ABORTED with the reason."""
+    READY_SENT, as the slowest group; COMPLETED, or ABORTED with the reason."""
 
     topic: str
     state: str
@@ -193,26 +202,26 @@ class Refresh:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no refresh is running."""
         return self.state in ("IDLE", "COMPLETED", "ABORTED")
 
 
 class LetterFilter(TypedDict, total=False):
-    """Which dead letters: those that meet every condition that is given. `reason`: part of it, in upper or lower case.
-    `since` and `until`: when they died. `partition` and `offsets`: where they are themselves."""
+    """Select the dead letters that meet all given conditions. `reason`: part of the reason, ignoring case. `since` and
+    `until`: when they were dead-lettered. `partition` and `offsets`: their own."""
 
     group: str
     reason: str
-    since: str | datetime | timedelta | float
-    until: str | datetime | timedelta | float
+    since: Moment
+    until: Moment
     partition: int
     offsets: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """`partition` and `offset` are its own; `topic`, `origin_partition` and `origin_offset` where the message was.
-    `reason`: why its last delivery failed; `timestamp_us`: when it became a dead letter, in µs since 1970."""
+    """A dead letter. `partition` and `offset`: its own; `topic`, `origin_partition` and `origin_offset`: those of the
+    message. `reason`: why the last delivery failed. `timestamp_us`: when it was dead-lettered, in µs since 1970."""
 
     partition: int
     offset: int
@@ -249,7 +258,7 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class Redriven:
-    """How many dead letters were redriven, how many could not be, and why the first of these could not."""
+    """The number of dead letters that were redriven and skipped, and why the first one was skipped."""
 
     count: int
     skipped: int
@@ -258,7 +267,7 @@ class Redriven:
 
 @dataclass(frozen=True, slots=True)
 class DelayedMessage:
-    """A message that waits until `due_us`, in µs since 1970. `offset` is where it waits, and may change meanwhile."""
+    """A message that is published at `due_us`, in µs since 1970. `offset`: where it waits; it may change."""
 
     offset: int
     due_us: int
@@ -282,7 +291,7 @@ class DelayedMessage:
 
 
 def arguments(message: tuple[str, bytes] | Outgoing) -> tuple[str, bytes | None, dict[str, Any]]:
-    """What `publish` takes of it: subject, value, and the rest by name."""
+    """Return the arguments for `publish`: the subject, the value, and the others by name."""
     if not isinstance(message, Outgoing):
         subject, value = message
         return subject, value, {}
@@ -291,7 +300,7 @@ def arguments(message: tuple[str, bytes] | Outgoing) -> tuple[str, bytes | None,
 
 
 def read_headers(block: bytes) -> dict[str, str]:
-    """Header lines as names and values; of a name that comes twice, the first."""
+    """Return header lines as a mapping. If a name is repeated, the first value counts."""
     fields: dict[str, str] = {}
     for line in block.decode(errors="replace").split("\n"):
         name, colon, value = line.partition(":")

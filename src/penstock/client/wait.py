@@ -1,4 +1,4 @@
-"""Waiting in an event loop: until something is so, or for so long."""
+"""Waiting in an event loop: for a condition, or with a timeout."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from penstock.errors import TimedOut
 
 
 class Bell:
-    """Wakes all who wait for something to become so. One future for each who waits, none for each ring."""
+    """Wake the tasks that wait for a condition. A ring costs nothing if no task waits."""
 
     __slots__ = ("_waiting",)
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition is true. It is checked after each ring."""
+        while not condition():
             future = asyncio.get_running_loop().create_future()
             self._waiting.add(future)
             try:
@@ -28,14 +29,14 @@ class Bell:
                 self._waiting.discard(future)
 
     def ring(self) -> None:
-        """Something has changed: whoever waits looks again."""
+        """Let all waiting tasks check their conditions."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
 
 
 class Within:
-    """`async with Within(5, "connect")`: raises TimedOut, saying what took too long. None: as long as it takes."""
+    """`async with Within(5, "connect")`: raise TimedOut with what took too long. None: no timeout."""
 
     __slots__ = ("_seconds", "_timeout", "_what")
 

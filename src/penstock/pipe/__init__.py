@@ -1,1 +1,1 @@
-"""Brokers in a tree: where a broker stands in it, and what flows along its branches."""
+"""Trees of brokers: the place of a broker, and the pipes that copy topics between parent and child."""

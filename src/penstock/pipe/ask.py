@@ -1,4 +1,4 @@
-"""One question over HTTP, and its answer in JSON: bounded in time and in size, whoever answers."""
+"""Request a JSON document over HTTP, with limits on time and size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import BadTopology, ConnectionLost, NoBroker, TimedOut, fro
 ANSWER_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 1 << 20
 _LINE_CHARACTERS: Final = 300
-# As they are: a packed answer is small until it is opened.
+# Uncompressed: a compressed reply could exceed the limit when it is opened.
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
 
 
@@ -30,30 +30,30 @@ async def ask(
     bytes_max: int = ANSWER_BYTES_MAX,
     answer_s: float = ANSWER_S,
 ) -> object:
-    """What is answered with 200. NoBroker, ConnectionLost, TimedOut or BadTopology if there is no such answer; if the
-    other side says what is wrong as Penstock does, that error."""
+    """Return the document of a 200 reply. Raise NoBroker, ConnectionLost, TimedOut or BadTopology without one, or the
+    error of a reply in Penstock's format."""
     try:
-        # Each read has its time with httpx, and who sends a byte now and then is never late.
+        # httpx limits the time of each read, so a server that sends single bytes would never time out.
         async with asyncio.timeout(answer_s), client.stream("GET", url, params=params) as response:
             data = await _body(response, url, bytes_max)
     except (TimeoutError, httpx.TimeoutException):
-        raise TimedOut(f"{url} has not answered within {answer_s:g} s") from None
+        raise TimedOut(f"{url} did not answer within {answer_s:g} s") from None
     except (httpx.ConnectError, httpx.InvalidURL) as error:
-        raise NoBroker(f"nobody answers at {url}: {error}") from None
+        raise NoBroker(f"no answer from {url}: {error}") from None
     except AttributeError:
-        # What anyio raises under uvloop, if a connection ends in the moment in which it was made.
-        raise ConnectionLost(f"the connection to {url} was lost at once") from None
+        # anyio raises this under uvloop if a connection ends right after it was opened.
+        raise ConnectionLost(f"the connection to {url} was lost right after it was opened") from None
     except httpx.HTTPError as error:
-        # Its text tells how many bytes came, which is another number each time.
-        raise ConnectionLost(f"{url} has not answered to the end: {type(error).__name__}") from None
+        # The text of the error has a number of bytes, which differs each time: it would be logged each time.
+        raise ConnectionLost(f"the reply of {url} is incomplete: {type(error).__name__}") from None
     document = _document(data)
     if response.status_code == httpx.codes.OK:
         if document is None:
-            raise BadTopology(f"{url} answers with something that is no JSON")
+            raise BadTopology(f"{url} replied with invalid JSON")
         return document
     if isinstance(document, dict) and isinstance(document.get("code"), str) and isinstance(document.get("text"), str):
         raise from_wire(_line(document["code"]), _line(document["text"]))
-    raise BadTopology(f"{url} answers with status {response.status_code}")
+    raise BadTopology(f"{url} replied with status {response.status_code}")
 
 
 async def _body(response: httpx.Response, url: str, bytes_max: int) -> bytes:
@@ -61,17 +61,17 @@ async def _body(response: httpx.Response, url: str, bytes_max: int) -> bytes:
     async for chunk in response.aiter_raw():
         data += chunk
         if len(data) > bytes_max:
-            raise BadTopology(f"{url} answers with more than {bytes_max} bytes")
+            raise BadTopology(f"{url} replied with more than {bytes_max} bytes")
     return bytes(data)
 
 
 def _line(text: str) -> str:
-    """Of what a stranger says, as much as fits into a line of a log."""
+    """Shorten and escape foreign text for a line of a log."""
     return text[:_LINE_CHARACTERS] if text.isprintable() else repr(text[:_LINE_CHARACTERS])
 
 
 def _document(data: bytes) -> object:
-    """None if it is no JSON; JSON's own null is of no use either."""
+    """Return the parsed document; None if it is not JSON, or null."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""How long to wait before the next try: longer each time, up to a bound, and never quite the same."""
+"""Exponential backoff with jitter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 FIRST_S: Final = 0.1
 LONGEST_S: Final = 5.0
 _FACTOR: Final = 3.0
-# Many children that lost one parent do not come back all at once.
+# So that many children of one parent do not reconnect at the same time.
 _JITTER: Final = 0.25
 
 
@@ -19,10 +19,10 @@ class Backoff:
         self._next_s = FIRST_S
 
     def reset(self) -> None:
-        """It worked."""
+        """Start over after a success."""
         self._next_s = FIRST_S
 
     def failed(self) -> float:
-        """Seconds to wait."""
+        """Return the seconds to wait after a failure."""
         delay_s, self._next_s = self._next_s, min(self._next_s * _FACTOR, LONGEST_S)
         return delay_s * random.uniform(1 - _JITTER, 1)

@@ -1,4 +1,4 @@
-"""Stored batches back to back, as a pipe carries them: taken from bytes as they come, and checked."""
+"""Read and check the stored batches that a pipe carries back to back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.errors import CorruptBatch
 CONTENT_TYPE: Final = "application/vnd.penstock.batches"
 
 
-class BatchReader:
-    """It holds one batch that is not complete, at the most: no more than a batch may have."""
+class BatchSplitter:
+    """Split bytes into batches. It buffers at most one incomplete batch, whose size is limited."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Batch]:
-        """The batches that are complete now, each with bytes of its own, their headers checked."""
+        """Return the batches that are now complete, each with its own bytes and a checked header."""
         buffer = self._buffer
         buffer += data
         found: list[Batch] = []
@@ -31,14 +31,14 @@ class BatchReader:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left over."""
+        """Return whether no incomplete batch is buffered."""
         return not self._buffer
 
 
 def check_stored(batch: Batch, topic: bytes) -> None:
     """Raise unless a batch that another broker stored in this topic can be stored and opened here."""
     if not batch.count or batch.end > OFFSET_MAX:
-        raise CorruptBatch(f"a batch of {batch.count} messages at offset {batch.base_offset}")
+        raise CorruptBatch(f"invalid batch of {batch.count} messages at offset {batch.base_offset}")
     batch.columns().check()
     check_stored_lines(batch, topic)
 

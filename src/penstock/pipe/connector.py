@@ -1,8 +1,8 @@
-"""The seam between a pipe and what carries it.
+"""The interface between a pipe and its transport.
 
-A pipe needs of its parent: which topics there are, the stored batches of a partition from an offset on, and to push
-batches of its own. Which connector does that is a setting, `pipe.type`. One ships, `http`; a package adds another by an
-entry point in the group `penstock.pipes`, which names a function `connect(url, caller)`.
+A pipe needs three things of its parent: the list of topics, the stored batches of a partition from an offset on, and
+to push its own batches. The setting `pipe.type` selects the connector. `http` is included; a package can add another
+with an entry point in the group `penstock.pipes`, which names a function `connect(url, caller)`.
 """
 
 from __future__ import annotations
@@ -27,69 +27,69 @@ class RemotePartition:
 @dataclass(frozen=True, slots=True)
 class RemoteTopic:
     name: str
-    # Which topic of which broker it is, wherever it was copied to.
+    # Identifies the original topic and broker in all copies.
     origin: str
     partitions: tuple[RemotePartition, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What a parent says of itself."""
+    """A parent's description of itself."""
 
-    # The ids of the brokers above it, the root first; its own is the last.
+    # The IDs of the brokers above it, the root first, and its own last.
     ancestry: tuple[str, ...]
     topics: tuple[RemoteTopic, ...]
 
 
 class Piece(NamedTuple):
-    """Batches in their order, and how far the parent's log is. Without batches: there are no more below that."""
+    """Batches in order, and the committed end of the parent's log. No batches means that there are none below it."""
 
     batches: list[Batch]
     committed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PushSource:
     """A partition whose batches are pushed."""
 
     topic: str
     origin: str
     partition: int
-    # How many its topic has.
+    # The number of partitions of the topic.
     partitions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who connects, and what a connector may need to know of it."""
+    """The broker that connects, and its settings for a connector."""
 
     node: str
-    # Topics by name: for parents that cannot be asked which ones they have.
+    # Topics by name, for parents that cannot list theirs.
     topics: tuple[str, ...]
     poll_ms: int
     batch_size: int
     clock: Clock
-    # The Authorization header for this parent; None: it gets none.
+    # The Authorization header for this parent; None for no header.
     authorization: str | None = field(default=None, repr=False)
 
 
 class PipeConnector(Protocol):
-    """Raises PenstockError only: ClientError where the parent cannot be reached or is none."""
+    """Raises only PenstockError: ClientError if the parent cannot be reached or is not a parent."""
 
     async def topics(self) -> Remote: ...
 
     def stream(self, topic: RemoteTopic, partition: int, offset: int) -> AsyncGenerator[Piece, None]:
-        """What the parent has from `offset` on, in order and with nothing left out; it ends when there is nothing more
-        for a while. Raises OffsetOutOfRange if the parent has it no more: `start` is where it goes on."""
+        """Yield the parent's batches from `offset` on, in order and without gaps; end when there are no more for a
+        while. Raise OffsetOutOfRange if the parent has dropped the offset: `start` is its first one."""
         ...
 
-    async def pushed(self, source: Source) -> int:
-        """Up to which offset the parent has what was pushed."""
+    async def pushed(self, source: PushSource) -> int:
+        """Return the offset up to which the parent has the pushed batches."""
         ...
 
-    async def push(self, source: Source, after: int, batches: Sequence[Batch]) -> int:
-        """Push batches to a parent that has all up to `after`; up to which offset it has them now, durably. Raises
-        OutOfSequence if it has more or less than that."""
+    async def push(self, source: PushSource, after: int, batches: Sequence[Batch]) -> int:
+        """Push batches that follow `after`; return the offset up to which the parent now has them durably. Raise
+        OutOfSequence if the parent is not at `after`."""
         ...
 
     async def close(self) -> None: ...
@@ -99,11 +99,11 @@ Connect = Callable[[str, Caller], PipeConnector]
 
 
 def find_connector(name: str) -> Connect:
-    """The function that connects to a parent. BadConfig if nobody has registered that name."""
+    """Return the function that connects to a parent. Raise BadConfig if the name is not registered."""
     entry = find(GROUP, "pipe.type", name)
 
     def connect(url: str, caller: Caller) -> PipeConnector:
-        # Loaded by whoever has a parent: a broker without one starts without an HTTP client.
+        # Load it on demand: a broker without a parent needs no HTTP client.
         connector: PipeConnector = entry.load()(url, caller)
         return connector
 

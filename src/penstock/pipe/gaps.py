@@ -1,8 +1,8 @@
-"""Where messages are missing from a copy, because the parent had dropped them before they were fetched.
+"""Gaps: offsets that are missing from a copy, because the parent dropped them before they were fetched.
 
-A gap is in the state topic before anything behind it is stored, so it is never silent: it is shown in the status, and
-a child of this broker that wants what is in it is told the same as we were. Where a new copy begins behind its origin's
-beginning, that is noted in the same way; nothing was lost by it.
+A gap is written to the state topic before any later message is stored, so it is never silent: the status shows it, and
+a child of this broker gets the same error for these offsets as this broker did. If a new copy starts after its
+origin's first message, that is recorded in the same way, but nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 _KIND: Final = "pipe gap"
 
-Place = tuple[int, int]  # the id of a topic, and a partition
+Place = tuple[int, int]  # the ID of a topic, and a partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Offsets from `first` to before `last`."""
+    """Offsets from `first` up to but not including `last`."""
 
     direction: str
     first: int
     last: int
-    # Whether the copy went on behind it; if not it waits for a parent that has them.
+    # Whether the copy continued after it; otherwise it waits for a parent that has the messages.
     is_passed: bool
-    # Whether the copy had nothing yet: then it is no loss.
+    # Whether the copy was empty: then nothing is lost.
     is_begin: bool
     parent: str
     time_us: int
@@ -47,14 +47,14 @@ class Gaps:
             self._gaps.setdefault((topic_id, partition), {})[first] = Gap(**value)
 
     def behind(self, place: Place, offset: int) -> int:
-        """`offset`, or where the copy goes on if that is in a gap that it passed."""
+        """Return `offset`, or the end of the gap if it is in a gap that the copy skipped."""
         for gap in self._passed(place):
             if gap.first <= offset < gap.last:
                 offset = gap.last
         return offset
 
     def next(self, place: Place, offset: int) -> int | None:
-        """Where the next gap begins, at `offset` or behind it."""
+        """Return the start of the next gap at or after `offset`."""
         return next((gap.first for gap in self._passed(place) if gap.first >= offset), None)
 
     def _passed(self, place: Place) -> list[Gap]:
@@ -62,12 +62,12 @@ class Gaps:
         return sorted(gaps, key=lambda gap: gap.first)
 
     def count(self, topic_id: int) -> int:
-        """How many times messages of a topic were missed."""
+        """Return the number of gaps with lost messages of a topic."""
         gaps = [gap for (number, _), found in self._gaps.items() if number == topic_id for gap in found.values()]
         return sum(not gap.is_begin for gap in gaps)
 
     def list(self, topic_id: int) -> list[dict[str, Any]]:
-        """All that was missed of a topic, as people may see it."""
+        """Return all gaps of a topic as JSON objects."""
         return [
             {"partition": number, **asdict(gap)}
             for (topic, number), found in sorted(self._gaps.items())
@@ -78,7 +78,7 @@ class Gaps:
     async def record(
         self, place: Place, first: int, last: int, *, direction: str, passes: bool, begins: bool, parent: str
     ) -> None:
-        """Offsets from `first` to before `last` are not to be had; it counts when this returns."""
+        """Record durably that offsets from `first` up to but not including `last` are missing."""
         known = self._gaps.get(place, {}).get(first)
         if known is not None and (known.last, known.is_passed) == (last, passes):
             return
@@ -94,24 +94,24 @@ class Gaps:
         await self._write(place, first, asdict(gap))
         self._gaps.setdefault(place, {})[first] = gap
         if not begins:
-            then = "passed over" if passes else "waited for"
+            action = "skipped" if passes else "waiting for them"
             logger.error(
-                "topic %d, partition %d: offsets %d to %d were dropped before they were fetched, and are %s",
+                "topic %d, partition %d: offsets %d to %d were dropped before they were copied: %s",
                 *place,
                 first,
                 last,
-                then,
+                action,
             )
 
     async def heal(self, place: Place, first: int) -> None:
-        """What was waited for has come after all."""
+        """Delete a gap that the copy waited for, because its messages have arrived."""
         known = self._gaps.get(place, {}).get(first)
         if known is not None and not known.is_passed:
             await self._write(place, first, None)
             del self._gaps[place][first]
 
     async def forget_others(self, topics: set[int]) -> None:
-        """Of topics that are deleted nothing is remembered."""
+        """Delete the gaps of all other topics, which were deleted."""
         for place in [place for place in self._gaps if place[0] not in topics]:
             for first in list(self._gaps[place]):
                 await self._write(place, first, None)

@@ -1,4 +1,4 @@
-"""A small JSON document in a file of its own: there whole, or as it was before, whatever happens."""
+"""Read and atomically replace a small JSON file."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any, Final
 
 from penstock.storage.files import Files, OsFiles
 
-# None is nearly so large. What is larger is something else under our name.
+# Much larger than any document. A larger file is something else.
 BYTES_MAX: Final = 4 << 20
 _DISK: Final = OsFiles()
-# It may be where nobody may write.
+# The directory may be read-only.
 _DISK_TO_READ: Final = OsFiles(read_only=True)
 
 
 def save(path: Path, document: dict[str, Any], *, files: Files = _DISK) -> None:
-    """Durable when it returns. OSError if that cannot be."""
+    """Replace the file durably. Raise OSError if that fails."""
     aside = path.with_name(f"{path.name}.new")
     file = files.create(aside)
     try:
         file.write(json.dumps(document, indent=2).encode() + b"\n", 0)
-        # Before it has the name: or after a power cut there may be the name, and nothing in it.
+        # Sync before the rename: otherwise a power cut could leave an empty file under the final name.
         file.sync()
     finally:
         file.close()
@@ -30,7 +30,7 @@ def save(path: Path, document: dict[str, Any], *, files: Files = _DISK) -> None:
 
 
 def load(path: Path, *, files: Files = _DISK_TO_READ) -> dict[str, Any] | None:
-    """None if there is none. OSError if it cannot be read, ValueError if it is no such document."""
+    """Return the document; None if there is no file. Raise OSError or ValueError if it cannot be read."""
     try:
         file = files.open(path)
     except FileNotFoundError:
@@ -44,5 +44,5 @@ def load(path: Path, *, files: Files = _DISK_TO_READ) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} is not a JSON object")
     return document

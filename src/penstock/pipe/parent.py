@@ -1,7 +1,7 @@
-"""The parent of this broker: connecting to it, for ever, and a task for each partition that flows down or up.
+"""The parent of this broker: keep a connection to it, and run a task for each partition that is piped down or up.
 
-Of several parents the first is followed, and when one fails the next. What there is to follow is asked for again and
-again, so a topic that the parent makes later is followed too; the same question tells whether the parent is there.
+Of several parents, the first is followed; when one fails, the next. The list of topics is polled, so that topics which
+the parent creates later are followed too. The same poll shows whether the parent is alive.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from penstock.errors import (
     Unauthorized,
 )
 from penstock.pipe.backoff import LONGEST_S, Backoff
-from penstock.pipe.connector import Caller, Connect, PipeConnector, Remote, RemoteTopic, Source
-from penstock.pipe.down import Down, Host
+from penstock.pipe.connector import Caller, Connect, PipeConnector, PushSource, Remote, RemoteTopic
+from penstock.pipe.down import Down, PipeHost
 from penstock.pipe.topology import Topology, origin_of
 from penstock.pipe.up import Up
 from penstock.subject import covers, is_literal, meets
 
 logger = logging.getLogger(__name__)
 
-# A parent that has not answered for so long is silent.
+# The pipe is DEGRADED if the parent has not replied for this long.
 SILENCE_US: Final = 60_000_000
 
 Place = tuple[int, int]  # the id of a topic, and a partition
@@ -43,14 +43,14 @@ Place = tuple[int, int]  # the id of a topic, and a partition
 
 @dataclass(frozen=True, slots=True)
 class ParentCredentials:
-    """What a parent is given, if it is one of those that may have it: a registry can name any server as the parent."""
+    """The credentials for a parent, sent only to allowed parents: a registry can name any server as the parent."""
 
     authorization: str | None = field(default=None, repr=False)
-    # Origins, as `origin_of` spells them.
+    # Origins, as returned by `origin_of`.
     allowed: frozenset[str] = frozenset()
 
     def for_parent(self, url: str) -> str | None:
-        """The Authorization header for a request to it."""
+        """Return the Authorization header for a parent; None if it must not have it."""
         return self.authorization if origin_of(url) in self.allowed else None
 
     def status(self, url: str) -> str:
@@ -61,8 +61,8 @@ class ParentCredentials:
         return "sent"
 
 
-class Tree(Host, Protocol):
-    """Where this broker stands."""
+class LocalNode(PipeHost, Protocol):
+    """This broker, as its pipes to the parent see it."""
 
     broker: Broker
     node: str
@@ -76,17 +76,17 @@ class Tree(Host, Protocol):
 
 
 class Parent:
-    def __init__(self, tree: Tree, topology: Topology) -> None:
-        self._tree = tree
-        self._broker = tree.broker
+    def __init__(self, local: LocalNode, topology: Topology) -> None:
+        self._local = local
+        self._broker = local.broker
         self._topology = topology
         self.url = topology.parents[0]
-        # Who is above this broker, the root first, and this one last.
-        self.ancestry: tuple[str, ...] = (tree.node,)
-        # Why it is not connected, None if it is; and when it last answered, None if it never did.
+        # The IDs of the brokers above, the root first, and this one last.
+        self.ancestry: tuple[str, ...] = (local.node,)
+        # Why it is not connected, None if it is; and the time of its last reply, None if there was none.
         self.error: PenstockError | None = None
-        self.heard_us: int | None = None
-        # Topics that are not piped though they should be, and why; and partitions that stand still.
+        self.replied_us: int | None = None
+        # Topics that should be piped but are not, and stopped partitions, with their reasons.
         self.refused: dict[str, str] = {}
         self.stopped: dict[tuple[str, Place], str] = {}
         self.downs: dict[Place, Down] = {}
@@ -94,40 +94,40 @@ class Parent:
         self._running: dict[tuple[str, Place], asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow the parents until cancelled."""
         backoff = Backoff()
         for url in cycle(self._topology.parents):
             self.url = url
             try:
                 self.error = await self._connect(url, backoff)
-            except Exception:  # a fault of ours, or of a connector, must not end the broker
+            except Exception:  # a bug here or in a connector must not end the broker
                 logger.exception("parent %s", url)
                 self.error = BadParent(f"following {url} failed: internal error")
             if isinstance(self.error, PipeLoop):
-                self.ancestry = (self._tree.node,)
+                self.ancestry = (self._local.node,)
             await asyncio.sleep(backoff.failed())
 
     async def _connect(self, url: str, backoff: Backoff) -> PenstockError:
-        connector = self._tree.connect(url, self._tree.caller(url))
+        connector = self._local.connect(url, self._local.caller(url))
         try:
             return await self._follow(connector, backoff)
         finally:
             await connector.close()
 
     async def _follow(self, connector: PipeConnector, backoff: Backoff) -> PenstockError:
-        """Follow one parent until it fails; why."""
+        """Follow one parent until it fails; return the reason."""
         for up in self.ups.values():
             up.begin()
         async with asyncio.TaskGroup() as tasks:
             try:
                 while True:
                     remote = await connector.topics()
-                    self._welcome(remote)
+                    self._check_loop(remote)
                     backoff.reset()
                     await self._follow_topics(remote, connector, tasks)
-                    await asyncio.sleep(self._tree.poll_ms / 1000)
+                    await asyncio.sleep(self._local.poll_ms / 1000)
             except Unauthorized as error:
-                return Unauthorized(f"{error}; credentials {self._tree.credentials.status(self.url)}")
+                return Unauthorized(f"{error}; credentials {self._local.credentials.status(self.url)}")
             except PenstockError as error:
                 return error
             finally:
@@ -136,18 +136,18 @@ class Parent:
                 self._running.clear()
                 self.stopped.clear()
 
-    def _welcome(self, remote: Remote) -> None:
-        node = self._tree.node
+    def _check_loop(self, remote: Remote) -> None:
+        node = self._local.node
         if node in remote.ancestry:
-            raise PipeLoop(f"{self.url} has this broker, {node}, above it: a tree has no loops, correct the parents")
+            raise PipeLoop(f"{self.url} is below this broker, {node}: a tree must not have loops, correct the parents")
         self.ancestry = (*remote.ancestry, node)
         self.error = None
-        self._tree.heard()
+        self._local.note_reply()
 
-    # What flows.
+    # ---- the topics
 
     async def _follow_topics(self, remote: Remote, connector: PipeConnector, tasks: asyncio.TaskGroup) -> None:
-        """Begin what is not under way, and end what should not be."""
+        """Start pipes for new partitions, and stop those that are no longer wanted."""
         self.refused = {}
         wanted: dict[tuple[str, Place], Callable[[], Awaitable[None]]] = {}
         url = self.url
@@ -172,10 +172,10 @@ class Parent:
         self.ups = {place: up for place, up in self.ups.items() if ("up", place) in wanted}
         for key, step in wanted.items():
             if key not in self._running:
-                self._running[key] = tasks.create_task(self._go_on(key, step))
+                self._running[key] = tasks.create_task(self._keep_going(key, step))
 
-    async def _go_on(self, key: tuple[str, Place], step: Callable[[], Awaitable[None]]) -> None:
-        """One step after the other; after one that failed, a while later."""
+    async def _keep_going(self, key: tuple[str, Place], step: Callable[[], Awaitable[None]]) -> None:
+        """Run steps forever, with a backoff after a failure."""
         backoff = Backoff()
         while True:
             try:
@@ -183,15 +183,15 @@ class Parent:
                 backoff.reset()
                 self.stopped.pop(key, None)
             except (NoBroker, ConnectionLost, TimedOut, Overloaded, Closed):
-                # The parent is away, or busy, or what was followed is gone: that is looked after elsewhere.
+                # The parent is down or busy, or the partition is gone: handled elsewhere.
                 await asyncio.sleep(backoff.failed())
             except PenstockError as error:
                 if self.stopped.get(key) != str(error):
-                    logger.error("a pipe stands still: %s", error)
+                    logger.error("a pipe is stopped: %s", error)
                 self.stopped[key] = str(error)
                 await asyncio.sleep(LONGEST_S)
-            except Exception:  # a fault of ours in one partition must not end the others
-                logger.exception("a pipe of partition %d of topic %d", key[1][1], key[1][0])
+            except Exception:  # a bug in one partition must not stop the others
+                logger.exception("pipe of partition %d of topic %d", key[1][1], key[1][0])
                 self.stopped[key] = "internal error"
                 await asyncio.sleep(LONGEST_S)
 
@@ -207,17 +207,17 @@ class Parent:
             if _is_among(topic.name, self._topology.up):
                 if topic.name in self._topology.topics:
                     self.refused[topic.name] = f"{topic.name} cannot be piped down and up: choose one"
-            elif topic.origin.startswith(f"{self._tree.identity}/"):
+            elif topic.origin.startswith(f"{self._local.identity}/"):
                 self.refused[topic.name] = f"{topic.name} is this broker's own topic: the parent follows it"
             elif self._broker.is_dead_letters(topic.name.encode()):
                 if topic.name in self._topology.topics:
-                    self.refused[topic.name] = f"{topic.name} is for the dead letters of this broker"
+                    self.refused[topic.name] = f"{topic.name} holds the dead letters of this broker"
             else:
                 yield topic
 
     async def _downs_of(self, topic: RemoteTopic) -> list[Down]:
         try:
-            served = await self._broker.pipe_topic(topic.name.encode(), topic.origin, len(topic.partitions))
+            served = await self._broker.changes.pipe(topic.name.encode(), topic.origin, len(topic.partitions))
         except PenstockError as error:
             self.refused[topic.name] = str(error)
             return []
@@ -225,7 +225,7 @@ class Parent:
         for partition, remote in zip(served.partitions, topic.partitions, strict=False):
             place = (partition.topic_id, partition.number)
             if place not in self.downs:
-                self.downs[place] = Down(partition, self._tree)
+                self.downs[place] = Down(partition, self._local)
             self.downs[place].known = max(self.downs[place].known, remote.committed)
             found.append(self.downs[place])
         return found
@@ -233,7 +233,7 @@ class Parent:
     def _wanted_up(self) -> Iterable[ServedTopic]:
         names = [topic.topic.name for topic in self._broker.topics if not topic.is_internal]
         for pattern in self._topology.up:
-            # A topic that is not there yet is nothing to complain about: it goes up when it is.
+            # A topic that does not exist yet is not an error: it is pushed once it exists.
             if not any(_covers(pattern, name) for name in names) and (reason := _part_of(pattern, names)):
                 self.refused[pattern] = reason
         for topic in self._broker.topics:
@@ -243,35 +243,35 @@ class Parent:
             if name in self._topology.topics:
                 self.refused[name] = f"{name} cannot be piped down and up: choose one"
             elif topic.is_piped:
-                self.refused[name] = f"{name} is piped down to this broker, so it does not go up"
+                self.refused[name] = f"{name} is piped down to this broker, so it cannot be pushed up"
             elif name in self._topology.up or not self._broker.is_dead_letters(topic.name):
                 yield topic
 
     def _ups_of(self, served: ServedTopic) -> list[Up]:
-        origin = f"{self._tree.identity}/{served.topic.id}"
+        origin = f"{self._local.identity}/{served.topic.id}"
         found = []
         for partition in served.partitions:
             place = (partition.topic_id, partition.number)
             if place not in self.ups:
-                source = Source(
+                source = PushSource(
                     topic=served.topic.name,
                     origin=origin,
                     partition=partition.number,
                     partitions=len(served.partitions),
                 )
-                self.ups[place] = Up(partition, source, self._tree)
+                self.ups[place] = Up(partition, source, self._local)
             found.append(self.ups[place])
         return found
 
-    # How it is.
+    # ---- status
 
     def health(self) -> tuple[str, str]:
-        """HEALTHY, DEGRADED or UNHEALTHY, and why."""
-        if self.error is not None and (self.heard_us is None or not isinstance(self.error, TimedOut)):
+        """Return HEALTHY, DEGRADED or UNHEALTHY, and the reason."""
+        if self.error is not None and (self.replied_us is None or not isinstance(self.error, TimedOut)):
             return "UNHEALTHY", str(self.error)
-        if self.heard_us is None:
+        if self.replied_us is None:
             return "UNHEALTHY", f"connecting to {self.url}"
-        if self._broker.clock.monotonic_us() - self.heard_us > SILENCE_US:
+        if self._broker.clock.monotonic_us() - self.replied_us > SILENCE_US:
             return "DEGRADED", f"{self.url} has not answered for {SILENCE_US // 1_000_000} s"
         reasons = [*self.refused.values(), *self.stopped.values()]
         return ("DEGRADED", "; ".join(dict.fromkeys(reasons))) if reasons else ("HEALTHY", "")
@@ -286,8 +286,8 @@ def _is_among(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _part_of(pattern: str, names: Iterable[str]) -> str | None:
-    """Why a pattern that covers no topic is refused, if it means some of the subjects of one."""
+    """Return why a pattern without a topic is refused, if it matches some of the subjects of a topic."""
     for name in names:
         if meets(pattern.encode(), name.encode()):
-            return f"{pattern} is a part of topic {name}, and topics are piped whole: list {name} instead"
+            return f"{pattern} is a part of topic {name}, and only whole topics are piped: list {name} instead"
     return None

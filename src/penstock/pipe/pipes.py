@@ -1,4 +1,4 @@
-"""This broker in the tree: whom it follows, who follows it, and how both are."""
+"""This broker in the tree: its parent, its children, and the status of both."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from penstock.times import iso
 
 logger = logging.getLogger(__name__)
 
-# Children that are remembered, and for how long after they were last seen.
+# The number of children to remember, and for how long after their last request.
 CHILDREN_MAX: Final = 10_000
 CHILD_US: Final = 10 * 60 * 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PipeSettings:
     poll_ms: int = 1000
     batch_size: int = 100
     on_gap: OnGap = OnGap.STOP
@@ -42,20 +42,20 @@ class _Child:
 
 
 class Pipes:
-    def __init__(self, broker: Broker, *, node_id: str, connect: Connect, settings: Settings | None = None) -> None:
-        """`connect` is how a parent is reached; see `connector`."""
+    def __init__(self, broker: Broker, *, node_id: str, connect: Connect, settings: PipeSettings | None = None) -> None:
+        """`connect` opens a connection to a parent; see `connector`."""
         self.broker = broker
         self.store = broker.store
         self.node = node_id
         self.connect = connect
-        self.settings = settings or Settings()
+        self.settings = settings or PipeSettings()
         self.on_gap = self.settings.on_gap
         self.poll_ms = self.settings.poll_ms
         self.credentials = self.settings.credentials
         self.gaps = Gaps(broker.store, broker.clock)
-        # Known once it runs.
+        # Known after `start`.
         self.identity = ""
-        # This broker stops: children that wait for more are answered.
+        # Set when this broker stops: waiting children get their replies.
         self.is_stopping = False
         self.waiting: dict[Callable[[], None], None] = {}
         self._topology: Topology | None = None
@@ -66,7 +66,7 @@ class Pipes:
         self._since_us = broker.clock.now_us()
 
     async def run(self) -> None:
-        """Follow what it is told to, until cancelled."""
+        """Follow the parents of the current topology until cancelled."""
         await self.start()
         while True:
             self._changed.clear()
@@ -84,25 +84,25 @@ class Pipes:
                 watching.cancel()
 
     async def start(self) -> None:
-        """Before anybody is served."""
+        """Load the identity of this broker, before it serves requests."""
         if not self.identity:
             self.identity = await self.store.identity()
             await self.gaps.forget_others({topic.id for topic in self.store.topics})
 
     def stop(self) -> None:
-        """Serve no more."""
+        """Answer waiting children, and serve no more."""
         self.is_stopping = True
         for wake in list(self.waiting):
             wake()
 
     async def follow(self, topology: Topology) -> None:
-        """Take a place in the tree, at any time. What was copied stays; a new parent goes on where the last one was."""
+        """Follow a new topology, at any time. Copies stay, and continue from the new parent."""
         before, self._topology = self._topology, topology
         if before is None or replace(before, version=0, role=topology.role) != replace(topology, version=0):
             self._changed.set()
 
     def caller(self, url: str) -> Caller:
-        """What the parent at this URL is told of this broker."""
+        """Return the description of this broker for the parent at this URL."""
         topics = self._topology.topics if self._topology is not None else ()
         settings = self.settings
         return Caller(
@@ -114,19 +114,19 @@ class Pipes:
             authorization=self.credentials.for_parent(url),
         )
 
-    # For children.
+    # ---- children
 
     @property
     def ancestry(self) -> tuple[str, ...]:
-        """The ids of the brokers above this one, the root first, and its own."""
+        """The IDs of the brokers above, the root first, and this one's last."""
         return self._parent.ancestry if self._parent is not None else (self.node,)
 
     def admit(self, node: str, address: str) -> None:
-        """A child asks for something. PipeLoop if this broker is below it, or is it."""
+        """Note a request of a child. Raise PipeLoop if this broker is below it, or has the same ID."""
         if node == self.node:
-            raise PipeLoop(f"both brokers are called {node}: give each a server.node_id of its own")
+            raise PipeLoop(f"both brokers have the ID {node}: give each its own server.node_id")
         if node in self.ancestry:
-            raise PipeLoop(f"{node} is above {self.node}, and cannot follow it: a tree has no loops")
+            raise PipeLoop(f"{node} is above {self.node} and cannot follow it: a tree must not have loops")
         now_us = self.broker.clock.now_us()
         self._children.pop(node, None)
         self._children[node] = _Child(address, now_us)
@@ -134,37 +134,37 @@ class Pipes:
             del self._children[next(iter(self._children))]
 
     def origin(self, topic: ServedTopic) -> str:
-        """Which topic of which broker it is, wherever it is copied to."""
+        """Return the identifier of the original topic and broker, which all copies keep."""
         return topic.topic.origin or f"{self.identity}/{topic.topic.id}"
 
     def usage(self) -> dict[str, Usage]:
-        """How full each limited table is, by name."""
+        """Return the usage of each limited table by name."""
         return {"pipe_children": Usage(len(self._children), CHILDREN_MAX)}
 
-    # For the pipes to the parent.
+    # ---- parent
 
-    def heard(self) -> None:
+    def note_reply(self) -> None:
         if self._parent is not None:
-            self._parent.heard_us = self.broker.clock.monotonic_us()
+            self._parent.replied_us = self.broker.clock.monotonic_us()
 
     async def _watch(self) -> None:
-        """Notice since when it is as it is."""
+        """Update the health periodically, so that the time of each change is known."""
         while True:
             await asyncio.sleep(self.poll_ms / 1000)
-            self._look()
+            self._update_health()
 
-    def _look(self) -> tuple[str, str]:
+    def _update_health(self) -> tuple[str, str]:
         health, reason = ("HEALTHY", "") if self._parent is None else self._parent.health()
         if health != self._health:
             level = logging.INFO if health == "HEALTHY" else logging.WARNING
-            logger.log(level, "the pipe to the parent is %s%s", health, f": {reason}" if reason else "")
+            logger.log(level, "the pipe from the parent is %s%s", health, f": {reason}" if reason else "")
             self._health, self._since_us = health, self.broker.clock.now_us()
         return health, reason
 
-    # How it is.
+    # ---- status
 
     def status(self) -> dict[str, Any]:
-        health, reason = self._look()
+        health, reason = self._update_health()
         topology, parent = self._topology, self._parent
         return {
             "node": self.node,

@@ -1,7 +1,7 @@
-"""A broker asks a registry where it stands: again and again, for as long as it runs.
+"""Poll a registry for the topology of this broker.
 
-What is answered is checked before it counts. The last good topology is kept on disk, so that a broker starts where it
-was when the registry does not answer; and whatever goes wrong later, it stays where it is.
+A reply is checked before it is used. The last valid topology is stored on disk, so that a broker keeps its place if
+the registry is down at its start or fails later.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ logger = logging.getLogger(__name__)
 Follow = Callable[[Topology], Awaitable[None]]
 
 PATH: Final = "/registry/topology"
-# Many brokers that were started together should not ask together.
+# So that brokers which were started together do not poll together.
 JITTER: Final = 0.1
-# After a failure the registry is asked again soon, in case it just restarts; then less and less often.
+# After a failure, retry soon in case the registry is restarting, then less and less often.
 _RETRY_S: Final = 1.0
 _RETRY_MAX_S: Final = 300.0
 
 
 async def watch(url: str, node_id: str, poll_ms: int, path: Path, follow: Follow) -> None:
-    """Ask the registry at `url` for this node's topology, every `poll_ms`, until it is cancelled.
+    """Poll the registry at `url` for this node's topology every `poll_ms`, until cancelled.
 
-    `follow` is called once at the start, as soon as a topology is known, and then when it changed. `path` is the file
-    of the last good one.
+    Call `follow` once a topology is known, and again when it changes. `path` is the file of the last valid one.
     """
     watcher = _Watcher(url.rstrip("/"), node_id, path, follow)
     failures = 0
@@ -47,15 +46,15 @@ async def watch(url: str, node_id: str, poll_ms: int, path: Path, follow: Follow
 
 
 def delay_s(poll_s: float, failures: int, chance: float) -> float:
-    """How long to wait until the registry is asked again. `chance` is from 0 to 1."""
+    """Return the seconds until the next poll. `chance` is a random number from 0 to 1."""
     wait = poll_s
     if failures:
-        # Bounded before it is raised: what fails for a week makes a large power.
+        # Limit the exponent: a week of failures would overflow.
         wait = min(min(poll_s, _RETRY_S) * 2.0 ** min(failures - 1, 32), _RETRY_MAX_S)
     return wait * (1 + JITTER * (2 * chance - 1))
 
 
-class _Kept(NamedTuple):
+class _StoredTopology(NamedTuple):
     registry: str
     topology: Topology
 
@@ -66,22 +65,22 @@ class _Watcher:
         self._node_id = node_id
         self._path = path
         self._follow = follow
-        # What is followed; nothing before the first answer, or the first failure.
+        # The topology in use; None before the first reply or failure.
         self._current: Topology | None = None
-        # The last one that was good, as it is on disk.
-        self._kept = self._load()
+        # The last valid topology, as on disk.
+        self._stored = self._load()
         self._reason: str | None = None
 
     async def ask(self, client: httpx.AsyncClient) -> bool:
-        """Whether it answered as it should."""
+        """Poll once; return whether the reply was valid."""
         try:
             try:
                 topology = self._check(await ask(client, self._url + PATH, params={"nodeId": self._node_id}))
             except PenstockError:
-                if self._current is None and self._kept is not None:
-                    await self._begin(self._kept.topology)
+                if self._current is None and self._stored is not None:
+                    await self._begin(self._stored.topology)
                 raise
-            await self._keep(topology)
+            await self._save(topology)
             if topology != self._current:
                 await self._begin(topology)
         except PenstockError as error:
@@ -95,13 +94,15 @@ class _Watcher:
     def _check(self, answer: object) -> Topology:
         topology = Topology.from_json(answer)
         if topology.node_id != self._node_id:
-            raise BadTopology(f"the registry tells {self._node_id} what {topology.node_id} is: it is not taken")
-        # Another registry counts its versions by itself.
-        known = self._kept.topology.version if self._kept is not None and self._kept.registry == self._url else 0
+            raise BadTopology(
+                f"the registry replied to {self._node_id} with the topology of {topology.node_id}: ignored"
+            )
+        # Each registry has its own versions.
+        known = self._stored.topology.version if self._stored is not None and self._stored.registry == self._url else 0
         if topology.version < known:
             raise BadTopology(
-                f"the registry answers with version {topology.version}, and version {known} is known: it is not taken; "
-                f"if it is right, remove {self._path} and start this broker again"
+                f"the registry replied with version {topology.version}, which is older than {known}: ignored; "
+                f"if it is right, remove {self._path} and restart this broker"
             )
         return topology
 
@@ -112,36 +113,36 @@ class _Watcher:
             "topology, version %d: %s, follows %s",
             topology.version,
             topology.role,
-            ", else ".join(topology.parents) or "nobody",
+            ", else ".join(topology.parents) or "no broker",
         )
 
-    async def _keep(self, topology: Topology) -> None:
-        """Before it is followed: whatever happens then, the next start begins with it."""
-        if self._kept == (found := _Kept(self._url, topology)):
+    async def _save(self, topology: Topology) -> None:
+        """Store the topology before it is followed, so that the next start uses it in any case."""
+        if self._stored == (found := _StoredTopology(self._url, topology)):
             return
-        self._kept = found
+        self._stored = found
         try:
             await asyncio.to_thread(json_file.save, self._path, {"registry": self._url} | topology.to_json())
         except OSError as error:
-            logger.warning("the topology is not kept in %s: %s", self._path, error.strerror)
+            logger.warning("cannot store the topology in %s: %s", self._path, error.strerror)
 
-    def _load(self) -> _Kept | None:
+    def _load(self) -> _StoredTopology | None:
         try:
             document = json_file.load(self._path)
             if document is None:
                 return None
             topology = Topology.from_json(document)
         except (OSError, ValueError, BadTopology) as error:
-            logger.warning("the topology that was kept is of no use: %s: %s", self._path, error)
+            logger.warning("the stored topology is invalid: %s: %s", self._path, error)
             return None
         if topology.node_id != self._node_id:
-            logger.warning("the topology in %s is of node %s: it is not used", self._path, topology.node_id)
+            logger.warning("ignoring the topology in %s: it is of node %s", self._path, topology.node_id)
             return None
-        return _Kept(str(document.get("registry")), topology)
+        return _StoredTopology(str(document.get("registry")), topology)
 
     def _warn(self, reason: str) -> None:
-        """Once, however often it happens."""
+        """Log a reason once, however often it occurs."""
         if reason != self._reason:
             self._reason = reason
-            stays = "" if self._current is None and self._kept is None else "; the last topology stays"
-            logger.warning("the registry is of no help: %s%s", reason, stays)
+            suffix = "" if self._current is None and self._stored is None else "; keeping the last topology"
+            logger.warning("no valid topology from the registry: %s%s", reason, suffix)

@@ -1,7 +1,8 @@
-"""One partition of a topic that is pushed up: its batches are appended to the parent's topic of that name.
+"""One partition of a topic that is pushed up: append its batches to the parent's topic of the same name.
 
-The parent knows of each origin partition how far it has come, from its own log. It is asked when a connection begins,
-and refuses what does not follow: so nothing is remembered here, and nothing is lost or doubled whoever dies when.
+The parent knows from its own log how far each origin partition has been pushed. The child asks for this position on
+each connection, and the parent refuses batches that do not follow it. So the child stores no position, and nothing is
+lost or duplicated, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from typing import Final
 
 from penstock.broker.partition import Partition
 from penstock.errors import OffsetOutOfRange, PenstockError
-from penstock.pipe.connector import PipeConnector, Source
-from penstock.pipe.down import Host, OnGap
+from penstock.pipe.connector import PipeConnector, PushSource
+from penstock.pipe.down import OnGap, PipeHost
 
-# What one request brings, unless a batch is larger.
+# The bytes of one request, unless a single batch is larger.
 PUSH_BYTES: Final = 4 << 20
 
 
 class Up:
-    def __init__(self, partition: Partition, source: Source, host: Host) -> None:
+    def __init__(self, partition: Partition, source: PushSource, host: PipeHost) -> None:
         self.partition = partition
         self.source = source
         self.place = (partition.topic_id, partition.number)
         self._host = host
-        # Up to where the parent has it (None: it must be asked), and where to read on: behind what holds nothing.
+        # The parent's position (None: unknown), and the next offset to read, after empty offsets.
         self._pushed: int | None = None
         self.position = 0
 
@@ -31,35 +32,37 @@ class Up:
         return max(0, self.partition.log.committed - self.position)
 
     def begin(self) -> None:
-        """A new connection: what was known of the parent is not."""
+        """Forget the parent's position: this is a new connection."""
         self._pushed = None
 
     async def step(self, connector: PipeConnector, parent: str) -> None:
-        """Push what there is next, and wait until the parent has it. Raises if it cannot go on."""
+        """Push the next batches, and wait until the parent has them. Raise if the pipe cannot continue."""
         if self._pushed is None:
             self._pushed = self.position = await connector.pushed(self.source)
-            self._host.heard()
+            self._host.note_reply()
         log = self.partition.log
         log.check_open()
         if self.position < log.start:
-            await self._meet_gap(log.start, parent)
+            await self._handle_gap(log.start, parent)
         committed = log.committed
-        batches = await self._host.store.read(log, self.position, PUSH_BYTES) if self.position < committed else []
+        batches = (
+            await self.partition.cursor(self.position).read_batches(PUSH_BYTES) if self.position < committed else []
+        )
         if not batches:
-            # Offsets that were reserved and never given out hold nothing.
+            # Reserved offsets that were never used are empty.
             self.position = max(self.position, committed)
-            await self.partition.grown(self.position)
+            await self.partition.cursor(self.position).wait()
             return
         try:
             self._pushed = self.position = await connector.push(self.source, self._pushed, batches)
         except PenstockError:
             self._pushed = None
             raise
-        self._host.heard()
+        self._host.note_reply()
 
-    async def _meet_gap(self, start: int, parent: str) -> None:
-        """Retention was faster than the pipe. Before the first push there is nobody to wait for: it begins where it
-        can, and that is told all the same."""
+    async def _handle_gap(self, start: int, parent: str) -> None:
+        """Record that retention dropped messages before they were pushed. Before the first push the pipe does not stop:
+        it starts at the first message that is left."""
         passes = self._pushed == 0 or self._host.on_gap is OnGap.SKIP
         await self._host.gaps.record(
             self.place, self.position, start, direction="up", passes=passes, begins=False, parent=parent

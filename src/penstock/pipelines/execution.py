@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
 from penstock.pipelines import failure
-from penstock.pipelines.pipeline import Pipeline, Source, TransformSettings
-from penstock.pipelines.progress import DONE, FAILED, STOPPED, Progress, Reports, begin
+from penstock.pipelines.pipeline import Pipeline, PipelineSource, TransformSettings
+from penstock.pipelines.progress import DONE, FAILED, STOPPED, PipelineProgress, Reports, begin
 from penstock.pipelines.state_directory import StateDirectory, read_ends, state_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ POLL_S: Final = 0.2
 
 _FAILED: Final = "pipeline {} failed; the next run continues where it stopped"
 
-OnBatch = Callable[[Progress], None]
+OnBatch = Callable[[PipelineProgress], None]
 Warn = Callable[[str], None]
 # Shows a table: the names of its columns, and its rows.
 Show = Callable[[Sequence[str], Sequence[Sequence[Any]]], None]
@@ -56,7 +56,7 @@ def run(
     show: Show | None = None,
     warn: Warn | None = None,
     stop: threading.Event | None = None,
-) -> Progress:
+) -> PipelineProgress:
     """Run a pipeline until it has processed all messages, or with `follow` until it is stopped. Return its progress.
 
     `data` is the directory that holds its state, below pipelines/; the default is `data` beside the file. A run that
@@ -155,7 +155,7 @@ class _Execution:
         self._reports = Reports()
         self._progress = begin(pipeline.name, pipeline.kind, pipeline.path, state.before())
 
-    def run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> Progress:
+    def run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> PipelineProgress:
         self._state.save(self._progress)
         try:
             with _while_spark_lives(self._pipeline.name):
@@ -255,7 +255,7 @@ class _Execution:
                 if _reads(source, end):
                     self._commit_end(source, end)
 
-    def _commit_end(self, source: Source, end: Mapping[str, Any]) -> None:
+    def _commit_end(self, source: PipelineSource, end: Mapping[str, Any]) -> None:
         from penstock.pipelines import queries
         from penstock.spark.source import commit
 
@@ -300,7 +300,7 @@ def committed(checkpoint: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _reads(source: Source, end: Mapping[str, Any]) -> bool:
+def _reads(source: PipelineSource, end: Mapping[str, Any]) -> bool:
     """Whether end offsets are those of this source."""
     if source.pattern is not None:
         return all(re.fullmatch(source.pattern, topic) for topic in end["topics"])

@@ -26,7 +26,7 @@ def _about(meaning: str, reads: str = "text") -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PipelineSource:
     """What is read. A valid one has exactly one of `topic`, `topics` and `pattern`."""
 
     servers: str = field(default=SERVERS, metadata=_about("where the broker is, `host:port[,host:port]`", "servers"))
@@ -57,7 +57,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sink:
+class PipelineSink:
     """Where rows are written. A valid one has exactly one of `topic`, `parquet` and `archive`."""
 
     servers: str | None = field(default=None, metadata=_about("a broker other than the source's", "servers"))
@@ -166,7 +166,7 @@ Settings = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class PipelineKind:
     settings: type[Settings]
     # The sinks that it can write to.
     sinks: tuple[str, ...]
@@ -178,13 +178,13 @@ class Kind:
 
 
 KINDS: Final = {
-    "archive": Kind(settings=ArchiveSettings, sinks=("archive",), is_typed=False),
-    "transform": Kind(settings=TransformSettings, sinks=("topic",)),
-    "aggregate": Kind(settings=AggregateSettings, sinks=("topic", "parquet")),
-    "deduplicate": Kind(settings=DeduplicateSettings, sinks=("topic", "parquet")),
-    "replay": Kind(settings=ReplaySettings, sinks=("topic",), is_typed=False),
-    "dead_letters": Kind(settings=DeadLetterSettings, sinks=("parquet",), needs_sink=False, is_typed=False),
-    "join": Kind(settings=JoinSettings, sinks=("topic", "parquet"), sources=("left", "right")),
+    "archive": PipelineKind(settings=ArchiveSettings, sinks=("archive",), is_typed=False),
+    "transform": PipelineKind(settings=TransformSettings, sinks=("topic",)),
+    "aggregate": PipelineKind(settings=AggregateSettings, sinks=("topic", "parquet")),
+    "deduplicate": PipelineKind(settings=DeduplicateSettings, sinks=("topic", "parquet")),
+    "replay": PipelineKind(settings=ReplaySettings, sinks=("topic",), is_typed=False),
+    "dead_letters": PipelineKind(settings=DeadLetterSettings, sinks=("parquet",), needs_sink=False, is_typed=False),
+    "join": PipelineKind(settings=JoinSettings, sinks=("topic", "parquet"), sources=("left", "right")),
 }
 
 
@@ -195,17 +195,17 @@ class Pipeline:
     name: str
     kind: str
     # A join has two, left and right; all other kinds have one.
-    sources: tuple[Source, ...]
+    sources: tuple[PipelineSource, ...]
     # An instance of the kind's class in `KINDS`.
     settings: Settings
     # Only dead letters may have none.
-    sink: Sink | None
+    sink: PipelineSink | None
     trigger: Trigger
     path: Path = field(compare=False)
     lines: KeyLines = field(compare=False, repr=False)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> PipelineSource:
         return self.sources[0]
 
     @property
@@ -247,7 +247,7 @@ class Pipeline:
 
 def keys() -> Iterator[tuple[str, str, Field[Any]]]:
     """Yield every key that a file may have: its table, its name and its field."""
-    for table, kind in [("source", Source), ("sink", Sink), ("trigger", Trigger)]:
+    for table, kind in [("source", PipelineSource), ("sink", PipelineSink), ("trigger", Trigger)]:
         yield from ((table, each.name, each) for each in fields(kind))
     for name, each_kind in KINDS.items():
         yield from ((name, each.name, each) for each in fields(each_kind.settings))
@@ -260,12 +260,12 @@ def key_name(key: tuple[str, ...]) -> str:
     return f"[{key[0]}] {'.'.join(key[1:])}" if key else "the file"
 
 
-def _topics_of(source: Source) -> dict[str, Any]:
+def _topics_of(source: PipelineSource) -> dict[str, Any]:
     names = ("topic", "topics", "pattern", "subjects")
     return {name: getattr(source, name) for name in names if getattr(source, name)}
 
 
-def _stateful(settings: Settings, source: Source) -> dict[str, Any]:
+def _stateful(settings: Settings, source: PipelineSource) -> dict[str, Any]:
     """Return the settings that determine the state in a checkpoint.
 
     A rate or a condition may change. So may SQL: a stateless query continues with another one, and for a stateful query

@@ -24,9 +24,9 @@ from penstock.pipelines.pipeline import (
     TOP_KEYS,
     AggregateSettings,
     Pipeline,
+    PipelineSink,
+    PipelineSource,
     Settings,
-    Sink,
-    Source,
     TransformSettings,
     Trigger,
     key_name,
@@ -86,10 +86,10 @@ class _FileReader:
             return None
         known = (*TOP_KEYS, *KINDS[kind].sources, kind, "sink", "trigger")
         self._refuse_unknown(self._tables, known, (), f"a pipeline of kind {kind} has")
-        sources = tuple(self._table(table, Source) for table in KINDS[kind].sources)
+        sources = tuple(self._table(table, PipelineSource) for table in KINDS[kind].sources)
         settings = self._table(kind, KINDS[kind].settings)
         needs_sink = KINDS[kind].needs_sink or "sink" in self._tables
-        sink = self._table("sink", Sink) if needs_sink else None
+        sink = self._table("sink", PipelineSink) if needs_sink else None
         trigger = self._table("trigger", Trigger)
         if kind == "dead_letters":
             sources = tuple(self._with_dead_letters(source) for source in sources)
@@ -165,12 +165,12 @@ class _FileReader:
                     f"is unknown{key_types.suggestion(key, known)}: {there} {', '.join(known) or 'no keys'}",
                 )
 
-    def _with_dead_letters(self, source: Source) -> Source:
+    def _with_dead_letters(self, source: PipelineSource) -> PipelineSource:
         return source if source.topic or source.topics or source.pattern else replace(source, topic=DEAD_LETTERS)
 
     # Values that are valid by themselves and contradict each other.
 
-    def _check_sources(self, kind: str, sources: tuple[Source, ...]) -> None:
+    def _check_sources(self, kind: str, sources: tuple[PipelineSource, ...]) -> None:
         for name, source in zip(KINDS[kind].sources, sources, strict=True):
             self._need_one(name, source, ("topic", "topics", "pattern"))
             if KINDS[kind].is_typed and source.schema is None and not self._is_reported(name, "schema"):
@@ -186,7 +186,7 @@ class _FileReader:
             if isinstance(source.start, int) and isinstance(source.end, int) and source.end < source.start:
                 self._report((name, "end"), "is below start")
 
-    def _check_sink(self, kind: str, sources: tuple[Source, ...], sink: Sink | None) -> None:
+    def _check_sink(self, kind: str, sources: tuple[PipelineSource, ...], sink: PipelineSink | None) -> None:
         if sink is None:
             return
         self._need_one("sink", sink, KINDS[kind].sinks)
@@ -204,7 +204,7 @@ class _FileReader:
         for source in sources:
             self._refuse_loop(source, sink)
 
-    def _refuse_loop(self, source: Source, sink: Sink) -> None:
+    def _refuse_loop(self, source: PipelineSource, sink: PipelineSink) -> None:
         """Refuse a pipeline that would read what it writes, without end."""
         if sink.topic is None or sink.servers not in (None, source.servers):
             return
@@ -216,7 +216,7 @@ class _FileReader:
                     f"is {sink.topic!r}, in the topic {topic!r} that the pipeline reads: write to another topic",
                 )
 
-    def _check_settings(self, settings: Settings, sink: Sink | None) -> None:
+    def _check_settings(self, settings: Settings, sink: PipelineSink | None) -> None:
         match settings:
             case TransformSettings():
                 self._need_one("transform", settings, ("sql", "python"))

@@ -22,7 +22,7 @@ KILLED: Final = "killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PipelineProgress:
     """The progress of one run. Times are microseconds since 1970."""
 
     name: str
@@ -55,10 +55,10 @@ class Progress:
         return asdict(self) | {"seconds": round(self.seconds, 3)}
 
 
-def begin(name: str, kind: str, file: Path, before: Progress | None) -> Progress:
+def begin(name: str, kind: str, file: Path, before: PipelineProgress | None) -> PipelineProgress:
     """Begin a run. The batch number and the watermark of the run `before` still hold."""
     now_us = SystemClock().now_us()
-    return Progress(
+    return PipelineProgress(
         name=name,
         kind=kind,
         file=str(file.resolve()),
@@ -78,7 +78,7 @@ class Reports:
     _lags: dict[str, int | None] = field(default_factory=dict)
     _watermarks: dict[str, str] = field(default_factory=dict)
 
-    def add(self, progress: Progress, report: Mapping[str, Any]) -> Progress | None:
+    def add(self, progress: PipelineProgress, report: Mapping[str, Any]) -> PipelineProgress | None:
         """Return the progress with a `StreamingQueryProgress` added, oldest first; None if it was added before."""
         from penstock.pipelines.frames import late_rows
 

@@ -33,9 +33,9 @@ from penstock.pipelines.pipeline import (
     DeduplicateSettings,
     JoinSettings,
     Pipeline,
+    PipelineSink,
+    PipelineSource,
     ReplaySettings,
-    Sink,
-    Source,
     TransformSettings,
 )
 from penstock.spark import connection
@@ -85,7 +85,7 @@ def dead_letter_table(spark: SparkSession, pipeline: Pipeline) -> DataFrame:
     return frames.dead_letter_table(frames.letters(rows))
 
 
-def read_options(pipeline: Pipeline, source: Source) -> dict[str, str]:
+def read_options(pipeline: Pipeline, source: PipelineSource) -> dict[str, str]:
     """Return the options for the Spark source.
 
     The group shows the progress of the pipeline in the broker. Each topic of a join has its own, and so has each topic
@@ -109,7 +109,7 @@ def read_options(pipeline: Pipeline, source: Source) -> dict[str, str]:
     return options | dict(source.options)
 
 
-def parsed_options(pipeline: Pipeline, source: Source) -> source_options.ReadOptions:
+def parsed_options(pipeline: Pipeline, source: PipelineSource) -> source_options.ReadOptions:
     """Return the options for the Spark source as the source itself reads them."""
     given = {name.lower(): value for name, value in read_options(pipeline, source).items()}
     return source_options.read(given, is_stream=True)
@@ -208,7 +208,7 @@ class _QueryBuilder:
 
     # Reading.
 
-    def _read(self, source: Source, **more: str) -> DataFrame:
+    def _read(self, source: PipelineSource, **more: str) -> DataFrame:
         options = read_options(self.pipeline, source) | more
         given = {name: value for name, value in options.items() if value}
         return self.spark.readStream.format("penstock").options(**given).load()
@@ -222,7 +222,7 @@ class _QueryBuilder:
     # Writing.
 
     @property
-    def _sink(self) -> Sink:
+    def _sink(self) -> PipelineSink:
         assert self.pipeline.sink is not None
         return self.pipeline.sink
 
@@ -292,20 +292,20 @@ def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
     return [()]
 
 
-def _subscribed(source: Source) -> dict[str, str]:
+def _subscribed(source: PipelineSource) -> dict[str, str]:
     if source.pattern is not None:
         return {"subscribePattern": source.pattern}
     return {"subscribe": ",".join(source.topics or [source.topic or ""])}
 
 
-def _topics(source: Source) -> list[str]:
+def _topics(source: PipelineSource) -> list[str]:
     if source.pattern is None:
         return list(source.topics or [source.topic or ""])
     wanted = re.compile(source.pattern)
     return [topic.name for topic in _client(source).topics() if wanted.fullmatch(topic.name)]
 
 
-def _bound(which: str, source: Source, place: Place) -> dict[str, str]:
+def _bound(which: str, source: PipelineSource, place: Place) -> dict[str, str]:
     """Return the options for where a source starts or ends."""
     match place:
         case str():
@@ -317,7 +317,7 @@ def _bound(which: str, source: Source, place: Place) -> dict[str, str]:
             return {f"{which}Offsets": json.dumps(offsets)}
 
 
-def _all_partitions(source: Source, topic: str, offset: int) -> dict[str, int]:
+def _all_partitions(source: PipelineSource, topic: str, offset: int) -> dict[str, int]:
     partitions = _client(source).topic(topic).partitions
     return {str(partition): offset for partition in range(partitions)}
 
@@ -326,7 +326,7 @@ def _login(given: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in given.items() if name.lower() in _LOGIN}
 
 
-def _client(source: Source, timeout_s: float = connection.TIMEOUT_S) -> Client:
+def _client(source: PipelineSource, timeout_s: float = connection.TIMEOUT_S) -> Client:
     return client_of(source.servers, source.options, timeout_s)
 
 
@@ -378,7 +378,7 @@ def _redrive_all(client: Client, offsets: list[int]) -> None:
         raise PenstockError(f"{done.skipped} of {len(offsets)} dead letters could not be redriven: {done.reason}")
 
 
-def _redriving(source: Source) -> BatchFunction:
+def _redriving(source: PipelineSource) -> BatchFunction:
     """Redrive dead letters. The broker redrives each only once, even if it is asked again."""
 
     def redrive(batch: DataFrame, _: int) -> None:

@@ -19,10 +19,10 @@ from penstock.client.sync import Client
 from penstock.client.values import Group
 from penstock.errors import PenstockError, UnknownGroup
 from penstock.pipelines import queries
-from penstock.pipelines.pipeline import DeadLetterSettings, Pipeline, Sink, Source
+from penstock.pipelines.pipeline import DeadLetterSettings, Pipeline, PipelineSink, PipelineSource
 from penstock.pipelines.state_directory import StateDirectory
 from penstock.spark.archive import Archive
-from penstock.spark.catalogue import Catalogue
+from penstock.spark.catalogue import SourceCatalogue
 from penstock.spark.manifest import starting_offsets
 from penstock.spark.options import TopicPartition
 from penstock.spark.source import group_of
@@ -76,7 +76,7 @@ def _announcement(pipeline: Pipeline, state: StateDirectory, groups: list[_Group
     return f"restarting pipeline {pipeline.name}: {first}reading {read}{stays}"
 
 
-def _described(source: Source) -> str:
+def _described(source: PipelineSource) -> str:
     return source.topic or " ".join(source.topics) or f"all that match {source.pattern}"
 
 
@@ -99,7 +99,7 @@ def _groups_of(pipeline: Pipeline) -> Iterator[_GroupProgress]:
         read = queries.parsed_options(pipeline, source)
         if read.group is None:
             continue
-        holdings = Catalogue(read).look(must_exist=False, at_archive=False)
+        holdings = SourceCatalogue(read).look(must_exist=False, at_archive=False)
         client = read.broker.connect()
         for topic in sorted({place.topic for place in holdings}):
             try:
@@ -188,14 +188,14 @@ def _check_parquet(pipeline: Pipeline, path: str, batch: int) -> None:
         )
 
 
-def _check_archive(pipeline: Pipeline, sink: Sink) -> None:
+def _check_archive(pipeline: Pipeline, sink: PipelineSink) -> None:
     """Refuse a start below the end of the archive, which is only appended to."""
     assert sink.archive is not None
     root = Path(sink.archive)
     if not (root / "_manifest").is_dir() and not (root / "_delta_log").is_dir():
         return
     archive = Archive(sink.archive)
-    catalogue = Catalogue(queries.parsed_options(pipeline, pipeline.source))
+    catalogue = SourceCatalogue(queries.parsed_options(pipeline, pipeline.source))
     holdings = catalogue.look(must_exist=False)
     starts = catalogue.starts(holdings)
     ends = {

@@ -28,7 +28,7 @@ from typing import IO, Any, Final
 from penstock.errors import BadConfig, PenstockError
 from penstock.pipelines.pipeline import Pipeline
 from penstock.pipelines.pipeline_file import load
-from penstock.pipelines.progress import KILLED, RUNNING, Progress
+from penstock.pipelines.progress import KILLED, RUNNING, PipelineProgress
 from penstock.spark.durable_files import write_durably
 from penstock.spark.offsets import Offsets
 from penstock.spark.options import TopicPartition
@@ -46,7 +46,7 @@ def state_of(pipeline: Pipeline, data: str | Path | None = None) -> StateDirecto
     return StateDirectory(pipeline.directory / DATA if data is None else Path(data), pipeline.name)
 
 
-def status(name: str, data: str | Path = DATA) -> Progress:
+def status(name: str, data: str | Path = DATA) -> PipelineProgress:
     """Return the progress of the current run, or of the last one."""
     home = StateDirectory(Path(data), name)
     found = home.load()
@@ -62,7 +62,7 @@ def status(name: str, data: str | Path = DATA) -> Progress:
     return found
 
 
-def statuses(data: str | Path = DATA) -> list[Progress]:
+def statuses(data: str | Path = DATA) -> list[PipelineProgress]:
     """Return the progress of every pipeline in a data directory, sorted by name."""
     found = sorted(Path(data).glob("pipelines/*/progress.json"))
     return [status(path.parent.name, data) for path in found]
@@ -206,22 +206,22 @@ class StateDirectory:
 
     # Progress.
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: PipelineProgress) -> None:
         """Write the progress atomically, but not durably: it may be lost in a power cut."""
         aside = self._progress.with_suffix(".new")
         aside.write_text(json.dumps(asdict(progress)) + "\n")
         aside.replace(self._progress)
 
-    def load(self) -> Progress | None:
+    def load(self) -> PipelineProgress | None:
         """Return the progress of the last run; None if there was none."""
         try:
-            return Progress(**json.loads(self._progress.read_text()))
+            return PipelineProgress(**json.loads(self._progress.read_text()))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:
             raise PenstockError(f"{self._progress} cannot be read: the next run replaces it") from error
 
-    def before(self) -> Progress | None:
+    def before(self) -> PipelineProgress | None:
         """Return the progress of the last run. One that cannot be read does not prevent a run."""
         try:
             return self.load()

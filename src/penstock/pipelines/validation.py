@@ -21,8 +21,8 @@ from penstock.pipelines.pipeline import (
     DeduplicateSettings,
     JoinSettings,
     Pipeline,
+    PipelineSource,
     ReplaySettings,
-    Source,
     TransformSettings,
 )
 from penstock.spark.json_topics import RESERVED, parse_json
@@ -63,7 +63,7 @@ class _Validator:
         if made is not None:
             self._check_sink(made)
 
-    def _parsed(self, rows: DataFrame, name: str, source: Source) -> DataFrame | None:
+    def _parsed(self, rows: DataFrame, name: str, source: PipelineSource) -> DataFrame | None:
         assert source.schema is not None
         with self._reporting(name, "schema"):
             return frames.good(parse_json(rows, source.schema))

@@ -1,37 +1,36 @@
-"""The registry's file: TOML, JSON or YAML, a table for each node.
+"""The registry's file: TOML, JSON or YAML, with a table for each node.
 
     [[nodes]]
     id = "shop-1"                    # the broker's server.node_id
     role = "POS"                     # ROOT, L2, L3, POS or LOCAL
     url = "http://10.0.3.1:8222"     # its HTTP port
-    parent = "l3-eu"                 # an id or a URL; or `parents`, of which all but the first are fallbacks
-    topics = ["prices", "stock.>"]   # what comes down to it; left out: all that its parent has
-    up = ["sales"]                   # what it pushes to its parent
+    parent = "l3-eu"                 # an ID or a URL; or `parents`, of which all but the first are fallbacks
+    topics = ["prices", "stock.>"]   # topics that it pulls; by default all topics of its parent
+    up = ["sales"]                   # topics that it pushes to its parent
 
-Whatever is wrong is refused, all of it at once, with the line where that is known.
+All problems are reported at once, with their lines.
 """
 
 from __future__ import annotations
 
-import json
-import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from penstock.errors import BadConfig, BadTopology
-from penstock.pipe.topology import PARENTS_MAX, Role, read_node_id, read_role, read_topics, read_url, shown
-from penstock.registry.lines import NodeLines, toml_lines, yaml_lines
+from penstock import schema, table_file
+from penstock.errors import BadConfig
+from penstock.pipe.topology import PARENTS_MAX, NodeId, Role, Topics, Url, each_of
 from penstock.registry.tree import Node, Tree
+from penstock.schema import Form, Invalid, declared, did_you_mean, shown
+from penstock.table_file import TableFile
 
 
 def read(path: Path, data: bytes) -> Tree:
-    """The tree that a file with these bytes describes."""
-    notes = _Notes(path)
-    entries = _entries(path, data, notes)
+    """Return the tree that a file with these bytes describes. Raise BadConfig."""
+    notes = _Notes(table_file.parse(path, data))
+    entries = _entries(notes)
     _check_names(entries, notes)
     _check_parents(entries, notes)
     if notes.problems:
@@ -39,24 +38,51 @@ def read(path: Path, data: bytes) -> Tree:
     return Tree({node.id: node for node in _nodes(entries)})
 
 
-# ---- what stands in the file
+# ---- the contents of the file
+
+
+_NODE_ID: Final = schema.field("id", NodeId)
+_URL: Final = schema.field("url", Url)
+
+
+def _parent(value: Any) -> str:
+    found: str = (_URL if isinstance(value, str) and "://" in value else _NODE_ID).read(value)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keys:
+    """The keys of a node."""
+
+    id: NodeId
+    role: Role
+    url: Url = ""
+    parent: Annotated[str, Form(read=_parent)] = ""
+    parents: Annotated[tuple[str, ...], each_of(_parent, PARENTS_MAX, "an ID or a URL")] = ()
+    topics: Topics = ()
+    up: Topics = ()
+    cloud_data_url: Url = ""
+    cloud_data_url_fallback: Url = ""
+
+
+_KEYS: Final = declared(_Keys)
 
 
 @dataclass(slots=True)
 class _Notes:
-    path: Path
-    lines: NodeLines = field(default_factory=NodeLines)
+    file: TableFile
     problems: list[str] = field(default_factory=list)
 
     def add(self, text: str, entry: _Entry | None = None, key: str = "") -> None:
-        line = self.lines.of(entry.at, key) if entry else None
-        where = f"{self.path}:{line}" if line else f"{self.path}"
-        self.problems.append(f"{where}: {entry.name}: {text}" if entry else f"{where}: {text}")
+        if entry is None:
+            self.problems.append(f"{self.file.path}: {text}")
+        else:
+            self.problems.append(f"{self.file.where(('nodes', entry.at, key))}: {entry.name}: {text}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A node as it is written, but for values that are wrong: those are left out, and noted."""
+    """A node as it is written, without the values that are invalid: those are reported."""
 
     at: int
     values: Mapping[str, Any]
@@ -75,104 +101,52 @@ class _Entry:
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Ids and URLs."""
-        found: tuple[str, ...] = self.values.get("parent") or self.values.get("parents") or ()
-        return found
+        """Return IDs and URLs."""
+        return (self.values["parent"],) if "parent" in self.values else self.values.get("parents", ())
 
     @property
     def parent_key(self) -> str:
         return "parent" if "parent" in self.values else "parents"
 
 
-def _read_parent(name: str, value: object) -> tuple[str, ...]:
-    reader = read_url if isinstance(value, str) and "://" in value else read_node_id
-    return (reader(name, value),)
-
-
-def _read_parents(name: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > PARENTS_MAX:
-        raise BadTopology(f"{name} is {shown(value)}: it must be a list of up to {PARENTS_MAX} ids and URLs")
-    read = (parent for at, each in enumerate(value) for parent in _read_parent(f"{name}[{at}]", each))
-    return tuple(dict.fromkeys(read))
-
-
-_KEYS: Final[Mapping[str, Callable[[str, object], Any]]] = {
-    "id": read_node_id,
-    "role": read_role,
-    "url": read_url,
-    "parent": _read_parent,
-    "parents": _read_parents,
-    "topics": read_topics,
-    "up": read_topics,
-    "cloud_data_url": read_url,
-    "cloud_data_url_fallback": read_url,
-}
-_REQUIRED: Final = ("id", "role")
-
-
-def _parse_yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
-
-
-_PARSERS: Final[Mapping[str, tuple[Callable[[str], Any], Callable[[str], NodeLines]]]] = {
-    ".toml": (tomllib.loads, toml_lines),
-    ".json": (json.loads, yaml_lines),
-    ".yaml": (_parse_yaml, yaml_lines),
-    ".yml": (_parse_yaml, yaml_lines),
-}
-
-
-def _entries(path: Path, data: bytes, notes: _Notes) -> list[_Entry]:
-    if path.suffix.lower() not in _PARSERS:
-        notes.add(f"its name must end with {', '.join(_PARSERS)}")
+def _entries(notes: _Notes) -> list[_Entry]:
+    tables = notes.file.tables
+    nodes = tables.get("nodes")
+    if not isinstance(nodes, list) or not nodes:
+        notes.add("the file needs a list of nodes, with at least one: [[nodes]] in TOML, nodes: in YAML and JSON")
         return []
-    parse, find_lines = _PARSERS[path.suffix.lower()]
-    try:
-        text = data.decode()
-        table = parse(text)
-        notes.lines = find_lines(text)
-    except (ValueError, RecursionError) as error:
-        notes.add(" ".join(str(error).split()))
-        return []
-    if not isinstance(table, dict) or not isinstance(table.get("nodes"), list) or not table["nodes"]:
-        notes.add("it must have a list of nodes, and at least one: [[nodes]] in TOML, nodes: in YAML and JSON")
-        return []
-    for key in table.keys() - {"nodes"}:
-        notes.add(f"{shown(key)} is not known: there is only nodes")
-    for key, line in notes.lines.repeated:
-        notes.add(f"line {line} says again what {shown(key)} is: keep one of them")
-    return [_entry(at, value, notes) for at, value in enumerate(table["nodes"])]
+    for key in tables.keys() - {"nodes"}:
+        notes.add(f"{shown(key)} is unknown: there is only nodes")
+    for key, line in notes.file.repeated:
+        notes.problems.append(f"{notes.file.path}:{line}: {shown(key)} is repeated: keep one of them")
+    return [_entry(at, value, notes) for at, value in enumerate(nodes)]
 
 
 def _entry(at: int, table: object, notes: _Notes) -> _Entry:
     values: dict[str, Any] = {}
     entry = _Entry(at, values)
     if not isinstance(table, dict):
-        notes.add(f"it is {shown(table)}, and must be a table", entry)
+        notes.add(f"is {shown(table)}: it must be a table", entry)
         return entry
-    # The id first: it names the node in what is said of the others.
-    for key in dict.fromkeys((*_REQUIRED, *table)):
+    # The ID first: it names the node in the problems of its other keys.
+    for key in dict.fromkeys(("id", "role", *table)):
         if key not in _KEYS:
-            near = get_close_matches(str(key), _KEYS, 1)
-            notes.add(f"{shown(key)} is not known{f': did you mean {near[0]}?' if near else ''}", entry, str(key))
+            notes.add(
+                f"{shown(key)} is unknown{did_you_mean(str(key), _KEYS)}: there are {', '.join(_KEYS)}", entry, key
+            )
             continue
         try:
-            values[key] = _KEYS[key](key, table.get(key))
-        except BadTopology as error:
-            notes.add(str(error), entry, key)
+            values[key] = _KEYS[key].read(table.get(key))
+        except Invalid as problem:
+            notes.add(problem.of(key) if key in table else f"{key} is missing", entry, key)
     if "parent" in table and "parents" in table:
-        notes.add("it has parent and parents: keep one of them", entry, "parents")
+        notes.add("parent and parents contradict each other: keep one of them", entry, "parents")
     if both := sorted({*values.get("topics", ())} & {*values.get("up", ())}):
-        notes.add(f"topics and up both have {both[0]}: what comes down cannot go up", entry, "up")
+        notes.add(f"topics and up both have {both[0]}: a topic is piped down or up, not both", entry, "up")
     return entry
 
 
-# ---- what is right by itself, and wrong together
+# ---- values that are valid by themselves and contradict each other
 
 
 def _check_names(entries: Collection[_Entry], notes: _Notes) -> None:
@@ -181,30 +155,29 @@ def _check_names(entries: Collection[_Entry], notes: _Notes) -> None:
         for entry in entries:
             value = entry.values.get(key)
             if value is not None and first.setdefault(value, entry) is not entry:
-                notes.add(f"{key} {value} is that of {_place(first[value], notes)} too", entry, key)
+                notes.add(f"{key} {value} is also that of {_place(first[value], notes)}", entry, key)
 
 
 def _place(entry: _Entry, notes: _Notes) -> str:
-    line = notes.lines.of(entry.at, "")
-    return f"{entry.name}, line {line}," if line else entry.name
+    return f"{entry.name}, line {notes.file.lines.of(('nodes', entry.at))}"
 
 
 def _check_parents(entries: Collection[_Entry], notes: _Notes) -> None:
     known = {entry.id: entry for entry in entries if entry.id is not None}
     for entry in entries:
         if entry.parents and entry.values.get("role") is Role.ROOT:
-            notes.add(f"a ROOT follows nobody, and this one has the parent {entry.parents[0]}", entry, entry.parent_key)
+            notes.add(f"a ROOT has no parent, but this one has {entry.parents[0]}", entry, entry.parent_key)
         for parent in entry.parents:
             if "://" in parent:
                 continue
             if parent not in known:
-                notes.add(f"its parent {parent} is no node of this file", entry, entry.parent_key)
+                notes.add(f"unknown parent {parent}: it must be a node of this file, or a URL", entry, entry.parent_key)
             elif known[parent].url is None:
-                notes.add(f"its parent {parent} has no url to follow", entry, entry.parent_key)
+                notes.add(f"its parent {parent} has no url", entry, entry.parent_key)
     for cycle in _cycles(entries):
         entry = known[cycle[0]]
-        # From above to below, as messages would flow for ever.
-        notes.add(f"it is in a cycle, {' → '.join(cycle)}: nobody may follow who follows it", entry, entry.parent_key)
+        # From parent to child, as messages would flow forever.
+        notes.add(f"is in a cycle, {' → '.join(cycle)}: a node cannot be its own ancestor", entry, entry.parent_key)
 
 
 def _cycles(entries: Collection[_Entry]) -> Iterator[list[str]]:
@@ -222,7 +195,7 @@ def _cycles(entries: Collection[_Entry]) -> Iterator[list[str]]:
             cycle: list[str] = error.args[1][:-1]
             begin = cycle.index(min(cycle))
             yield [*cycle[begin:], *cycle[:begin], cycle[begin]]
-            # Without these, there may be others.
+            # There may be others without these.
             above = {node: parents - {*cycle} for node, parents in above.items() if node not in cycle}
         else:
             return

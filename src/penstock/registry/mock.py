@@ -1,10 +1,10 @@
-"""A mock cloud for trials: a registry, and the parent that it names, in one HTTP port.
+"""A mock cloud for testing a broker: a registry, and the parent that it names, on one HTTP port.
 
-/registry/topology?nodeId=            any node is LOCAL, and follows this port
-/pipe/poll?offset=&limit=&topic=      the messages as JSON records, as a parent without batches has them; 204: no more
-/health /status                       how many messages there are, and which
+/registry/topology?nodeId=            every node is LOCAL and follows this port
+/pipe/poll?offset=&limit=&topic=      the messages as JSON records, like a parent without batches; 204: no more
+/health /status                       the number of messages, and their keys
 
-It has five messages of price-topic and nothing else, and stores nothing: a broker below it is what is tried.
+It has five messages of price-topic, and stores nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LIMIT: Final = 100
 
 
 def app(clock: Clock) -> Starlette:
-    """The application; its messages are made now."""
+    """Return the application; its messages have the current time."""
     records = _records(clock)
 
     async def topology(request: Request) -> JSONResponse:
         node_id = read_node_id("nodeId", request.query_params.get("nodeId"))
         here = str(request.base_url).rstrip("/")
-        told = Topology(node_id=node_id, role=Role.LOCAL, parents=(here,), topics=(TOPIC,), version=1)
-        return JSONResponse(told.to_json() | {"cloudDataUrl": here, "cloudDataUrlFallback": ""})
+        found = Topology(node_id=node_id, role=Role.LOCAL, parents=(here,), topics=(TOPIC,), version=1)
+        return JSONResponse(found.to_json() | {"cloudDataUrl": here, "cloudDataUrlFallback": ""})
 
     async def poll(request: Request) -> Response:
         offset, limit = _number(request, "offset", 0), _number(request, "limit", _LIMIT)

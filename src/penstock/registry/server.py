@@ -1,10 +1,10 @@
 """The registry's HTTP port.
 
-/registry/topology?nodeId=    what one node is told
-/registry/nodes               all nodes, and where they are
-/health                       200, and what is wrong with the file if anything is
+/registry/topology?nodeId=    the topology of one node
+/registry/nodes               all nodes, with their URLs
+/health                       200, and the problems of the file if there are any
 
-What cannot be answered is {"code", "text"}, as everywhere.
+Errors are {"code", "text"}, as everywhere.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from penstock.errors import BadRequest, BadTopology, PenstockError, UnknownNode
-from penstock.registry.watched import Watched
-from penstock.web import WebPort
+from penstock.registry.watched_file import WatchedFile
+from penstock.web.port import WebPort
 
-# A change is taken when it was seen twice.
-LOOK_S: Final = 0.5
-# A client that sends no request, or does not read its answer, is closed.
+# A change is used after two reads gave the same content.
+POLL_S: Final = 0.5
+# Close connections that send no request, or do not read the reply, for this long.
 IDLE_S: Final = 30.0
 _STATUS: Final = {BadRequest.code: 400, BadTopology.code: 400, UnknownNode.code: 404}
 _PATHS: Final = "/registry/topology, /registry/nodes and /health"
@@ -37,9 +37,9 @@ async def serve(
     port: int,
     stop: asyncio.Event,
     ready: Callable[[int], None],
-    watched: Watched | None = None,
+    watched: WatchedFile | None = None,
 ) -> None:
-    """Answer until `stop`. `ready` is told the port; changes of a file that is `watched` are taken."""
+    """Serve until `stop`, and check the `watched` file for changes. Call `ready` with the port."""
     http = WebPort(app, host, port, idle_s=IDLE_S)
     async with asyncio.TaskGroup() as tasks:
         web = tasks.create_task(http.run())
@@ -52,17 +52,17 @@ async def serve(
         await web
 
 
-async def _watch(watched: Watched) -> None:
+async def _watch(watched: WatchedFile) -> None:
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
         await asyncio.to_thread(watched.look)
 
 
-def app(watched: Watched) -> Starlette:
+def app(watched: WatchedFile) -> Starlette:
     async def topology(request: Request) -> JSONResponse:
         node_id = request.query_params.get("nodeId")
         if not node_id:
-            raise BadRequest("say which node: /registry/topology?nodeId=…")
+            raise BadRequest("nodeId is missing: /registry/topology?nodeId=…")
         tree, version = watched.served
         return JSONResponse(tree.document(node_id, version))
 
@@ -91,11 +91,11 @@ async def refuse(_: Request, error: Exception) -> JSONResponse:
 
 
 def refuse_route(paths: str) -> Callable[[Request, Exception], Awaitable[JSONResponse]]:
-    """What Starlette itself refuses: another path, another method."""
+    """Return the handler of Starlette's own errors: unknown path or method."""
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        told = {"code": BadRequest.code, "text": f"{error.detail}: there is GET {paths}"}
-        return JSONResponse(told, status_code=error.status_code, headers=error.headers)
+        document = {"code": BadRequest.code, "text": f"{error.detail}: available are GET {paths}"}
+        return JSONResponse(document, status_code=error.status_code, headers=error.headers)
 
     return refused

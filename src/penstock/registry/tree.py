@@ -1,4 +1,4 @@
-"""All nodes of a tree, and what each of them is told."""
+"""The nodes of a tree, and the topology of each."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import UnknownNode
-from penstock.pipe.topology import Role, Topology, shown
+from penstock.pipe.topology import Role, Topology
+from penstock.schema import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     id: str
     role: Role
-    # Its HTTP port; one that nobody follows may have none.
+    # The URL of its HTTP port; optional for a node without children.
     url: str | None = None
-    # Whom it follows, in turn: URLs, and the node that the first of them is of, if it is in this tree.
+    # The URLs of its parents, in order, and the ID of the first one if it is in this tree.
     parents: tuple[str, ...] = ()
     parent: str | None = None
     topics: tuple[str, ...] = ()
     up: tuple[str, ...] = ()
-    # Handed on to brokers that ask for them; Penstock's do not.
+    # Passed to brokers that use them; Penstock does not.
     cloud_data_url: str = ""
     cloud_data_url_fallback: str = ""
 
     def document(self, version: int) -> dict[str, Any]:
-        """What the node is told."""
+        """Return the topology of the node as JSON."""
         topology = Topology(
             node_id=self.id,
             role=self.role,
@@ -50,15 +51,15 @@ class Tree:
     def document(self, node_id: str, version: int) -> dict[str, Any]:
         node = self.nodes.get(node_id)
         if node is None:
-            raise UnknownNode(f"there is no node {shown(node_id)}: add it to the registry's file")
+            raise UnknownNode(f"unknown node {shown(node_id)}: add it to the registry's file")
         return node.document(version)
 
     def documents(self, version: int) -> list[dict[str, Any]]:
-        """All of them, with where each is."""
+        """Return the topologies of all nodes, each with its URL and parent."""
         return [
             node.document(version) | {"url": node.url, "parent": node.parent} for _, node in sorted(self.nodes.items())
         ]
 
     def digest(self) -> str:
-        """The same for two trees that say the same, in whatever order and layout."""
+        """Return a hash that does not depend on the order and layout of the file."""
         return hashlib.sha256(json.dumps(self.documents(0), sort_keys=True).encode()).hexdigest()

@@ -1,2 +1,2 @@
-"""The consumer application: a copy of a topic on this machine, which answers queries over HTTP, also while the broker
-is away. It knows the broker only as a client does."""
+"""The replica: a local copy of a topic that answers queries over HTTP, also while the broker is down. It uses the
+broker only as a client."""

@@ -3,7 +3,7 @@
     <data>/…               a store (see storage/store.py), in which each copy is a topic
     <data>/index-<id>.db   the index of the copy with that topic ID
 
-A value in the store's state topic says which copies count. It changes as a whole, so a crash at any moment leaves
+A value in the store's state topic names the current copies. It changes atomically, so a crash at any moment leaves
 readers with the old copy or with the new one. Copies that it does not name are removed.
 """
 
@@ -20,13 +20,14 @@ from typing import Any, Final, NamedTuple
 
 from penstock.clock import Clock
 from penstock.errors import BadDirectory, PenstockError
+from penstock.outcome import Outcome
 from penstock.replica.copy import Copy
 from penstock.replica.index import remove_index
 from penstock.run import Run
 from penstock.storage.files import Files
 from penstock.storage.meta import Change, Meta
 from penstock.storage.policy import Policy
-from penstock.storage.store import Settings, Store
+from penstock.storage.store import Store, StoreSettings
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class OriginTopic(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """Which copies count, by the ID of their topic in the store, and what each is a copy of, once that is known."""
+class _CurrentCopies:
+    """The current copies, by the ID of their topic in the store, and the topic each is a copy of, once known."""
 
     pattern: str
     serving: int
@@ -52,13 +53,13 @@ class _Named:
     building_topic: OriginTopic | None = None
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> _Named:
+    def from_json(cls, value: Mapping[str, Any]) -> _CurrentCopies:
         topics = {name: OriginTopic(*value[name]) for name in ("serving_topic", "building_topic") if value[name]}
         return cls(value["pattern"], value["serving"], value["building"], **topics)
 
 
 class Copies:
-    """One thread at a time changes them; any may read."""
+    """One thread at a time may change the copies; any thread may read."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Copies:
         self._readers: Counter[Copy] = Counter()
         self._changed = threading.Condition()
         # Queries read from the disk, so batches need not be kept in memory.
-        self._store = Store(directory, settings=Settings(tail_bytes_max=0), files=files, clock=clock, meta=meta)
+        self._store = Store(directory, settings=StoreSettings(tail_bytes_max=0), files=files, clock=clock, meta=meta)
         self._serving: Copy | None = None
         self._building: Copy | None = None
         try:
@@ -105,10 +106,10 @@ class Copies:
 
     @contextmanager
     def read(self) -> Iterator[Copy]:
-        """Give a reader the copy that is served. It stays until the reader has left."""
+        """Yield the copy that is served. It is not removed while a reader uses it."""
         with self._changed:
             copy = self._serving
-            assert copy is not None, "it is open"
+            assert copy is not None, "the copies are open"
             self._readers[copy] += 1
         try:
             yield copy
@@ -123,7 +124,7 @@ class Copies:
 
     @property
     def topic(self) -> OriginTopic | None:
-        """The topic whose messages the copy has; None if it has none yet."""
+        """The topic whose messages the copy has; None if the copy is empty."""
         return self._named.building_topic if self.is_building else self._named.serving_topic
 
     @property
@@ -136,7 +137,7 @@ class Copies:
         return self._filled.next_offset(partition)
 
     def append(self, topic: OriginTopic, runs: Mapping[int, Run]) -> int:
-        """Store messages, as `Copy.append`."""
+        """Store messages; see `Copy.append`."""
         if topic != self.topic:
             if self.is_building:
                 self._name(replace(self._named, building_topic=topic))
@@ -147,7 +148,7 @@ class Copies:
     # Refresh.
 
     def begin(self) -> None:
-        """Begin a new copy beside the one that is read. A copy that is being built is abandoned."""
+        """Start a new copy beside the one that is read. Abandon a copy that is being built."""
         building = self._copy(self._create(self._named.pattern))
         try:
             self._name(replace(self._named, building=building.id, building_topic=None))
@@ -163,7 +164,7 @@ class Copies:
         building, old = self._building, self._serving
         if building is None or old is None:
             return False
-        self._name(_Named(self._named.pattern, building.id, serving_topic=self._named.building_topic))
+        self._name(_CurrentCopies(self._named.pattern, building.id, serving_topic=self._named.building_topic))
         with self._changed:
             self._serving, self._building = building, None
             self._changed.wait_for(lambda: not self._readers[old])
@@ -171,7 +172,7 @@ class Copies:
         return True
 
     def abandon(self) -> None:
-        """Give up the copy that is being built. New messages go to the one that is read again."""
+        """Abandon the copy that is being built. New messages go to the one that is read again."""
         if self._building is None:
             return
         self._name(replace(self._named, building=None, building_topic=None))
@@ -181,18 +182,18 @@ class Copies:
     @property
     def _filled(self) -> Copy:
         copy = self._building or self._serving
-        assert copy is not None, "it is open"
+        assert copy is not None, "the copies are open"
         return copy
 
-    def _open(self, pattern: str) -> _Named:
+    def _open(self, pattern: str) -> _CurrentCopies:
         value = self._store.state.get(*_STATE)
         if value is None:
             if any(not topic.is_internal for topic in self._store.topics):
                 raise BadDirectory(f"{self._directory} is the data directory of a broker: choose another directory")
-            named = _Named(pattern, self._create(pattern))
+            named = _CurrentCopies(pattern, self._create(pattern))
             self._name(named)
         else:
-            named = _Named.from_json(value)
+            named = _CurrentCopies.from_json(value)
         if named.pattern != pattern:
             raise BadDirectory(
                 f"{self._directory} has a copy of {named.pattern}, not of {pattern}: choose another directory"
@@ -209,14 +210,11 @@ class Copies:
     def _create(self, pattern: str) -> int:
         return self._store.create_topic(_NAME, policy=self._policy, origin=pattern).id
 
-    def _name(self, named: _Named) -> None:
-        errors: list[PenstockError] = []
-        self._store.state.write(
-            [Change(*_STATE, asdict(named))], lambda _, error: errors.append(error) if error else None
-        )
+    def _name(self, named: _CurrentCopies) -> None:
+        outcome = Outcome()
+        self._store.state.write([Change(*_STATE, asdict(named))], outcome)
         self._store.flush()
-        if errors:
-            raise errors[0]
+        outcome.check()
         self._named = named
 
     def _copy(self, topic_id: int) -> Copy:
@@ -230,7 +228,7 @@ class Copies:
         return self._index_directory / f"index-{topic_id}.db"
 
     def _remove(self, copy: Copy) -> None:
-        """Remove a copy that is not named any more. If this fails, it is done when the directory is opened again."""
+        """Remove a copy that is no longer current. If this fails, it is removed when the directory is opened again."""
         try:
             copy.remove_index()
             self._store.delete_topic(copy.id)

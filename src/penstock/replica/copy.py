@@ -1,8 +1,7 @@
 """A copy of a topic: the broker's stored batches in logs of a store, and an index of them.
 
-Each partition is a piped log (see storage/log.py), so messages have the offsets that they have at the broker. Messages
-are stored when their log is synced. The index follows the logs: it is fed by reading them, and is rebuilt from
-them if it is missing.
+Each partition is a piped log (see storage/log.py), so messages have the same offsets as at the broker. Messages are
+stored once their log is synced. The index is updated by reading the logs, and is rebuilt from them if it is missing.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import Final
 
 from penstock.batch import Batch
 from penstock.client.values import read_headers
-from penstock.errors import LogDamaged, OffsetOutOfRange, PenstockError
-from penstock.replica.index import CopiedSegment, Index, Totals
+from penstock.errors import LogDamaged, OffsetOutOfRange
+from penstock.outcome import Outcome
+from penstock.replica.index import CopiedSegment, ReplicaIndex, Totals
 from penstock.run import Run, open_batch, split
 from penstock.storage.log import Log
 from penstock.storage.policy import Topic
@@ -24,14 +24,14 @@ from penstock.storage.segment import Segment
 from penstock.storage.store import Store
 from penstock.times import iso
 
-# So much is read at once: to feed the index, and to answer a range.
+# Bytes to read at once, to update the index and to answer a range.
 _READ_BYTES: Final = 1 << 20
-# A batch is what a reader opens to get one message.
+# Small, because a reader opens a whole batch to get one message.
 _BATCH_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class CopiedRecord:
     """One message of a copy."""
 
     offset: int
@@ -44,13 +44,13 @@ class Record:
 
 
 class Copy:
-    """One thread at a time appends, and it is the thread that owns the store. Others may read meanwhile."""
+    """Only the thread that owns the store appends; others may read at the same time."""
 
     def __init__(self, store: Store, topic: Topic, index_path: Path) -> None:
         """Open a copy. Raises LogDamaged if a log has lost messages that the index knows."""
         self._store = store
         self._topic = topic
-        self._index = Index.open(index_path)
+        self._index = ReplicaIndex.open(index_path)
         try:
             for partition in range(topic.partitions):
                 self._check(partition)
@@ -72,22 +72,23 @@ class Copy:
     # Writing.
 
     def append(self, name: str, runs: Mapping[int, Run]) -> int:
-        """Store the messages of each partition that are not stored yet, durably; return how many.
+        """Store durably the messages of each partition that are not stored yet; return their number.
 
-        `name` is the topic's at the broker. Raises a DiskError or sqlite3.Error: then some of them may be stored.
+        `name` is the name of the topic at the broker. Raises DiskError or sqlite3.Error; then some may be stored.
         """
         self._make_partitions(1 + max(runs, default=0))
-        errors: list[PenstockError] = []
+        outcomes: list[Outcome] = []
         count = 0
         for partition, run in runs.items():
             log = self._log(partition)
             wanted = run.at_least(log.end)
             count += len(wanted)
             for part in split(wanted, _BATCH_BYTES) if wanted.values else ():
-                log.append_at(_stored(part, name), lambda _, error: errors.append(error) if error else None)
+                outcomes.append(Outcome())
+                log.append_at(_stored(part, name), outcomes[-1])
         self._store.flush()
-        if errors:
-            raise errors[0]
+        for outcome in outcomes:
+            outcome.check()
         for partition in runs:
             self._feed_index(partition)
         return count
@@ -102,11 +103,11 @@ class Copy:
 
     # Reading.
 
-    def find(self, partition: int, offset: int) -> Record | None:
+    def find(self, partition: int, offset: int) -> CopiedRecord | None:
         found = next(self._records(partition, offset, offset, read_bytes=1), None)
         return None if found is None else found[0]
 
-    def find_key(self, key: bytes) -> tuple[int, Record] | None:
+    def find_key(self, key: bytes) -> tuple[int, CopiedRecord] | None:
         """Return the latest message of a key, and its partition."""
         place = self._index.find_key(key)
         if place is None:
@@ -116,10 +117,10 @@ class Copy:
 
     def find_range(
         self, partition: int, first: int, last: int, *, limit: int, bytes_max: int
-    ) -> tuple[list[Record], int | None]:
-        """Return the records from one offset to another, both included, and the offset at which the rest begins if
-        there are more than `limit` records or `bytes_max` bytes. The answer has at least one record if there is one."""
-        found: list[Record] = []
+    ) -> tuple[list[CopiedRecord], int | None]:
+        """Return the records from one offset to another, inclusive, and the first offset of the rest if there are more
+        than `limit` records or `bytes_max` bytes. At least one record is returned if there is one."""
+        found: list[CopiedRecord] = []
         size = 0
         for record, record_bytes in self._records(partition, first, last):
             size += record_bytes
@@ -142,8 +143,8 @@ class Copy:
 
     def _records(
         self, partition: int, first: int, last: int, *, read_bytes: int = _READ_BYTES
-    ) -> Iterator[tuple[Record, int]]:
-        """Yield the records from one offset to another, both included, each with its bytes."""
+    ) -> Iterator[tuple[CopiedRecord, int]]:
+        """Yield the records from one offset to another, inclusive, each with its size."""
         if partition >= self._topic.partitions:
             return
         for batch in _batches(self._log(partition), first, read_bytes):
@@ -196,7 +197,7 @@ class Copy:
         self._index.add(partition, batches[-1].end, list(grown.values()), latest)
 
     def _copied(self, partition: int, segment: Segment, first: int) -> CopiedSegment:
-        """Return what the index knows of a segment, with its bytes as they are now."""
+        """Return the segment from the index, with its current size."""
         known = self._index.segment(partition, segment.base)
         if known is not None:
             return known._replace(bytes=segment.size)
@@ -206,7 +207,7 @@ class Copy:
 
 
 def _batches(log: Log, offset: int, read_bytes: int = _READ_BYTES) -> Iterator[Batch]:
-    """Yield the stored batches from an offset on, reading so many bytes at once."""
+    """Yield the stored batches from an offset on, reading `read_bytes` at once."""
     while True:
         try:
             batches = log.read_disk(offset, read_bytes)
@@ -219,13 +220,13 @@ def _batches(log: Log, offset: int, read_bytes: int = _READ_BYTES) -> Iterator[B
 
 
 def _stored(run: Run, name: str) -> Batch:
-    """Return a batch with the offsets that the messages have."""
+    """Return a batch with the offsets of the messages."""
     return Batch(bytearray(run.stored(name.encode())))
 
 
-def _record(run: Run, index: int) -> tuple[Record, int]:
+def _record(run: Run, index: int) -> tuple[CopiedRecord, int]:
     value, key, headers = run.values[index], run.keys.get(index), run.headers.get(index)
-    record = Record(
+    record = CopiedRecord(
         offset=run.offset(index),
         value=value,
         key=key,

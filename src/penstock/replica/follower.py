@@ -1,6 +1,6 @@
-"""From the broker into the copy: a member of a partitioned group, which acknowledges what is stored here.
+"""Copy messages from the broker: a member of a partitioned group that acknowledges messages once they are stored here.
 
-The copy says how far it is, not the group. What comes again is not stored again; and where the group is ahead of the
+The copy decides the position, not the group. Redelivered messages are not stored again; if the group is ahead of the
 copy (its directory was removed, or is an older one), the group is moved back.
 """
 
@@ -8,42 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import groupby
-from typing import Final, TypeVar
+from typing import Final
 
-from penstock.client.aio import AsyncClient, AsyncSubscription
+from penstock.client.aio import AsyncClient
 from penstock.client.message import Message
+from penstock.client.subscription import AsyncSubscription
 from penstock.client.values import GroupPosition
-from penstock.errors import BadConfig, DiskError, PeerError, PenstockError, UnknownGroup, UnknownTopic
-from penstock.replica.config import OnError, ReplicaConfig
+from penstock.errors import BadConfig, PeerError, PenstockError, UnknownGroup, UnknownTopic
+from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies, OriginTopic
-from penstock.run import Run
-from penstock.web import Credentials
+from penstock.replica.writer import CopyWriter
+from penstock.web.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# Messages that are here and not stored yet, and how many are stored at once.
+# Messages to prefetch, and to store at once.
 BUFFER: Final = 10_000
 STORED_AT_ONCE: Final = 5_000
-# For a request to the broker; for a look at it, and between two of them; and until it is asked again to subscribe.
+# Timeouts of a request and of a status check; intervals between status checks and between attempts to subscribe.
 _TIMEOUT_S: Final = 5.0
 _ANSWER_S: Final = 2.0
 _LOOK_S: Final = 1.0
 _AGAIN_S: Final = 1.0
-# What the disk may do.
-_DISK_ERRORS: Final = (OSError, sqlite3.Error, DiskError)
 
 
 @dataclass(frozen=True, slots=True)
-class Broker:
-    """What is known of it: how far behind it the copy is, and what keeps them apart."""
+class BrokerStatus:
+    """The connection to the broker: the lag of the copy, or the error."""
 
     connected: bool = False
     lag: int | None = None
@@ -56,35 +50,26 @@ class Follower:
         config: ReplicaConfig,
         copies: Copies,
         *,
-        delay_s: Callable[[int], float | None],
+        writer: CopyWriter,
         credentials: Credentials,
+        stop: asyncio.Event,
     ) -> None:
-        """`delay_s`: how long to wait when a message could not be stored for the n-th time."""
-        # Messages that were acknowledged and are not stored, because that was asked for.
-        self.skipped = 0
-        # Why messages are not stored at present, if they are not.
-        self.failure: str | None = None
-        self.is_paused = False
         self._config = config
         self._copies = copies
-        self._delay_s = delay_s
+        self._writer = writer
         self._credentials = credentials
-        self._stop = asyncio.Event()
-        self._resumed = asyncio.Event()
-        # The only thread that changes the copies.
-        self._thread = ThreadPoolExecutor(1, "penstock-replica")
+        self._stop = stop
         self._subscription: AsyncSubscription | None = None
-        # What the broker says of the group, and why there is no subscription, if there is none.
-        self._seen = Broker()
+        # The last status of the broker, and why there is no subscription, if so.
+        self._seen = BrokerStatus()
         self._refusal: str | None = None
 
     @property
-    def broker(self) -> Broker:
+    def broker(self) -> BrokerStatus:
         return replace(self._seen, error=self._refusal or self._seen.error)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`. Then what is being stored is stored, and acknowledged."""
-        self._stop = stop
+    async def run(self) -> None:
+        """Run until `stop`, then store and acknowledge the messages at hand."""
         client = AsyncClient(
             self._config.broker, name=f"replica {self._config.type}", timeout=_TIMEOUT_S, **asdict(self._credentials)
         )
@@ -95,26 +80,21 @@ class Follower:
             watching.cancel()
             await asyncio.wait([watching])
             await client.close()
-            self._thread.shutdown()
+            self._writer.close()
 
-    def resume(self) -> bool:
-        """After a pause; False if there was none."""
-        self._resumed.set()
-        return self.is_paused
-
-    # RESET and READY, as the broker says them.
+    # ---- RESET and READY from the broker
 
     async def reset(self, topic: str) -> None:
-        """All of the topic comes again: into a new copy. Readers have the old one meanwhile."""
-        logger.info("%s is sent anew: a new copy begins", topic)
-        await self._insist(self._copies.begin, "a new copy cannot be begun")
+        """Start a new copy, because the broker sends the whole topic again. Readers keep the old copy meanwhile."""
+        logger.info("refresh of %s: starting a new copy", topic)
+        await self._writer.insist(self._copies.begin, "cannot start a new copy")
 
     async def ready(self, topic: str) -> None:
-        """All has come: readers have the new copy."""
-        if await self._insist(self._copies.complete, "the new copy cannot take the place of the old one"):
-            logger.info("%s is complete: the new copy is read", topic)
+        """Serve the new copy: it is complete."""
+        if await self._writer.insist(self._copies.complete, "cannot replace the old copy"):
+            logger.info("refresh of %s is complete: serving the new copy", topic)
 
-    # The subscription.
+    # ---- the subscription
 
     async def _follow(self, client: AsyncClient) -> None:
         was_open = False
@@ -127,15 +107,15 @@ class Follower:
                     await self._take(subscription)
             except PenstockError as error:
                 if isinstance(error, BadConfig) or (isinstance(error, PeerError) and not was_open):
-                    raise  # what was asked for is wrong, and will be
+                    raise  # the request is wrong: a retry would fail again
                 self._note_refusal(error)
-                await self._pause(_AGAIN_S)
+                await self._writer.pause(_AGAIN_S)
 
     async def _subscribe(self, client: AsyncClient) -> AsyncSubscription:
         await client.connect()
-        if self._copies.is_building and await self._is_in_vain(client):
-            logger.warning("the new copy will not be completed: it is given up")
-            await self._insist(self._copies.abandon, "the new copy cannot be given up")
+        if self._copies.is_building and await self._is_refresh_lost(client):
+            logger.warning("abandoning the new copy: the refresh has ended")
+            await self._writer.insist(self._copies.abandon, "cannot abandon the new copy")
         await self._move_back(client)
         return await client.subscribe(
             self._config.topic,
@@ -147,15 +127,15 @@ class Follower:
             on_ready=self.ready,
         )
 
-    async def _is_in_vain(self, client: AsyncClient) -> bool:
-        """Whether a new copy was begun, and the broker will not say that it is complete."""
+    async def _is_refresh_lost(self, client: AsyncClient) -> bool:
+        """Return whether a new copy was started that the broker will not complete."""
         if await self._refresh_is_over(client):
             return True
-        # It may have been given up before the group went back: then nothing comes again.
+        # The refresh may have been aborted before the replay: then nothing is sent again.
         return bool(await self._ahead(client))
 
     async def _refresh_is_over(self, client: AsyncClient) -> bool:
-        """Of this group: also if the topic or the group is not there any more."""
+        """Return whether the refresh of this group has ended; also if the topic or the group no longer exists."""
         try:
             refresh = await client.refresh_status(self._copies.topic_name or self._config.topic)
         except UnknownTopic:
@@ -164,10 +144,10 @@ class Follower:
         return not states or states == ["COMPLETED"]
 
     async def _move_back(self, client: AsyncClient) -> None:
-        """The group must not be ahead of the copy, or what is between them would never come."""
+        """Move the group back if it is ahead of the copy: otherwise the messages in between would be missing."""
         for position, wanted in await self._ahead(client):
             logger.warning(
-                "the group %s is at offset %d of %s/%d, and the copy at %d: the group goes back",
+                "group %s is at offset %d of %s/%d, but the copy is at %d: moving the group back",
                 self._config.group,
                 position.committed,
                 position.topic,
@@ -177,14 +157,14 @@ class Follower:
             await client.reset_group(self._config.group, wanted, topic=position.topic, partition=position.partition)
 
     async def _ahead(self, client: AsyncClient) -> list[tuple[GroupPosition, int]]:
-        """Where the group is ahead of the copy, and where that is."""
+        """Return the positions where the group is ahead of the copy, each with the offset of the copy."""
         try:
             group = await client.group(self._config.group)
         except UnknownGroup:
             return []
         if group.members:
             logger.warning(
-                "the group %s has %d other members: each has only some of the partitions. Give each replica its own",
+                "group %s has %d other members, and each gets only some partitions: give each replica its own group",
                 group.name,
                 len(group.members),
             )
@@ -201,16 +181,16 @@ class Follower:
         return ahead
 
     async def _take(self, subscription: AsyncSubscription) -> None:
-        """Until it is time to stop; or until the subscription must be made anew, to get what comes from its begin."""
+        """Store messages until the stop, or until a new subscription is needed to read from the start."""
         while (messages := await self._next(subscription)) is not None:
             for topic, several in _by_topic(messages):
                 if not await self._is_ours(topic):
                     return
-                await self._store(topic, several)
+                await self._writer.store(topic, several)
         await self._settle(subscription)
 
     async def _next(self, subscription: AsyncSubscription) -> list[Message] | None:
-        """The messages that have come; None if it is time to stop."""
+        """Return the next messages; None at the stop."""
         taking = asyncio.create_task(subscription.get_many(STORED_AT_ONCE))
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -222,119 +202,29 @@ class Follower:
             await asyncio.gather(taking, stopping, return_exceptions=True)
 
     async def _is_ours(self, topic: OriginTopic) -> bool:
-        """Whether messages of this topic belong into the copy. If it was deleted and made again, or is another
-        broker's, a new copy begins."""
+        """Return whether messages of this topic belong to the copy. Start a new copy if the topic was deleted and
+        created again, or is of another broker."""
         ours = self._copies.topic
         if ours in (None, topic):
             return True
         assert ours is not None
         if ours.name != topic.name:
             raise BadConfig(
-                [f"{self._config.topic} matches {ours.name} and {topic.name}: a copy is of one topic, name that"]
+                [f"{self._config.topic} matches the topics {ours.name} and {topic.name}: give the name of one topic"]
             )
-        logger.warning("%s is another topic than the one that was copied: a new copy begins", topic.name)
-        await self._insist(self._copies.begin, "a new copy cannot be begun")
-        await self._insist(self._copies.complete, "the new copy cannot take the place of the old one")
+        logger.warning("%s is not the topic that was copied: starting a new copy", topic.name)
+        await self._writer.insist(self._copies.begin, "cannot start a new copy")
+        await self._writer.insist(self._copies.complete, "cannot replace the old copy")
         return False
 
     async def _settle(self, subscription: AsyncSubscription) -> None:
         try:
             await subscription.flush()
         except PenstockError as error:
-            # It comes again, and is here already.
-            logger.info("not all is acknowledged: %s", error)
+            # They are redelivered, and recognised as stored.
+            logger.info("some messages are not acknowledged: %s", error)
 
-    # Storing.
-
-    async def _store(self, topic: OriginTopic, messages: Sequence[Message]) -> None:
-        """Halved as long as it fails, a batch leaves alone what cannot be stored."""
-        parts, attempt = [messages], 1
-        while parts:
-            part = parts.pop()
-            try:
-                await self._in_thread(partial(self._append, topic, part))
-            except _DISK_ERRORS as error:
-                if len(part) > 1:
-                    middle = len(part) // 2
-                    parts += (part[middle:], part[:middle])
-                    continue
-                self._note_failure(f"offset {part[0].offset} of {topic.name}/{part[0].partition} is not stored", error)
-                if self._config.on_error is OnError.SKIP_ON_ERROR:
-                    self._skip(topic, part[0])
-                elif await self._waits(attempt):
-                    parts.append(part)
-                    attempt += 1
-                    continue
-                else:
-                    return
-            else:
-                self.failure = None
-            attempt = 1
-            _acknowledge(part)
-
-    def _append(self, topic: OriginTopic, messages: Sequence[Message]) -> None:
-        partitions: dict[int, list[Message]] = {}
-        for message in messages:
-            partitions.setdefault(message.partition, []).append(message)
-        self._copies.append(topic, {partition: _run(several) for partition, several in partitions.items()})
-
-    def _skip(self, topic: OriginTopic, message: Message) -> None:
-        self.skipped += 1
-        logger.error("offset %d of %s/%d is skipped", message.offset, topic.name, message.partition)
-
-    async def _waits(self, attempt: int) -> bool:
-        """Until it is time to try again; False if it is time to stop."""
-        if self._config.on_error is OnError.PAUSE_ON_ERROR:
-            logger.error("paused, until it is resumed: POST /api/consumer/resume")
-            await self._wait_resumed()
-        else:
-            await self._pause(self._delay_s(attempt) or 0.0)
-        return not self._stop.is_set()
-
-    async def _wait_resumed(self) -> None:
-        self._resumed.clear()
-        self.is_paused = True
-        waits = [asyncio.create_task(event.wait()) for event in (self._resumed, self._stop)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self.is_paused = False
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _insist(self, change: Callable[[], T], problem: str) -> T:
-        """What the broker waits for is tried until it is done."""
-        attempt = 1
-        while True:
-            try:
-                done = await self._in_thread(change)
-            except _DISK_ERRORS as error:
-                self._note_failure(problem, error)
-                await self._pause(self._delay_s(attempt) or 0.0)
-                if self._stop.is_set():
-                    raise
-                attempt += 1
-            else:
-                self.failure = None
-                return done
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _pause(self, seconds: float) -> None:
-        """Or until it is time to stop."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stop.wait()
-        except TimeoutError:
-            pass
-
-    # What is known.
-
-    def _note_failure(self, problem: str, error: Exception) -> None:
-        self.failure = f"{problem}: {error}"
-        logger.error("%s", self.failure)
+    # ---- status
 
     def _note_refusal(self, error: PenstockError) -> None:
         if str(error) != self._refusal:
@@ -342,50 +232,32 @@ class Follower:
         self._refusal = str(error)
 
     async def _watch(self, client: AsyncClient) -> None:
-        """Look at the broker now and then: who answers is there."""
+        """Check the broker periodically."""
         while True:
             try:
                 async with asyncio.timeout(_ANSWER_S):
                     self._seen = await self._look(client)
                     await self._look_at_refresh(client)
             except TimeoutError:
-                self._seen = Broker(error=f"no answer from {self._config.broker} for {_ANSWER_S:g} s")
+                self._seen = BrokerStatus(error=f"no answer from {self._config.broker} for {_ANSWER_S:g} s")
             except PenstockError as error:
-                self._seen = Broker(error=str(error))
+                self._seen = BrokerStatus(error=str(error))
             await asyncio.sleep(_LOOK_S)
 
-    async def _look(self, client: AsyncClient) -> Broker:
+    async def _look(self, client: AsyncClient) -> BrokerStatus:
         try:
             group = await client.group(self._config.group)
         except UnknownGroup:
-            return Broker(connected=True)
-        return Broker(connected=True, lag=group.lag)
+            return BrokerStatus(connected=True)
+        return BrokerStatus(connected=True, lag=group.lag)
 
     async def _look_at_refresh(self, client: AsyncClient) -> None:
-        """If a new copy waits for a word that will not come (its group was deleted), it is looked at anew."""
+        """Subscribe again if a new copy will never be completed, because its group was deleted."""
         if self._copies.is_building and await self._refresh_is_over(client) and self._subscription is not None:
             await self._subscription.close()
 
 
 def _by_topic(messages: Sequence[Message]) -> Iterator[tuple[OriginTopic, list[Message]]]:
-    """In their order. Almost always it is one topic."""
+    """Group messages by topic, in order. Almost always there is only one."""
     for topic, several in groupby(messages, key=lambda message: OriginTopic(message.topic, message.topic_id)):
         yield topic, list(several)
-
-
-def _run(messages: Sequence[Message]) -> Run:
-    run = Run([message.subject.encode() for message in messages], [message.value for message in messages])
-    run.keys = {index: key for index, message in enumerate(messages) if (key := message.key) is not None}
-    run.headers = {index: block for index, message in enumerate(messages) if (block := message.header_block)}
-    run.tombstones = {index for index, message in enumerate(messages) if message.deleted}
-    run.timestamps = [message.timestamp_us for message in messages]
-    run.offsets = [message.offset for message in messages]
-    run.base_offset = messages[0].offset
-    return run
-
-
-def _acknowledge(messages: Sequence[Message]) -> None:
-    """In a partition the last one speaks for all."""
-    last: dict[int, Message] = {message.partition: message for message in messages}
-    for message in last.values():
-        message.ack()

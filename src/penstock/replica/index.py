@@ -1,7 +1,7 @@
-"""The index of a copy, in SQLite: the latest message of each key, and what each segment holds.
+"""The index of a copy, in SQLite: the latest message of each key, and the contents of each segment.
 
-The index is a projection of the copy's logs, with the offset up to which it follows each of them. It may be behind
-after a crash, and then it catches up. It can be deleted.
+The index is derived from the copy's logs, and stores the offset up to which it covers each of them. After a crash it
+may be behind, and catches up. It can be deleted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SEGMENT_COLUMNS: Final = (
 
 
 class CopiedSegment(NamedTuple):
-    """A segment with messages from offset `start` to `end`, both included. `id` is None before it is in the index."""
+    """A segment with messages from offset `start` to `end`, inclusive. `id` is None before it is in the index."""
 
     id: int | None
     partition: int
@@ -73,8 +73,8 @@ class Totals:
     end: int | None
 
 
-class Index:
-    """One thread at a time writes, others may read meanwhile. Raises sqlite3.Error."""
+class ReplicaIndex:
+    """One thread at a time may write; others may read at the same time. Raises sqlite3.Error."""
 
     def __init__(self, path: Path) -> None:
         """Raises sqlite3.DatabaseError if the file is not an index of this version."""
@@ -89,12 +89,12 @@ class Index:
             raise
 
     @classmethod
-    def open(cls, path: Path) -> Index:
+    def open(cls, path: Path) -> ReplicaIndex:
         """Open an index, or start an empty one in place of a file that cannot be used."""
         try:
             return cls(path)
         except sqlite3.OperationalError:
-            raise  # the disk's fault, not the file's
+            raise  # an error of the disk, not of the file
         except sqlite3.DatabaseError as error:
             logger.warning("%s: %s: rebuilding it from the segments", path, error)
         remove_index(path)
@@ -110,14 +110,14 @@ class Index:
         remove_index(self.path)
 
     def position(self, partition: int) -> int:
-        """Return the offset up to which the index knows a partition."""
+        """Return the offset up to which the index covers a partition."""
         [[offset]] = self._read('SELECT coalesce(max("offset"), 0) FROM positions WHERE partition = ?', partition)
         return int(offset)
 
     def add(
         self, partition: int, position: int, segments: Sequence[CopiedSegment], latest: Mapping[bytes, int | None]
     ) -> None:
-        """Note messages up to `position`. `latest` has the last offset of each key, or None if it is deleted."""
+        """Add messages up to `position`. `latest` has the last offset of each key, or None if it is deleted."""
         with self._transaction() as writer:
             writer.execute("INSERT OR REPLACE INTO positions VALUES (?, ?)", (partition, position))
             writer.executemany(
@@ -137,7 +137,7 @@ class Index:
         return CopiedSegment(*rows[0]) if rows else None
 
     def segments(self, partition: int | None = None, limit: int = -1) -> list[CopiedSegment]:
-        """Return segments in the order in which they were begun."""
+        """Return segments in the order in which they were created."""
         rows = self._read(
             f"SELECT {_SEGMENT_COLUMNS} FROM segment_ranges WHERE ? IS NULL OR partition = ?"
             " ORDER BY segment_id LIMIT ?",
@@ -174,7 +174,7 @@ class Index:
         return [row[0] for row in rows]
 
     def size(self) -> int:
-        """Return the bytes of its files."""
+        """Return the size of the index files in bytes."""
         sizes = 0
         for path in _files(self.path):
             with suppress(FileNotFoundError):
@@ -182,15 +182,15 @@ class Index:
         return sizes
 
     def _prepare(self) -> None:
-        # Consistent after a power cut, and at most a little behind: the rest is read from the logs again.
+        # Consistent after a power cut, though possibly a little behind: the rest is read from the logs again.
         self._writer.execute("PRAGMA journal_mode = WAL")
         self._writer.execute("PRAGMA synchronous = NORMAL")
         [version] = self._writer.execute("PRAGMA user_version").fetchone()
         if version == 0:
             self._writer.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
         elif version != _VERSION:
-            raise sqlite3.DatabaseError(f"version {version} of the index, {_VERSION} is expected")
-        # SQLite reads the file only now.
+            raise sqlite3.DatabaseError(f"index version {version}, expected {_VERSION}")
+        # Force SQLite to read the file.
         self._writer.execute("SELECT count(*) FROM segment_ranges").fetchone()
 
     @contextmanager
@@ -210,8 +210,8 @@ class Index:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # SQLite makes what it keeps beside the database as private as the database is. One that is there is not opened:
-    # closing it again would take the locks of other connections.
+    # SQLite gives its other files the mode of the database. Do not open an existing file: closing it would drop the
+    # locks of other connections.
     with suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     return sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -227,6 +227,6 @@ def remove_index(path: Path) -> None:
 
 
 def _behind(prefix: bytes) -> bytes | None:
-    """Return the first key behind all that begin with `prefix`; None if there is none."""
+    """Return the first key after all keys with `prefix`; None if there is none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else None

@@ -1,4 +1,4 @@
-"""Where the rooms of a replica are joined: start and stop."""
+"""Start and stop a replica."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies
 from penstock.replica.follower import Follower
 from penstock.replica.http import Queries
-from penstock.web import Credentials
+from penstock.replica.writer import CopyWriter
+from penstock.web.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Replica:
         delay_s: Callable[[int], float | None],
         credentials: Credentials | None = None,
     ) -> None:
-        """`credentials` are those for the broker."""
+        """`credentials` are for the broker."""
         self.config = config
         self.version = version
         self.port = 0
@@ -33,15 +34,17 @@ class Replica:
         self._credentials = credentials or Credentials()
 
     async def run(self, stop: asyncio.Event, ready: Callable[[Replica], None]) -> None:
-        """Until `stop`. Queries are answered from the first moment, whether or not there is a broker; and to the last.
+        """Run until `stop`. Queries are answered all the time, with or without a broker.
 
-        Raises what is wrong with the configuration, the directory, or the group.
+        Raises if the configuration, the directory or the group is invalid.
         """
         loop = asyncio.get_running_loop()
         copies = await loop.run_in_executor(None, self._open)
         try:
-            follower = Follower(self.config, copies, delay_s=self._delay_s, credentials=self._credentials)
-            queries = Queries(self.config, copies, follower, self.version, self.config.credentials(self._credentials))
+            writer = CopyWriter(copies, on_error=self.config.on_error, delay_s=self._delay_s, stop=stop)
+            follower = Follower(self.config, copies, writer=writer, credentials=self._credentials, stop=stop)
+            wanted = self.config.credentials(self._credentials)
+            queries = Queries(self.config, copies, writer, follower, version=self.version, credentials=wanted)
             http = queries.port()
             self.port = http.port
             async with asyncio.TaskGroup() as tasks:
@@ -49,7 +52,7 @@ class Replica:
                 answering.add_done_callback(lambda _: queries.close())
                 try:
                     ready(self)
-                    await follower.run(stop)
+                    await follower.run()
                     logger.info("stopping")
                 finally:
                     http.stop()

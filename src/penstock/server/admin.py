@@ -1,309 +1,140 @@
-"""The admin API: topics, groups, dead letters, settings. Each endpoint is a call of the binary door, said in HTTP."""
+"""The admin API: topics, groups, dead letters, settings. Most endpoints are calls of the binary protocol, over HTTP."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Final, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
+from msgspec import Meta
+from starlette.requests import Request
+
+from penstock.broker.broker import Broker
 from penstock.errors import BadRequest
-from penstock.server import calls
-from penstock.server.routes import Asked, Endpoint, Field, Json
+from penstock.schema import NonNegative, about
+from penstock.server import requests
+from penstock.server.calls import CALLS, Callee, Json
+from penstock.web.endpoints import Endpoint, Nothing
 
-# Rows of one answer: unless it says so, and at the most.
+# Rows of one answer: by default, and at most.
 ROWS: Final = 100
 ROWS_MAX: Final = 1000
 
-_NAME: Final = Field(name="name", kind="text", about="its name", place="path", required=True)
-_PAGE: Final = (
-    Field(name="limit", kind="number", about=f"rows of one answer, at most {ROWS_MAX}", place="query", default=ROWS),
-    Field(name="offset", kind="number", about="rows to pass over", place="query", default=0),
-)
-_PARTITIONS: Final = Field(name="partitions", kind="number", about="how many logs it has; never fewer than before")
-_POLICY: Final = Field(
-    name="policy", kind="object", about="what differs from the settings in `topic`, such as durability and retain_ms"
-)
-_START: Final = Field(
-    name="start",
-    kind="any",
-    about='"earliest", "latest", {"offset": n}, {"time": "2030-01-31T12:00:00Z"} (or seconds since 1970, or "-5m"), '
-    '{"time_us": n} or {"positions": [[topic id, partition, offset], ...]}',
-    default="latest",
-)
 
-_BEFORE: Final = Field(
-    name="before",
-    kind="any",
-    about='"latest" for all, {"offset": n} in one partition, {"time": "2030-01-31T12:00:00Z"} (or seconds since 1970, '
-    'or "-5m") or {"time_us": n}',
-    required=True,
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page:
+    limit: Annotated[Annotated[int, Meta(ge=0, le=ROWS_MAX)], about(f"rows of one answer, at most {ROWS_MAX}")] = ROWS
+    offset: Annotated[NonNegative, about("rows to skip")] = 0
 
 
-def _conditions(place: Literal["body", "query"]) -> tuple[Field, ...]:
-    """Return the conditions that dead letters meet."""
-    return (
-        Field(name="group", kind="text", about="of this group", place=place),
-        Field(name="reason", kind="text", about="with this in their reason", place=place),
-        Field(name="since_us", kind="number", about="died then or later, in µs since 1970", place=place),
-        Field(name="until_us", kind="number", about="died before, in µs since 1970", place=place),
-        Field(name="partition", kind="number", about="only those in this partition of theirs", place=place),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RefreshTopics:
+    topic: Annotated[str | None, about("one topic")] = None
+    topics: Annotated[
+        Annotated[list[str], Meta(min_length=1, max_length=ROWS_MAX)] | None, about(f"or several, at most {ROWS_MAX}")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Topic:
+    topic: Annotated[str, about("the topic")]
+
+
+def endpoints(callee: Callee, settings: Mapping[str, Any]) -> list[Endpoint]:
+    """`settings` are the settings as people may see them, with their origins."""
+    broker = callee.broker
+
+    def listing(path: str, text: str, call: str) -> Endpoint:
+        async def answer(asked: _Page, _request: Request) -> Json:
+            return await CALLS[call].function(broker, requests.Page(limit=asked.limit, offset=asked.offset))
+
+        return Endpoint(method="GET", path=path, about=text, answer=answer, parameters=_Page, guarded=True)
+
+    async def refresh(asked: _RefreshTopics, _request: Request) -> Json:
+        return await _refresh(broker, asked)
+
+    async def refresh_status(asked: _Topic, _request: Request) -> Json:
+        return await CALLS["refresh_status"].function(broker, requests.Named(name=asked.topic))
+
+    async def config(_asked: object, _request: Request) -> Json:
+        return {"settings": settings}
+
+    async def statistics(_asked: object, _request: Request) -> Json:
+        return callee.statistics()
+
+    return [
+        listing("/admin/topics", "The topics, with their policies and positions", "topics"),
+        listing("/admin/groups", "The groups, with their members, positions and lag", "groups"),
+        *(_endpoint(broker, *each) for each in _CALLS),
+        Endpoint(
+            method="POST",
+            path="/admin/refresh-topic",
+            about="Send consumers of topics everything again: RESET, all messages, READY",
+            answer=refresh,
+            parameters=_RefreshTopics,
+            status=202,
+            guarded=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/admin/refresh-status",
+            about="The progress of a refresh, and the consumers that it waits for",
+            answer=refresh_status,
+            parameters=_Topic,
+            guarded=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/admin/config",
+            about="Every setting, its value and its origin; secrets are hidden",
+            answer=config,
+            parameters=Nothing,
+            guarded=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/admin/statistics",
+            about="The server's figures, as in /varz",
+            answer=statistics,
+            guarded=True,
+        ),
+    ]
+
+
+# Method, path, what it does, the call, and the status of success.
+_CALLS: Final[tuple[tuple[Any, str, str, str, int], ...]] = (
+    ("POST", "/admin/topics", "Create a topic", "create_topic", 201),
+    ("GET", "/admin/topics/{name:path}", "One topic", "topic", 200),
+    ("PATCH", "/admin/topics/{name:path}", "Change a topic's policy, or add partitions", "alter_topic", 200),
+    ("POST", "/admin/topics/{name:path}/purge", "Drop messages before a time or an offset", "purge_topic", 200),
+    ("DELETE", "/admin/topics/{name:path}", "Delete a topic and all its messages", "delete_topic", 204),
+    ("POST", "/admin/groups", "Create a group", "create_group", 201),
+    ("GET", "/admin/groups/{name:path}", "One group", "group", 200),
+    ("DELETE", "/admin/groups/{name:path}", "Delete a group and its positions", "delete_group", 204),
+    ("POST", "/admin/groups/{name:path}/reset", "Move a group to another position", "reset_group", 200),
+    ("GET", "/admin/dead-letters", "Dead letters, oldest first; values in base64", "dead_letters", 200),
+    ("POST", "/admin/dead-letters/redrive", "Publish dead letters to their subjects again", "redrive", 200),
+    ("POST", "/admin/dead-letters/purge", "Delete dead letters", "purge_dead_letters", 200),
+    ("GET", "/admin/delayed", "Delayed messages, in the order they are due; keys and values in base64", "delayed", 200),
+    ("POST", "/admin/delayed/cancel", "Cancel delayed messages", "cancel_delayed", 200),
+)
+
+
+def _endpoint(broker: Broker, method: Any, path: str, text: str, call: str, status: int) -> Endpoint:
+    async def answer(asked: object, _request: Request) -> Json:
+        return await CALLS[call].function(broker, asked)
+
+    arguments = CALLS[call].arguments
+    return Endpoint(
+        method=method, path=path, about=text, answer=answer, parameters=arguments, status=status, guarded=True
     )
 
 
-_LETTERS: Final = (
-    Field(name="pattern", kind="text", about="of their own subjects", required=True),
-    *_conditions("body"),
-    Field(name="offsets", kind="numbers", about="only those at these offsets"),
-    Field(name="count", kind="number", about="at most so many; all, if it is not said"),
-)
-
-
-def _call(name: str) -> Callable[[Asked], Awaitable[Json]]:
-    async def answer(asked: Asked) -> Json:
-        return await calls.call(asked.server, {**asked.fields, "call": name})
-
-    return answer
-
-
-def _list(name: str) -> Callable[[Asked], Awaitable[Json]]:
-    async def answer(asked: Asked) -> Json:
-        limit = min(asked.number("limit", ROWS), ROWS_MAX)
-        return await calls.call(asked.server, {**asked.fields, "limit": limit, "call": name})
-
-    return answer
-
-
-async def _settings(asked: Asked) -> Json:
-    return {"settings": asked.server.settings}
-
-
-async def _letters(asked: Asked) -> Json:
-    return await calls.call(asked.server, {"pattern": ">", **asked.fields, "call": "dead_letters"})
-
-
-async def _delayed(asked: Asked) -> Json:
-    return await calls.call(asked.server, {"pattern": ">", **asked.fields, "call": "delayed"})
-
-
-async def _refresh(asked: Asked) -> Json:
-    fields = asked.fields
-    names = [fields["topic"]] if "topic" in fields else fields.get("topics")
-    if not isinstance(names, list) or not names or len(names) > ROWS_MAX or len(fields) != 1:
-        raise BadRequest(f"name a topic, or 1 to {ROWS_MAX} topics")
-    # First all of them are looked for: none is refreshed if one is not there.
+async def _refresh(broker: Broker, asked: _RefreshTopics) -> Json:
+    if (asked.topic is None) == (asked.topics is None):
+        raise BadRequest("name either a topic, or topics")
+    names = [requests.Named(name=name) for name in asked.topics or [asked.topic or ""]]
+    # None is refreshed if one does not exist.
     for name in names:
-        await calls.call(asked.server, {"call": "refresh_status", "name": name})
-    return {"refreshes": [await calls.call(asked.server, {"call": "refresh_topic", "name": name}) for name in names]}
-
-
-async def _refresh_status(asked: Asked) -> Json:
-    return await calls.call(asked.server, {"call": "refresh_status", "name": asked.text("topic")})
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        method="GET",
-        path="/admin/topics",
-        about="The topics, with their policies and positions",
-        answer=_list("topics"),
-        fields=_PAGE,
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/topics",
-        about="Create a topic",
-        answer=_call("create_topic"),
-        fields=(Field(name="name", kind="text", about="its name", required=True), _PARTITIONS, _POLICY),
-        status=201,
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/topics/{name:path}",
-        about="One topic",
-        answer=_call("topic"),
-        fields=(_NAME,),
-        guarded=True,
-    ),
-    Endpoint(
-        method="PATCH",
-        path="/admin/topics/{name:path}",
-        about="Change a topic's policy, or give it more partitions",
-        answer=_call("alter_topic"),
-        fields=(_NAME, _PARTITIONS, _POLICY),
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/topics/{name:path}/purge",
-        about="Drop the messages of a topic before a time or an offset",
-        answer=_call("purge_topic"),
-        fields=(_NAME, _BEFORE, Field(name="partition", kind="number", about="only this one")),
-        guarded=True,
-    ),
-    Endpoint(
-        method="DELETE",
-        path="/admin/topics/{name:path}",
-        about="Delete a topic and all that is in it",
-        answer=_call("delete_topic"),
-        fields=(_NAME,),
-        status=204,
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/groups",
-        about="The groups, with their members, positions and lag",
-        answer=_list("groups"),
-        fields=_PAGE,
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/groups",
-        about="Create a group",
-        answer=_call("create_group"),
-        fields=(
-            Field(name="name", kind="text", about="its name", required=True),
-            Field(name="pattern", kind="text", about="the subjects that it reads; this, or topic"),
-            Field(name="topic", kind="text", about="the topic that it reads, with all its subjects; this, or pattern"),
-            Field(name="mode", kind="text", about="shared or partitioned", default="shared"),
-            _START,
-        ),
-        status=201,
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/groups/{name:path}",
-        about="One group",
-        answer=_call("group"),
-        fields=(_NAME,),
-        guarded=True,
-    ),
-    Endpoint(
-        method="DELETE",
-        path="/admin/groups/{name:path}",
-        about="Forget a group and its positions",
-        answer=_call("delete_group"),
-        fields=(_NAME,),
-        status=204,
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/groups/{name:path}/reset",
-        about="Let a group go on from somewhere else",
-        answer=_call("reset_group"),
-        fields=(
-            _NAME,
-            _START,
-            Field(name="topic", kind="text", about="only in this topic"),
-            Field(name="partition", kind="number", about="only in this partition"),
-        ),
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/dead-letters",
-        about="Messages that groups could not handle, oldest first; values in base64",
-        answer=_letters,
-        fields=(
-            Field(name="pattern", kind="text", about="of their own subjects", place="query", default=">"),
-            *_conditions("query"),
-            Field(
-                name="limit",
-                kind="number",
-                about=f"rows of one answer, at most {calls.LETTERS_MAX}",
-                place="query",
-                default=100,
-            ),
-            Field(name="redriven", kind="flag", about="also those that were sent again", place="query", default=False),
-        ),
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/dead-letters/redrive",
-        about="Publish dead letters to their subjects again",
-        answer=_call("redrive"),
-        fields=(
-            *_LETTERS,
-            Field(name="to_group", kind="flag", about="deliver each only to the group that failed", default=False),
-        ),
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/dead-letters/purge",
-        about="Forget dead letters",
-        answer=_call("purge_dead_letters"),
-        fields=_LETTERS,
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/delayed",
-        about="Messages that are delayed, those first that are due first; keys and values in base64",
-        answer=_delayed,
-        fields=(
-            Field(name="pattern", kind="text", about="of their subjects", place="query", default=">"),
-            Field(name="message_id", kind="text", about="with this ID", place="query"),
-            Field(
-                name="limit",
-                kind="number",
-                about=f"rows of one answer, at most {calls.LETTERS_MAX}",
-                place="query",
-                default=100,
-            ),
-        ),
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/delayed/cancel",
-        about="Cancel delayed messages: they are never published",
-        answer=_call("cancel_delayed"),
-        fields=(
-            Field(name="pattern", kind="text", about="of their subjects", required=True),
-            Field(name="message_id", kind="text", about="with this ID"),
-            Field(name="offsets", kind="numbers", about="only those at these offsets, as the list shows them"),
-        ),
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/admin/refresh-topic",
-        about="Let all consumers of a topic, or of several, begin anew: RESET, all of it again, READY",
-        answer=_refresh,
-        fields=(
-            Field(name="topic", kind="text", about="one topic"),
-            Field(name="topics", kind="texts", about="or several"),
-        ),
-        status=202,
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/refresh-status",
-        about="How far the refresh of a topic is, and whom it waits for",
-        answer=_refresh_status,
-        fields=(Field(name="topic", kind="text", about="the topic", place="query", required=True),),
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/config",
-        about="Every setting, its value and where that came from; secrets are hidden",
-        answer=_settings,
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/admin/statistics",
-        about="The server's figures, as /varz has them",
-        answer=_call("statistics"),
-        guarded=True,
-    ),
-)
+        await CALLS["refresh_status"].function(broker, name)
+    return {"refreshes": [await CALLS["refresh_topic"].function(broker, name) for name in names]}

@@ -1,7 +1,7 @@
-"""Cursus' names for settings: those of its YAML files, of its JSON files, and of its flags.
+"""Cursus' names for settings, in its YAML files, its JSON files and its flags.
 
-Its YAML files say `log_dir`, its JSON files `log.dir`, its command line `--log-dir`. `canonical` makes one name of the
-first two, and `FLAGS` one of the third. What a name means here is in the tables of `config`.
+Its YAML files have `log_dir`, its JSON files `log.dir`, its command line `--log-dir`. `canonical` makes one name of the
+first two, and `FLAGS` of the third. The tables of `config` say what a name means here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-# Names that say the same as one of our settings, in the same form.
+# Names with the same meaning and form as one of our settings.
 ALIASES: Final[Mapping[str, str]] = {
     "broker_port": "server.quiet_port",  # its clients speak first
     "consumer_session_timeout_ms": "server.session_timeout_ms",
@@ -106,7 +106,7 @@ FLAGS: Final[Mapping[str, str]] = {
 }
 SWITCHES: Final = ("bootstrap-cluster", "enable-distribution", "exporter", "tls")
 
-# Names of its JSON files that are not those of its YAML files with dots, and of its manual.
+# Names of its JSON files that are not those of its YAML files with dots, and names of its manual.
 _OTHERS: Final[Mapping[str, str]] = {
     "cleanup_interval": "log_cleanup_interval",
     "distribution_advertised_host": "advertised_host",
@@ -122,8 +122,8 @@ _NAMES: Final = frozenset(FLAGS.values()) | ALIASES.keys() | NO_EFFECT.keys()
 
 
 def canonical(key: str, written: str) -> str:
-    """The name that a setting of Cursus has in a YAML file; any other name as it is. `written` has the tables around
-    it, which `key` may lack."""
+    """Return the name that a setting of Cursus has in a YAML file, and any other name unchanged. `written` includes the
+    tables around it, which `key` may lack."""
     if written == "broker.port":
         return "broker_port"
     name = key.replace(".", "_")

@@ -1,22 +1,49 @@
-"""The HTTP port: health, metrics and the admin API, in the loop of the broker."""
+"""The HTTP port: health, metrics, the admin API and pipes, in the loop of the broker."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
-from penstock.server import admin, monitor, openapi, pipe_http, routes, test_endpoints, websocket
-from penstock.server.metrics import Metrics, pipe_metrics
-from penstock.server.routes import Endpoint
-from penstock.web import Guard, WebPort, local_names
+import msgspec
+from starlette.requests import Request
+from starlette.routing import Route
 
-if TYPE_CHECKING:
-    from penstock.server.server import Server
+from penstock.doors.journal import Journal
+from penstock.errors import Unauthorized
+from penstock.pipe.pipes import Pipes
+from penstock.server import admin, monitor, pipe_http, test_endpoints
+from penstock.server.metrics import Measured, Metrics, pipe_metrics
+from penstock.server.monitor import Monitored
+from penstock.server.rows import encode
+from penstock.web.credentials import Credentials
+from penstock.web.endpoints import Endpoint, application, described
+from penstock.web.guard import Guard, local_names
+from penstock.web.openapi import with_description
+from penstock.web.port import WebPort
+from penstock.wire.binary import read_request
 
 
-def http_port(server: Server) -> WebPort:
+class HttpServer(Monitored, Measured, Protocol):
+    """The server, as far as its HTTP port needs it."""
+
+    credentials: Credentials
+    journal: Journal
+    pipes: Pipes
+    settings: Mapping[str, Any]
+
+
+class Error(msgspec.Struct):
+    """An error, with its code."""
+
+    code: str
+    text: str
+
+
+def http_port(server: HttpServer, more: Iterable[Route]) -> WebPort:
     config = server.config.server
     return WebPort(
-        application(server),
+        guarded(server, more),
         config.host,
         config.http_port,
         idle_s=config.handshake_s,
@@ -24,20 +51,56 @@ def http_port(server: Server) -> WebPort:
     )
 
 
-def application(server: Server) -> Guard:
+def guarded(server: HttpServer, more: Iterable[Route] = ()) -> Guard:
+    """`more` are routes that are not described."""
     config, health = server.config.server, server.broker.store.health
+
+    async def encoded(document: object) -> bytes:
+        return await server.answers.make(encode(document))
+
+    app = application(
+        endpoints(server),
+        authorize=_authorize(server),
+        read_json=read_request,
+        encode=encoded,
+        describe=described,
+        more=more,
+    )
     return Guard(
-        routes.application(server, endpoints(server), [*pipe_http.routes(server), websocket.route(server)]),
+        app,
         hosts=local_names(config.host, config.http_hosts),
         setting="server.http_hosts",
-        describe=routes.described,
+        describe=described,
         fault=lambda path, error: health.fault("http", path, error),
     )
 
 
-def endpoints(server: Server) -> tuple[Endpoint, ...]:
-    """All there are: what describes them is one of them."""
+def endpoints(server: HttpServer) -> tuple[Endpoint, ...]:
+    """Return all endpoints, with those that describe the others."""
+
+    def failed(messages: int) -> None:
+        server.counters.failed_publishes += messages
+
     metrics = Metrics(server, [lambda: pipe_metrics(server.pipes.status())])
-    trials = test_endpoints.ENDPOINTS if server.config.server.test_endpoints else ()
-    every = (*monitor.endpoints(metrics), *admin.ENDPOINTS, *trials)
-    return openapi.with_description(every, server.version)
+    every = [
+        *monitor.endpoints(server, metrics),
+        *admin.endpoints(server, server.settings),
+        *pipe_http.endpoints(server.broker, server.pipes, server.version),
+    ]
+    if server.config.server.test_endpoints:
+        every += test_endpoints.endpoints(server, server.config.server, failed)
+    about = "The HTTP port of a Penstock broker."
+    return with_description(every, title="Penstock", about=about, version=server.version, error=Error)
+
+
+def _authorize(server: HttpServer) -> Callable[[Request], None]:
+    def authorize(request: Request) -> None:
+        try:
+            server.credentials.require(request)
+        except Unauthorized:
+            server.counters.unauthorized += 1
+            client = request.client
+            server.journal.failed_login("HTTP", "" if client is None else f"{client.host}:{client.port}")
+            raise
+
+    return authorize

@@ -1,7 +1,7 @@
-"""The process's memory: how much it has, and how what was freed goes back to the system.
+"""The memory of the process: how much there is, and how freed memory goes back to the system.
 
-glibc keeps freed memory for later. After a burst of large batches that can be hundreds of megabytes, for good. With
-another C library nothing is done.
+glibc keeps freed memory. After a burst of large batches that can be hundreds of megabytes, forever. With another C
+library nothing is done.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import resource
 from pathlib import Path
 from typing import Final
 
-# How often it is given back: soon after the memory has changed by so much, otherwise now and then, since it takes the
+# How often memory is given back: soon after its size has changed by this much, otherwise seldom, since it takes the
 # allocator up to 30 ms.
 SOON_S: Final = 10.0
 SELDOM_S: Final = 60.0
@@ -25,7 +25,7 @@ def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
-        # Not Linux: the most that it ever had.
+        # Not Linux: the maximum so far.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -34,13 +34,13 @@ class Memory:
         libc = ctypes.CDLL(None)
         self._malloc_trim = getattr(libc, "malloc_trim", None)
         if (mallopt := getattr(libc, "mallopt", None)) is not None:
-            # Otherwise each thread gets an arena, which keeps what it freed.
+            # Otherwise each thread gets an arena, which keeps the memory that it frees.
             mallopt(_ARENA_MAX, _ARENAS)
         self._at_start = self._resident = resident_bytes()
         self._due_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return whether to give memory back. To be asked now and then, with the time in seconds."""
+        """Return whether it is time to give memory back. `now` is in seconds."""
         if now < self._due_at:
             return False
         resident = resident_bytes()
@@ -50,6 +50,6 @@ class Memory:
         return self._malloc_trim is not None and resident > self._at_start + CHANGE_BYTES
 
     def give_back(self) -> None:
-        """Give what was freed back to the system, in a thread of its own: it takes a while."""
+        """Give freed memory back to the system. Call it in a thread: it takes a while."""
         assert self._malloc_trim is not None, "it is due"
         self._malloc_trim(0)

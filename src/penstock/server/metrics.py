@@ -1,13 +1,13 @@
-"""What Prometheus is told: the broker's own counters, read when it asks. Nothing is counted for it alone.
+"""Metrics for Prometheus: the broker's own counters, read at each scrape. Nothing is counted for Prometheus alone.
 
-The counters belong to the loop, so they are read there, a slice at a time: a table of numbers. To make metrics of the
-tables and to write those down takes ten times as long, and is done in another thread.
+The counters belong to the loop, so they are read there, a slice at a time, into tables of numbers. Making metrics of
+the tables and encoding them takes ten times as long, and is done in another thread.
 
-How many series there are is bounded. The first TOPICS_MAX topics and the first CONSUMERS_MAX pairs of a group and a
-topic, in the order in which they were made, have series of their own; all others are summed under "other".
+The number of series is bounded. The first TOPICS_MAX topics and the first CONSUMERS_MAX pairs of a group and a topic,
+in the order of their creation, have their own series; all others are summed under "other".
 
-A *consumer* is a group as the broker knows it: `<topic>:<group>` for those of the Provider's clients and for Flux's
-durables, whose `group` is then the name that the client gave. Subscriptions without a name have no such series.
+A *consumer* is a group as the broker knows it: `<topic>:<group>` for groups of the Provider's clients and for Flux's
+durables, whose `group` is then the name that the client gave. Subscriptions without a name have no series.
 """
 
 from __future__ import annotations
@@ -17,61 +17,84 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from operator import add
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 
-from penstock.broker.group import Position
+from penstock.broker.broker import Broker
+from penstock.broker.partition import Partition
+from penstock.broker.position import Position
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PenstockError
+from penstock.server.settings import Config
+from penstock.server.stalls import Stalls
 from penstock.storage.histogram import Histogram
 from penstock.storage.log import Log
 
 if TYPE_CHECKING:
-    from penstock.server.server import Server
+    from penstock.doors.counters import Counters
 
 TOPICS_MAX: Final = 200
 CONSUMERS_MAX: Final = 1000
 OTHER: Final = "other"
-# How old what a group has not acknowledged is may have to be read from the disk: so often for one answer.
+# The age of the oldest unacknowledged message may have to be read from the disk: at most this often in one scrape.
 READS_MAX: Final = 256
-# Topics, or positions of groups, that are read before others may use the loop: about a millisecond.
+# Topics, or positions of groups, that are read before other tasks run: about a millisecond.
 SLICE: Final = 250
 _HEALTHS: Final = ("HEALTHY", "DEGRADED", "UNHEALTHY")
 
 
+class Measured(Protocol):
+    """The server, as far as its metrics need it."""
+
+    broker: Broker
+    config: Config
+    counters: Counters
+    stalls: Stalls
+    version: str
+
+    def unhealthy_reason(self) -> str | None: ...
+
+    def statistics(self) -> dict[str, Any]: ...
+
+
 class Metrics:
-    def __init__(self, server: Server, sources: Sequence[Callable[[], Iterable[Metric]]]) -> None:
-        """`sources` are asked for more, each time and on the loop."""
+    def __init__(self, server: Measured, sources: Sequence[Callable[[], Iterable[Metric]]]) -> None:
+        """`sources` are called for more metrics, at each scrape and on the loop."""
         self._server = server
         self._sources = sources
         self._process = ProcessCollector(namespace="broker", registry=None)
 
     def form(self, accept: str) -> tuple[Callable[[Any], bytes], str]:
-        """How to write it so that the asker accepts it, and what that form is called."""
+        """Return an encoder that the client accepts, and its content type."""
         return choose_encoder(accept)
 
     async def expose(self, encode: Callable[[Any], bytes]) -> bytes:
-        """All of it."""
+        """Return all metrics, encoded."""
         server = self._server
         ages = _Ages(server.broker.clock.now_us())
-        tables = [*await _topics(server), *await _groups(server, ages)]
-        families = [*_rounds(server), *_connections(server), *chain.from_iterable(each() for each in self._sources)]
+        tables = [*await _topics(server.broker), *await _groups(server.broker, ages)]
+        families = [
+            *_rounds(server.broker),
+            *_health(server),
+            *_connections(server),
+            *chain.from_iterable(each() for each in self._sources),
+        ]
         return await asyncio.to_thread(self._encode, encode, tables, families, ages)
 
     def _encode(
         self, encode: Callable[[Any], bytes], tables: list[_Table], families: list[Metric], ages: _Ages
     ) -> bytes:
-        told = chain.from_iterable(table.families() for table in (*tables, ages.table()))
+        found = chain.from_iterable(table.families() for table in (*tables, ages.table()))
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collected([*told, *families, *self._process.collect()]))
+        registry.register(_Collected([*found, *families, *self._process.collect()]))
         return encode(registry)
 
 
 class _Collected:
-    """What prometheus-client encodes: something that it can collect from."""
+    """A collector, which is what prometheus-client encodes."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -80,7 +103,7 @@ class _Collected:
         return self._families
 
     def describe(self) -> Iterable[Metric]:
-        """It is registered for one answer: nothing can clash."""
+        """It is registered for one scrape only, so no names can clash."""
         return ()
 
 
@@ -91,7 +114,7 @@ class _Figure(NamedTuple):
 
 
 class _Table:
-    """Figures with the same labels: a row for each of what they label, a column for each figure."""
+    """Figures with the same labels: a row for each set of labels, a column for each figure."""
 
     def __init__(self, labels: Sequence[str], rows_max: int, figures: Sequence[_Figure]) -> None:
         self._labels = labels
@@ -100,7 +123,7 @@ class _Table:
         self._rows: dict[tuple[str, ...], tuple[float, ...]] = {}
 
     def add(self, labels: tuple[str, ...], numbers: tuple[float, ...]) -> None:
-        """Above what is there under these labels; or under `other`, when there are too many."""
+        """Add to the row of these labels, or to `other` if there are too many rows."""
         rows = self._rows
         if labels not in rows and len(rows) >= self._rows_max:
             labels = (OTHER,) * len(labels)
@@ -121,38 +144,38 @@ _TRAFFIC: Final = (
     _Figure(
         CounterMetricFamily,
         "broker_messages_received",
-        "Messages that publishers sent to a topic; _: live only, to inboxes.",
+        "Messages that producers sent to a topic; _: to inboxes, not stored.",
     ),
-    _Figure(CounterMetricFamily, "broker_messages_sent", "Messages that were handed to connections."),
+    _Figure(CounterMetricFamily, "broker_messages_sent", "Messages sent to connections."),
 )
 _STORED: Final = (
-    _Figure(CounterMetricFamily, "broker_messages_stored", "Messages that were written to the topic's logs."),
-    _Figure(CounterMetricFamily, "broker_stored_bytes", "Bytes that were written to the topic's logs."),
-    _Figure(CounterMetricFamily, "broker_dedup_checks", "Messages whose id or payload was looked for."),
-    _Figure(CounterMetricFamily, "broker_dedup_hits", "Messages that were stored before, and were not again."),
-    _Figure(GaugeMetricFamily, "broker_segments", "Files of the topic's logs, one of each being written to."),
-    _Figure(GaugeMetricFamily, "broker_log_bytes", "Bytes of the topic's logs."),
+    _Figure(CounterMetricFamily, "broker_messages_stored", "Messages written to the topic's logs."),
+    _Figure(CounterMetricFamily, "broker_stored_bytes", "Bytes written to the topic's logs."),
+    _Figure(CounterMetricFamily, "broker_dedup_checks", "Messages that were checked for duplicates."),
+    _Figure(CounterMetricFamily, "broker_dedup_hits", "Duplicates, which were not stored again."),
+    _Figure(GaugeMetricFamily, "broker_segments", "Segment files of the topic's logs."),
+    _Figure(GaugeMetricFamily, "broker_log_bytes", "Size of the topic's logs."),
     _Figure(GaugeMetricFamily, "broker_log_messages", "Offsets from the start to the end of the topic's logs."),
     _Figure(GaugeMetricFamily, "broker_partitions", "Partitions."),
     _Figure(
         GaugeMetricFamily,
         "broker_partitions_failed",
-        "Partitions that cannot be opened, or take nothing more: see /healthz.",
+        "Partitions that cannot be opened or written: see /healthz.",
     ),
-    _Figure(GaugeMetricFamily, "broker_damaged_ranges", "Places in the topic's logs that are damaged: see /healthz."),
+    _Figure(GaugeMetricFamily, "broker_damaged_ranges", "Damaged ranges in the topic's logs: see /healthz."),
     _Figure(
         CounterMetricFamily, "broker_damaged_offsets_skipped", "Damaged offsets that readers of the topic skipped."
     ),
 )
 
 
-async def _topics(server: Server) -> tuple[_Table, ...]:
-    # Inboxes are one more.
+async def _topics(broker: Broker) -> tuple[_Table, ...]:
+    # Inboxes have one more row.
     traffic, stored = _Table(["topic"], TOPICS_MAX + 1, _TRAFFIC), _Table(["topic"], TOPICS_MAX, _STORED)
-    live = server.broker.live
+    live = broker.live
     traffic.add((live.name.decode(),), (live.received, live.sent))
     count = 0
-    for index, topic in enumerate(list(server.broker.topics)):
+    for index, topic in enumerate(list(broker.topics)):
         if not topic.is_internal:
             found = 0 if topic.dedup is None else topic.dedup.found
             received = sum(partition.received for partition in topic.partitions) + found
@@ -170,40 +193,40 @@ def _stored(topic: ServedTopic) -> tuple[float, ...]:
     messages = size = segments = log_bytes = held = failed = damaged = skipped = 0
     for partition in topic.partitions:
         log = partition.log
-        messages += log.stored_messages
-        size += log.stored_bytes
+        messages += log.flusher.stored_messages
+        size += log.flusher.stored_bytes
         segments += len(log.segments)
         log_bytes += sum(segment.size for segment in log.segments)
         held += log.committed - log.start
         failed += log.failure is not None
         damaged += len(log.damage)
-        skipped += log.skipped_offsets
+        skipped += log.reader.skipped_offsets
     checked, found = (0, 0) if topic.dedup is None else (topic.dedup.checked, topic.dedup.found)
     partitions = topic.topic.partitions
     refused = partitions if topic.refusal is not None else 0
     return messages, size, checked, found, segments, log_bytes, held, partitions, failed + refused, damaged, skipped
 
 
-def _rounds(server: Server) -> Iterator[Metric]:
-    store, rounds, figures = server.broker.store, server.broker.store.rounds, server.broker.figures
-    yield _histogram("broker_flush_seconds", "Writing what waited, one observation a round.", rounds.write_seconds)
-    yield _histogram("broker_fsync_seconds", "Syncing what was written, one observation a round.", rounds.sync_seconds)
-    yield _histogram("broker_flush_messages", "Messages that were written together.", rounds.round_messages)
+def _rounds(broker: Broker) -> Iterator[Metric]:
+    store, rounds, figures = broker.store, broker.store.rounds, broker.figures
+    yield _histogram("broker_flush_seconds", "Duration of the write of each flush round.", rounds.write_seconds)
+    yield _histogram("broker_fsync_seconds", "Duration of the sync of each flush round.", rounds.sync_seconds)
+    yield _histogram("broker_flush_messages", "Messages in each flush round.", rounds.round_messages)
     yield _histogram(
         "broker_delivery_seconds",
-        "From when a message was appended, or published by a producer that says when, to when it was handed to a "
-        "connection: one observation for each run of messages, of the first of them. Redeliveries, and what is "
-        "older than its reader, do not count.",
+        "Time from the append of a message, or from its publish time if the producer sends one, to its delivery: one "
+        "observation for the first message of each run. Redeliveries, and messages older than their subscription, do "
+        "not count.",
         figures.delivery_seconds,
     )
-    yield GaugeMetricFamily("broker_unflushed_bytes", "Bytes that wait for a write.", rounds.unflushed_bytes)
+    yield GaugeMetricFamily("broker_unflushed_bytes", "Bytes that wait for a write.", rounds.unflushed.used)
     stored = store.maintenance.store_bytes
-    yield GaugeMetricFamily("broker_store_bytes", "Bytes of all segments, as of the last upkeep.", stored)
+    yield GaugeMetricFamily("broker_store_bytes", "Size of all segments, at the last upkeep.", stored)
     if store.settings.retain_bytes is not None:
-        about = "Bytes of all segments above which the oldest go."
+        about = "Size of all segments above which the oldest are dropped."
         yield GaugeMetricFamily("broker_store_limit_bytes", about, store.settings.retain_bytes)
-    yield GaugeMetricFamily("broker_disk_free_bytes", "Bytes that are free on the disk of the data.", store.space.free)
-    yield GaugeMetricFamily("broker_disk_total_bytes", "Bytes of the disk of the data.", store.space.total)
+    yield GaugeMetricFamily("broker_disk_free_bytes", "Free bytes on the disk of the data directory.", store.space.free)
+    yield GaugeMetricFamily("broker_disk_total_bytes", "Size of the disk of the data directory.", store.space.total)
 
 
 def _histogram(name: str, about: str, histogram: Histogram) -> HistogramMetricFamily:
@@ -214,62 +237,63 @@ def _histogram(name: str, about: str, histogram: Histogram) -> HistogramMetricFa
 
 # Connections.
 
-# Each of `Counters`, under the name that it has here.
+# The metric of each field of `Counters`.
 _COUNTED: Final = {
-    "connections": ("broker_connections_opened", "Connections that came."),
-    "refused": ("broker_connections_refused", "Connections beyond server.connections_max."),
-    "silent": ("broker_connections_silent", "Connections that were closed, because they said nothing in time."),
-    "stale": ("broker_connections_stale", "Connections that were closed, because they did not answer."),
+    "connections": ("broker_connections_opened", "Connections opened."),
+    "refused": ("broker_connections_refused", "Connections refused by server.connections_max."),
+    "silent": ("broker_connections_silent", "Connections closed because the handshake timed out."),
+    "stale": ("broker_connections_stale", "Connections closed because they did not answer PINGs."),
     "slow": (
         "broker_connections_slow",
-        "Connections that were closed, because a large frame of theirs kept others waiting.",
+        "Connections closed because a large frame did not arrive while others waited.",
     ),
-    "unauthorized": ("broker_unauthorized", "Requests without the right user or token."),
-    "protocol_errors": ("broker_protocol_errors", "What could not be understood, or not be done."),
-    "failed_publishes": ("broker_messages_refused", "Messages that were not stored, and whose publisher was told."),
-    "unstored": ("broker_messages_unstored", "Messages delivered but not stored: the subject or reply cannot be."),
-    "unread": ("broker_connections_unread", "Times that one was not read from, as it did not read its answers."),
-    "received_bytes": ("broker_received_bytes", "Bytes that connections sent."),
-    "sent_bytes": ("broker_sent_bytes", "Bytes that were sent to connections."),
+    "unauthorized": ("broker_unauthorized", "Requests with invalid credentials."),
+    "protocol_errors": ("broker_protocol_errors", "Invalid or failed requests."),
+    "failed_publishes": ("broker_messages_refused", "Messages refused, with an error to the producer."),
+    "unstored": ("broker_messages_unstored", "Messages delivered but not stored, because of their subject or reply."),
+    "unread": (
+        "broker_connections_unread",
+        "Times that reading from a connection was paused because it did not read its answers.",
+    ),
+    "received_bytes": ("broker_received_bytes", "Bytes received from connections."),
+    "sent_bytes": ("broker_sent_bytes", "Bytes sent to connections."),
 }
 
 
-def _connections(server: Server) -> Iterator[Metric]:
+def _connections(server: Measured) -> Iterator[Metric]:
     figures = server.statistics()
     for field, value in asdict(server.counters).items():
         name, about = _COUNTED[field]
         yield CounterMetricFamily(name, about, value)
-    yield CounterMetricFamily(
-        "broker_messages_dropped", "Messages that slow readers were spared, as they asked.", figures["dropped"]
-    )
+    yield CounterMetricFamily("broker_messages_dropped", "Messages dropped for slow consumers.", figures["dropped"])
     yield CounterMetricFamily(
         "broker_messages_expired",
-        "Messages that were not delivered because their TTL had ended, once for each reader.",
+        "Messages not delivered because their TTL had ended, counted for each subscription.",
         figures["expired"],
     )
     yield GaugeMetricFamily("broker_connections", "Connections.", figures["connections"])
     yield GaugeMetricFamily("broker_subscriptions", "Subscriptions.", figures["subscriptions"])
-    yield GaugeMetricFamily(
-        "broker_slow_readers", "Subscriptions that are behind what was published.", figures["slow_consumers"]
-    )
+    yield GaugeMetricFamily("broker_slow_readers", "Subscriptions that are behind.", figures["slow_consumers"])
     yield GaugeMetricFamily("broker_groups", "Groups.", figures["groups"])
     yield GaugeMetricFamily("broker_delayed_messages", "Messages that are not due yet.", figures["delayed"])
+
+
+def _health(server: Measured) -> Iterator[Metric]:
     info = GaugeMetricFamily("broker_info", "Always 1: which broker this is.", labels=("version", "node"))
     info.add_metric([server.version, server.config.server.node_id], 1)
     yield info
-    ill = server.ill()
-    yield GaugeMetricFamily("broker_healthy", "Whether /healthz says that it is well.", int(ill is None))
+    yield GaugeMetricFamily("broker_healthy", "1 if /healthz reports no error.", int(server.unhealthy_reason() is None))
     health = server.broker.store.health
-    yield GaugeMetricFamily(
-        "broker_problems", "Conditions that need attention: /healthz names them.", len(health.problems)
+    yield GaugeMetricFamily("broker_problems", "Conditions that need attention: see /healthz.", len(health.problems))
+    faults = CounterMetricFamily(
+        "broker_faults", "Unexpected exceptions, which are bugs, by where they were caught.", labels=["seam"]
     )
-    faults = CounterMetricFamily("broker_faults", "Unexpected exceptions: bugs, contained at a seam.", labels=["seam"])
     for seam, count in health.faults.items():
         faults.add_metric([seam], count)
     yield faults
     yield _histogram(
         "broker_loop_stall_seconds",
-        "How late a timer of the event loop was: how long one client can keep all others waiting.",
+        "How late timers of the event loop are: how long one client can delay all others.",
         server.stalls.seconds,
     )
 
@@ -281,38 +305,44 @@ _POSITION: Final = (
     _Figure(
         GaugeMetricFamily,
         "broker_consumer_offset",
-        "How far a group has come: all below is done; summed over partitions.",
+        "Committed offset of a group, summed over partitions.",
     ),
-    _Figure(GaugeMetricFamily, "broker_consumer_lag", "Messages that are not acknowledged, and those to come."),
-    _Figure(GaugeMetricFamily, "broker_consumer_pending", "Messages that are out with members, or wait to be again."),
+    _Figure(GaugeMetricFamily, "broker_consumer_lag", "Messages that are not acknowledged yet."),
+    _Figure(
+        GaugeMetricFamily,
+        "broker_consumer_pending",
+        "Messages that are delivered and not acknowledged, or wait for redelivery.",
+    ),
     _Figure(CounterMetricFamily, "broker_consumer_messages_sent", "Deliveries."),
-    _Figure(CounterMetricFamily, "broker_consumer_acks", "Messages that were acknowledged."),
-    _Figure(CounterMetricFamily, "broker_consumer_failures", "Deliveries that were refused, or not acknowledged."),
-    _Figure(CounterMetricFamily, "broker_consumer_retries", "Deliveries that were not the first of their message."),
+    _Figure(CounterMetricFamily, "broker_consumer_acks", "Messages acknowledged."),
+    _Figure(
+        CounterMetricFamily, "broker_consumer_failures", "Deliveries that were rejected or not acknowledged in time."
+    ),
+    _Figure(CounterMetricFamily, "broker_consumer_retries", "Redeliveries."),
 )
 _GROUP: Final = (
     _Figure(GaugeMetricFamily, "broker_consumer_members", "Members."),
-    _Figure(CounterMetricFamily, "broker_dead_letters", "Messages that a group could not handle, and that are kept."),
+    _Figure(CounterMetricFamily, "broker_dead_letters", "Messages that became dead letters."),
     _Figure(
         CounterMetricFamily,
         "broker_consumer_lost",
-        "Messages that retention dropped before they were acknowledged.",
+        "Messages dropped by retention before they were acknowledged.",
     ),
     _Figure(CounterMetricFamily, "broker_consumer_expired", "Messages whose TTL ended before they were acknowledged."),
 )
 _AGE: Final = _Figure(
     GaugeMetricFamily,
     "broker_consumer_oldest_unacknowledged_seconds",
-    "How long the oldest message that is not acknowledged is in the log; 0: there is none.",
+    "Age of the oldest unacknowledged message; 0: there is none.",
 )
 
 
-async def _groups(server: Server, ages: _Ages) -> tuple[_Table, ...]:
+async def _groups(broker: Broker, ages: _Ages) -> tuple[_Table, ...]:
     positions, groups = _Table(_CONSUMER, CONSUMERS_MAX, _POSITION), _Table(["consumer"], CONSUMERS_MAX, _GROUP)
     count = 0
-    for name, group in list(server.broker.groups.items()):
-        consumer = name.decode(errors="replace")
-        groups.add((consumer,), (len(group.members), group.dead_lettered, group.lost, group.expired))
+    for group in list(broker.groups):
+        consumer = (group.name or b"").decode(errors="replace")
+        groups.add((consumer,), (len(group.members), group.state.dead_lettered, group.lost, group.expired))
         for position in list(group.positions.values()):
             topic = position.partition.name.decode(errors="replace")
             labels = (consumer, topic, consumer.removeprefix(f"{topic}:") or consumer)
@@ -325,21 +355,21 @@ async def _groups(server: Server, ages: _Ages) -> tuple[_Table, ...]:
     return positions, groups
 
 
-def _position(position: Position, lag: int) -> tuple[float, ...]:
+def _position(position: Position[Partition], lag: int) -> tuple[float, ...]:
     inflight = position.inflight
     return inflight.floor, lag, len(inflight), position.sent, position.acked, position.failed, position.retried
 
 
 class _Ages:
-    """Since when the oldest message of each group waits: from memory while the loop has it, else from the disk."""
+    """The age of each group's oldest unacknowledged message: from memory if the loop has it, else from the disk."""
 
     def __init__(self, now_us: int) -> None:
         self._now_us = now_us
         self._oldest: dict[tuple[str, ...], int] = {}
         self._unread: list[tuple[tuple[str, ...], Log, int]] = []
 
-    def note(self, labels: tuple[str, ...], position: Position | None) -> None:
-        """On the loop; None: there is nothing that waits."""
+    def note(self, labels: tuple[str, ...], position: Position[Partition] | None) -> None:
+        """Call it on the loop; None: no message waits."""
         if labels not in self._oldest and len(self._oldest) >= CONSUMERS_MAX:
             labels = (OTHER,) * len(labels)
         self._oldest.setdefault(labels, self._now_us)
@@ -354,12 +384,12 @@ class _Ages:
             self._unread.append((labels, log, offset))
 
     def table(self) -> _Table:
-        """In any thread."""
+        """Call it in any thread."""
         for labels, log, offset in self._unread:
             try:
                 batches = log.read_disk(offset, 1)
             except PenstockError:
-                continue  # whoever reads there is told
+                continue  # readers get the error
             if batches:
                 self._oldest[labels] = min(self._oldest[labels], batches[0].append_time)
         table = _Table(_CONSUMER, len(self._oldest), [_AGE])
@@ -371,17 +401,17 @@ class _Ages:
 # Pipes.
 
 _HEALTH: Final = _Figure(
-    GaugeMetricFamily, "broker_pipe_health", "1 for the state that the pipe from the parent is in."
+    GaugeMetricFamily, "broker_pipe_health", "1 for the current state of the pipe from the parent."
 )
 _PIPE: Final = (
-    _Figure(GaugeMetricFamily, "broker_pipe_lag", "Messages that the other end has and this one has not."),
-    _Figure(CounterMetricFamily, "broker_pipe_gaps", "Gaps that retention left at the other end."),
+    _Figure(GaugeMetricFamily, "broker_pipe_lag", "Messages that the source has and the target has not."),
+    _Figure(CounterMetricFamily, "broker_pipe_gaps", "Gaps that retention left at the source."),
 )
 _CHILDREN: Final = _Figure(GaugeMetricFamily, "broker_pipe_children", "Brokers that follow this one.")
 
 
 def pipe_metrics(status: Mapping[str, Any] | None) -> Iterator[Metric]:
-    """What `GET /pipe/status` tells, as metrics; None: there are no pipes."""
+    """Return the answer of `GET /pipe/status` as metrics; None: there are no pipes."""
     health, children = _Table(["health"], len(_HEALTHS), [_HEALTH]), _Table([], 1, [_CHILDREN])
     topics = _Table(["topic", "direction"], TOPICS_MAX, _PIPE)
     if status is not None:

@@ -1,146 +1,162 @@
-"""How the server is, for people and for machines that watch it: health, figures, metrics.
+"""Health, figures and metrics of the server, for people and for monitoring.
 
-`/varz`, `/connz` and `/subsz` have the shape that nats-server gives them, so what reads those reads these.
+`/varz`, `/connz` and `/subsz` have the format of nats-server, so that its tools can read them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from penstock.broker.broker import Broker
 from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
+from penstock.schema import NonNegative, about
+from penstock.server.calls import Json
 from penstock.server.metrics import Metrics
-from penstock.server.routes import Asked, Endpoint, Field, Json
-from penstock.server.rows import Rows
+from penstock.server.rows import Answers, Rows
 from penstock.storage.catalogue import ORPHAN_REMEDY
-from penstock.storage.log import DAMAGE_REMEDY
+from penstock.storage.damage import DAMAGE_REMEDY
 from penstock.times import elapsed, iso
+from penstock.web.endpoints import Endpoint, Nothing
 
 if TYPE_CHECKING:
-    from penstock.server.connection import Connection
-    from penstock.server.server import Server
+    from penstock.doors.session import Session
+    from penstock.doors.sessions import Sessions
 
-# Rows of one answer: unless it says so, and at the most.
+# Rows of one answer: by default, and at most. The answer says which limit was used.
 ROWS: Final = 1024
 ROWS_MAX: Final = 10_000
 
-_PAGE: Final = (
-    Field(name="limit", kind="number", about=f"rows of one answer, at most {ROWS_MAX}", place="query", default=ROWS),
-    Field(name="offset", kind="number", about="rows to pass over", place="query", default=0),
-)
+
+class Monitored(Protocol):
+    """The server, as far as these endpoints need it."""
+
+    id: str
+    broker: Broker
+    answers: Answers
+    sessions: Sessions
+
+    def unhealthy_reason(self) -> str | None: ...
+
+    def statistics(self) -> Json: ...
 
 
-def endpoints(metrics: Metrics) -> tuple[Endpoint, ...]:
-    async def expose(asked: Asked) -> Response:
-        encode, media = metrics.form(asked.request.headers.get("accept", ""))
-        return Response(await asked.server.answers.make(metrics.expose(encode)), media_type=media)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page:
+    limit: Annotated[NonNegative, about(f"rows of one answer, at most {ROWS_MAX}")] = ROWS
+    offset: Annotated[NonNegative, about("rows to skip")] = 0
 
-    return (
-        Endpoint(
-            method="GET", path="/healthz", about="Whether it is well; 503 with the reason if not", answer=_healthz
-        ),
-        Endpoint(
-            method="GET",
-            path="/health",
-            about="OK as plain text, or 503 with the reason; JSON for whoever accepts it",
-            answer=_health,
-            media="text/plain",
-        ),
-        Endpoint(
-            method="GET",
-            path="/metrics",
-            about="Figures for Prometheus",
-            answer=expose,
-            media="text/plain; version=0.0.4",
-        ),
-        Endpoint(method="GET", path="/varz", about="The server's figures", answer=_varz),
-        Endpoint(
-            method="GET",
-            path="/connz",
-            about="A row for each connection",
-            answer=_connz,
-            fields=(
-                *_PAGE,
-                Field(name="cid", kind="number", about="only the connection with this number", place="query"),
-                Field(name="subs", kind="flag", about="with the subjects of its subscriptions", place="query"),
-            ),
-        ),
-        Endpoint(method="GET", path="/subsz", about="A row for each subscription", answer=_subsz, fields=_PAGE),
-    )
+    @property
+    def rows(self) -> int:
+        return min(self.limit, ROWS_MAX)
 
 
-async def _healthz(asked: Asked) -> Response:
-    reason, damage = asked.server.ill(), _damage(asked.server)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Connections:
+    page: _Page
+    cid: Annotated[NonNegative | None, about("only the connection with this number")] = None
+    subs: Annotated[bool, about("with the subjects of its subscriptions")] = False
+
+
+def endpoints(server: Monitored, metrics: Metrics) -> list[Endpoint]:
+    async def expose(_asked: object, request: Request) -> Response:
+        encode, media = metrics.form(request.headers.get("accept", ""))
+        return Response(await server.answers.make(metrics.expose(encode)), media_type=media)
+
+    async def healthz(_asked: object, _request: Request) -> Response:
+        return _healthz(server)
+
+    async def health(_asked: object, request: Request) -> Response:
+        return _health(server, request.headers.get("accept", ""))
+
+    async def varz(_asked: object, _request: Request) -> Json:
+        return server.statistics()
+
+    async def connz(asked: _Connections, _request: Request) -> Json:
+        return _connz(server, asked)
+
+    async def subsz(asked: _Page, _request: Request) -> Json:
+        return _subsz(server, asked)
+
+    def get(path: str, about: str, answer: Any, parameters: type[Any] = Nothing, **more: Any) -> Endpoint:
+        return Endpoint(
+            method="GET", path=path, about=about, answer=answer, parameters=parameters, ignores_unknown=True, **more
+        )
+
+    return [
+        get("/healthz", "Health; 503 with the reason if the server is not healthy", healthz),
+        get("/health", "OK as plain text, or 503 with the reason; JSON if it is accepted", health, media="text/plain"),
+        get("/metrics", "Metrics for Prometheus", expose, media="text/plain; version=0.0.4"),
+        get("/varz", "The server's figures", varz),
+        get("/connz", "A row for each connection", connz, _Connections),
+        get("/subsz", "A row for each subscription", subsz, _Page),
+    ]
+
+
+def _healthz(server: Monitored) -> Response:
+    reason, damage = server.unhealthy_reason(), _damage(server.broker)
     if reason is not None:
         return JSONResponse({"status": "unavailable", "error": reason, **damage}, status_code=503)
     return JSONResponse({"status": "degraded" if damage else "ok", **damage})
 
 
-async def _health(asked: Asked) -> Response:
-    """For Cursus' checks, in its words. Whoever accepts JSON gets the reasons."""
-    server = asked.server
-    reason, damage = server.ill(), _damage(server)
-    if "json" in asked.request.headers.get("accept", ""):
+def _health(server: Monitored, accept: str) -> Response:
+    """Answer Cursus' health checks, in its words. Clients that accept JSON get the reasons."""
+    reason, damage = server.unhealthy_reason(), _damage(server.broker)
+    if "json" in accept:
         if reason is None:
             return JSONResponse({"status": "DEGRADED" if damage else "OK", **damage})
         return JSONResponse({"status": "DOWN", "error": f"Broker not ready: {reason}"}, status_code=503)
     if reason is None:
         return PlainTextResponse("OK")
-    reason = "Main listener not active" if server.is_leaving else reason
+    reason = "Main listener not active" if server.sessions.is_leaving else reason
     return PlainTextResponse(f"Broker not ready: {reason}", status_code=503)
 
 
-def _damage(server: Server) -> dict[str, Any]:
-    """What cannot be read, and who waits because of it. The broker serves all around it, so it is not unavailable."""
-    found, orphans = server.broker.damage(), server.broker.store.catalogue.orphans
+def _damage(broker: Broker) -> Json:
+    """Return what cannot be read, and which groups it stops. The broker serves the rest, so it is not unavailable."""
+    found, orphans = broker.damage(), broker.store.catalogue.orphans
     unknown = {"unknown": [f"{path}: {ORPHAN_REMEDY}" for path in orphans]} if orphans else {}
     if not found:
         return unknown
-    waiting = [
+    stopped = [
         {
             "group": (group.name or b"").decode(),
             "topic": position.partition.name.decode(),
             "partition": position.partition.number,
         }
-        for group in server.broker.groups.values()
+        for group in broker.groups
         for position in group.positions.values()
         if position.stopped is not None
     ]
-    return {
-        "remedy": DAMAGE_REMEDY,
-        "damage": [
-            {
-                "topic": topic,
-                "partition": partition,
-                "file": str(damage.path),
-                "position": damage.position,
-                "first": damage.first,
-                "next": damage.last,
-                "reason": damage.reason,
-            }
-            for topic, partition, damage in found
-        ],
-        "stopped": waiting,
-        **unknown,
-    }
+    damaged = [
+        {
+            "topic": topic,
+            "partition": partition,
+            "file": str(damage.path),
+            "position": damage.position,
+            "first": damage.first,
+            "next": damage.last,
+            "reason": damage.reason,
+        }
+        for topic, partition, damage in found
+    ]
+    return {"remedy": DAMAGE_REMEDY, "damage": damaged, "stopped": stopped, **unknown}
 
 
-async def _varz(asked: Asked) -> Json:
-    return asked.server.statistics()
-
-
-async def _connz(asked: Asked) -> Json:
-    server = asked.server
-    limit, offset = _page(asked)
-    sessions = server.sessions
-    if "cid" in asked.fields:
-        sessions = [session for session in sessions if session.id == asked.fields["cid"]]
+def _connz(server: Monitored, asked: _Connections) -> Json:
+    limit, offset = asked.page.rows, asked.page.offset
+    sessions = list(server.sessions)
+    if asked.cid is not None:
+        sessions = [session for session in sessions if session.id == asked.cid]
     page = sessions[offset : offset + limit]
-    subjects_max = ROWS_MAX // max(1, len(page)) if asked.fields.get("subs") else None
+    subjects_max = ROWS_MAX // max(1, len(page)) if asked.subs else None
     rows = (row for session in page if (row := _row(server, session, subjects_max)) is not None)
     return {
         "server_id": server.id,
@@ -153,18 +169,18 @@ async def _connz(asked: Asked) -> Json:
     }
 
 
-def _row(server: Server, session: Connection, subjects_max: int | None) -> Json | None:
-    """None: it is gone meanwhile."""
-    came = server.came(session)
-    if came is None:
+def _row(server: Monitored, session: Session, subjects_max: int | None) -> Json | None:
+    """Describe a connection; None if it was closed meanwhile."""
+    if not session.is_connected:
         return None
+    arrival = session.arrival
     row = {
         **session.summary(),
         "kind": "Client",
         "type": session.type,
-        "port": came.port,
-        "start": iso(came.time_us),
-        "uptime": elapsed(server.broker.clock.now_us() - came.time_us),
+        "port": arrival.port,
+        "start": iso(arrival.time_us),
+        "uptime": elapsed(server.broker.clock.now_us() - arrival.time_us),
         "subscriptions": len(session.subscriptions),
     }
     if subjects_max is not None:
@@ -173,10 +189,9 @@ def _row(server: Server, session: Connection, subjects_max: int | None) -> Json 
     return row
 
 
-async def _subsz(asked: Asked) -> Json:
-    server = asked.server
-    limit, offset = _page(asked)
-    sessions = server.sessions
+def _subsz(server: Monitored, asked: _Page) -> Json:
+    limit, offset = asked.rows, asked.offset
+    sessions = list(server.sessions)
     every = chain.from_iterable(map(_subscriptions, sessions))
     rows = (_subscription_row(*each) for each in islice(every, offset, offset + limit))
     total = sum(len(session.subscriptions) for session in sessions)
@@ -191,11 +206,11 @@ async def _subsz(asked: Asked) -> Json:
     }
 
 
-def _subscriptions(session: Connection) -> list[tuple[Connection, Member, Subscription | Group]]:
+def _subscriptions(session: Session) -> list[tuple[Session, Member, Subscription | Group]]:
     return [(session, member, reader) for member, reader in session.subscriptions.values()]
 
 
-def _subscription_row(session: Connection, member: Member, reader: Subscription | Group) -> Json:
+def _subscription_row(session: Session, member: Member, reader: Subscription | Group) -> Json:
     row: Json = {
         "subject": reader.pattern.decode(errors="replace"),
         "sid": member.sid.decode(errors="replace"),
@@ -207,7 +222,3 @@ def _subscription_row(session: Connection, member: Member, reader: Subscription 
     if isinstance(reader, Group):
         row |= {"group": (reader.name or b"").decode(errors="replace"), "unacknowledged": member.out}
     return row
-
-
-def _page(asked: Asked) -> tuple[int, int]:
-    return min(asked.number("limit", ROWS), ROWS_MAX), asked.number("offset", 0)

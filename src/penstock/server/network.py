@@ -1,4 +1,4 @@
-"""Who waits for connections: a seam that a setting replaces, `server.network`. TCP ships."""
+"""Listening for connections: a seam that the setting `server.network` replaces. TCP ships."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from penstock import address
 
 
 class Listener(Protocol):
-    # Where it listens, at every host; what was asked for may have been any free one.
+    # The port at every host. If port 0 was asked for, it is any free one.
     port: int
 
     async def start(self) -> None:
-        """Take connections. Before that, clients wait."""
+        """Accept connections. Before that, clients wait."""
         ...
 
     def close(self) -> None:
-        """Take no more connections. Those that are there stay."""
+        """Accept no more connections. Open ones stay."""
         ...
 
 
 class Listen(Protocol):
-    async def __call__(self, door: Callable[[], asyncio.Protocol], hosts: Sequence[str], port: int) -> Listener:
-        """Give each connection a door of its own, which speaks to it through a transport of asyncio's. OSError if one
-        of the hosts cannot be listened at; then none is."""
+    async def __call__(
+        self, open_protocol: Callable[[], asyncio.Protocol], hosts: Sequence[str], port: int
+    ) -> Listener:
+        """Listen, and create a protocol of asyncio for each connection. Raise OSError if one of the hosts cannot be
+        listened on; then none is."""
         ...
 
 
@@ -43,11 +45,11 @@ class _TcpListener:
             server.close()
 
 
-async def listen(door: Callable[[], asyncio.Protocol], hosts: Sequence[str], port: int) -> Listener:
+async def listen(open_protocol: Callable[[], asyncio.Protocol], hosts: Sequence[str], port: int) -> Listener:
     loop = asyncio.get_running_loop()
     return _TcpListener(
         [
-            await loop.create_server(door, sock=each, backlog=address.BACKLOG, start_serving=False)
+            await loop.create_server(open_protocol, sock=each, backlog=address.BACKLOG, start_serving=False)
             for each in address.bind(hosts, port)
         ]
     )

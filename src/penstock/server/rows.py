@@ -16,7 +16,7 @@ from penstock.errors import Overloaded
 from penstock.health import Usage
 
 if TYPE_CHECKING:
-    from penstock.server.peer import Peer
+    from penstock.doors.peer import Peer
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 SMALL_BYTES: Final = 64 << 10

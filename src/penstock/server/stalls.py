@@ -1,8 +1,8 @@
 """How long the event loop keeps its callbacks waiting.
 
-A timer notes how late it is. Whatever holds the loop, a parser, an encoder or the garbage collector, is seen as that
-delay, less the time until the timer was due. That is 10 ms at the most while the loop is busy, and grows to 50 ms while
-the timer is punctual: 100 ticks a second cost an idle broker 1 % of a core, 20 cost 0.2 %.
+A timer records how late it runs. Anything that holds the loop, be it a parser, an encoder or the garbage collector,
+shows as that delay, less the time until the timer was due. That time is at most 10 ms while the loop is busy, and
+grows to 50 ms while the timer is punctual: 100 ticks a second cost an idle broker 1 % of a core, 20 cost 0.2 %.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ INTERVAL_US_MAX: Final = 50_000
 # A loop that has nothing to do is late by the millisecond that its timers are rounded to.
 _PUNCTUAL_US: Final = 2_000
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-# What `/varz` counts: stalls of more than so many milliseconds. Each is one of the bounds.
-_TOLD_MS: Final = (10, 100, 1000)
+# `/varz` counts stalls of more than these milliseconds. Each is one of the bounds.
+_SHOWN_MS: Final = (10, 100, 1000)
 
 
 class Stalls:
@@ -46,7 +46,7 @@ class Stalls:
 
     def figures(self) -> dict[str, Any]:
         *counts, total = self.seconds.cumulative()
-        above = {f"above_{ms}ms": total - counts[BOUNDS.index(ms / 1000)] for ms in _TOLD_MS}
+        above = {f"above_{ms}ms": total - counts[BOUNDS.index(ms / 1000)] for ms in _SHOWN_MS}
         return {"longest_ms": self.longest_us / 1000, **above}
 
     def _tick(self) -> None:

@@ -1,7 +1,7 @@
-"""Endpoints that fill topics, for trying things out. They are there only if `server.test_endpoints` says so.
+"""Endpoints that fill topics, for trials. They exist only with `server.test_endpoints`.
 
-Rows of a SQLite file go the way of all that is published, in runs; each run is stored before the next is read. A file
-must lie in `server.test_data_dir`, links followed: without that setting none is read.
+Rows of a SQLite file are published in runs; each run is stored before the next is read. The file must be in
+`server.test_data_dir`, also after links are followed; without that setting no file is read.
 """
 
 from __future__ import annotations
@@ -10,51 +10,103 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import quote
 
+from msgspec import Meta
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from penstock import headers
-from penstock.broker.intake import Receipt
+from penstock.awaiting import settled
+from penstock.broker.broker import Broker
 from penstock.errors import BadRequest, BatchTooLarge, PenstockError
 from penstock.run import Run
-from penstock.server.routes import Asked, Endpoint, Field, Json, status_of
-
-if TYPE_CHECKING:
-    from penstock.server.server import Server
+from penstock.schema import Form, Text, about
+from penstock.server.calls import Callee, Json
+from penstock.server.settings import ServerConfig
+from penstock.web.endpoints import Endpoint, status_of
 
 T = TypeVar("T")
 
-# A run is as many rows as this, or so many bytes of them.
+# The rows of one run, and their bytes.
 RUN_ROWS: Final = 500
 RUN_BYTES: Final = 1 << 20
 COUNT_MAX: Final = 1_000_000
 TOPICS_MAX: Final = 1000
 
-# Columns that are read, where a table has them. `data` it must have.
+# The columns that are read. A table must have `data`.
 _COLUMNS: Final = ("msg_key", "event_type", "data", "created_at")
 
 
-async def _load(asked: Asked) -> Json | Response:
-    path = _allowed(asked.server.config.server.test_data_dir, asked.text("sqliteFilePath"))
-    table, subject = asked.text("tableName", "messages"), asked.text("topic").encode()
-    limit = asked.server.config.server.payload_bytes_max
-    return await _fill(asked.server, subject, _runs_of_file(path, table, subject, limit))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    path: Annotated[Text, Form(name="sqliteFilePath"), about("a file in server.test_data_dir")]
+    table: Annotated[Text, Form(name="tableName"), about("the table")] = "messages"
+    topic: Annotated[Text, about("the topic to fill")]
 
 
-async def _inject(asked: Asked) -> Json | Response:
-    count, prefix, subject = asked.number("count", 10), asked.text("prefix", "TEST"), asked.text("topic").encode()
-    if count > COUNT_MAX:
-        raise BadRequest(f"count is {count}, at most {COUNT_MAX} are injected at once")
-    return await _fill(asked.server, subject, _numbered(count, prefix.encode(), subject))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inject:
+    count: Annotated[Annotated[int, Meta(ge=0, le=COUNT_MAX)], about(f"how many, at most {COUNT_MAX}")] = 10
+    topic: Annotated[Text, about("the topic to fill")]
+    prefix: Annotated[Text, about("what they begin with")] = "TEST"
 
 
-async def _stats(asked: Asked) -> Json:
-    broker = asked.server.broker
-    topics = [topic for topic in broker.topics if not topic.is_internal]
+@dataclass(frozen=True, slots=True)
+class _Target:
+    broker: Broker
+    # Called with the number of messages that were not stored.
+    failed: Callable[[int], None]
+
+
+def endpoints(callee: Callee, config: ServerConfig, failed: Callable[[int], None]) -> list[Endpoint]:
+    """`failed` is called with the number of messages that were not stored."""
+    target = _Target(callee.broker, failed)
+
+    async def load(asked: _Load, _request: Request) -> Json | Response:
+        path, subject = _allowed(config.test_data_dir, asked.path), asked.topic.encode()
+        return await _fill(target, subject, _runs_of_file(path, asked.table, subject, config.payload_bytes_max))
+
+    async def inject(asked: _Inject, _request: Request) -> Json | Response:
+        subject = asked.topic.encode()
+        return await _fill(target, subject, _numbered(asked.count, asked.prefix.encode(), subject))
+
+    async def stats(_asked: object, _request: Request) -> Json:
+        return _stats(callee)
+
+    return [
+        Endpoint(
+            method="POST",
+            path="/test/load-from-sqlite",
+            about="Publish the rows of a table: data, and msg_key, event_type and created_at if it has them",
+            answer=load,
+            parameters=_Load,
+            guarded=True,
+        ),
+        Endpoint(
+            method="POST",
+            path="/test/inject-messages",
+            about="Publish messages PREFIX-1, PREFIX-2 and so on, each with its value as key",
+            answer=inject,
+            parameters=_Inject,
+            guarded=True,
+        ),
+        Endpoint(
+            method="GET",
+            path="/test/stats",
+            about=f"The contents of the first {TOPICS_MAX} topics, and the server's figures",
+            answer=stats,
+            guarded=True,
+        ),
+    ]
+
+
+def _stats(callee: Callee) -> Json:
+    topics = [topic for topic in callee.broker.topics if not topic.is_internal]
     rows = (
         {
             "topic": topic.topic.name,
@@ -64,55 +116,20 @@ async def _stats(asked: Asked) -> Json:
         }
         for topic in topics[:TOPICS_MAX]
     )
-    return {"topics": rows, "total": len(topics), "server": asked.server.statistics()}
-
-
-ENDPOINTS: Final = (
-    Endpoint(
-        method="POST",
-        path="/test/load-from-sqlite",
-        about="Publish the rows of a table: data, and msg_key, event_type and created_at where it has them",
-        answer=_load,
-        fields=(
-            Field(name="sqliteFilePath", kind="text", about="a file in server.test_data_dir", required=True),
-            Field(name="tableName", kind="text", about="the table", default="messages"),
-            Field(name="topic", kind="text", about="where they go", required=True),
-        ),
-        guarded=True,
-    ),
-    Endpoint(
-        method="POST",
-        path="/test/inject-messages",
-        about="Publish so many messages: PREFIX-1, PREFIX-2, each its own key",
-        answer=_inject,
-        fields=(
-            Field(name="count", kind="number", about=f"how many, at most {COUNT_MAX}", default=10),
-            Field(name="topic", kind="text", about="where they go", required=True),
-            Field(name="prefix", kind="text", about="what they begin with", default="TEST"),
-        ),
-        guarded=True,
-    ),
-    Endpoint(
-        method="GET",
-        path="/test/stats",
-        about=f"What the topics hold, the first {TOPICS_MAX} of them, and the server's figures",
-        answer=_stats,
-        guarded=True,
-    ),
-)
+    return {"topics": rows, "total": len(topics), "server": callee.statistics()}
 
 
 # In.
 
 
-async def _fill(server: Server, subject: bytes, runs: AsyncGenerator[Run, None]) -> Json | Response:
+async def _fill(target: _Target, subject: bytes, runs: AsyncGenerator[Run, None]) -> Json | Response:
     stored = 0
     try:
-        topic = await server.broker.owner(subject)
+        topic = await target.broker.changes.owner(subject)
         async with aclosing(runs):
             async for run in runs:
                 count = len(run)
-                await _publish(server, run)
+                await _publish(target, run)
                 stored += count
     except PenstockError as error:
         text = f"{error}; {stored} messages were stored before"
@@ -120,22 +137,17 @@ async def _fill(server: Server, subject: bytes, runs: AsyncGenerator[Run, None])
     return {"topic": topic.topic.name, "count": stored}
 
 
-async def _publish(server: Server, run: Run) -> None:
-    """Wait until all of it is stored; raises if some of it is not."""
-    broker = server.broker
-    for error in (await broker.make_ready(run)).values():
+async def _publish(target: _Target, run: Run) -> None:
+    """Publish a run, and wait until it is stored. Raise if some of it is not."""
+    broker = target.broker
+    for error in (await broker.intake.make_ready(run)).values():
         raise error
-    settled: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
-
-    def done(receipt: Receipt) -> None:
-        if not settled.done():
-            settled.set_result(receipt)
-
-    broker.publish(run, done)
-    receipt = await settled
-    if receipt.error is not None:
-        server.counters.failed_publishes += len(receipt.failed)
-        raise receipt.error
+    receipt = broker.intake.publish(run)
+    try:
+        await settled(receipt.outcome)
+    except PenstockError:
+        target.failed(len(receipt.failed))
+        raise
 
 
 async def _numbered(count: int, prefix: bytes, subject: bytes) -> AsyncGenerator[Run, None]:
@@ -150,19 +162,19 @@ async def _numbered(count: int, prefix: bytes, subject: bytes) -> AsyncGenerator
 
 
 def _allowed(directory: str | None, name: str) -> Path:
-    """Where a file is, if it may be read."""
+    """Return the path of a file that may be read."""
     if directory is None:
-        raise BadRequest("no file may be read: set server.test_data_dir to the directory of those that may")
+        raise BadRequest("no file may be read: set server.test_data_dir to a directory of files that may")
     root = Path(directory).resolve()
     path = (root / name).resolve()
-    # The same words for what is not there and what is elsewhere: it is nobody's affair which it is.
+    # The same error for a missing file and one elsewhere, so that neither is revealed.
     if not path.is_relative_to(root) or not path.is_file():
-        raise BadRequest(f"there is no file {name[:200]!r} in server.test_data_dir")
+        raise BadRequest(f"no file {name[:200]!r} in server.test_data_dir")
     return path
 
 
 async def _runs_of_file(path: Path, table: str, subject: bytes, bytes_max: int) -> AsyncGenerator[Run, None]:
-    """SQLite waits for the disk, so it does that in another thread; never in two at a time."""
+    """Read in another thread, since SQLite waits for the disk; never in two at a time."""
     connection = await _in_thread(partial(_open, path, bytes_max))
     with closing(connection):
         rows = await _in_thread(partial(_rows, connection, table))
@@ -183,7 +195,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 def _open(path: Path, bytes_max: int) -> sqlite3.Connection:
     connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=1, check_same_thread=False)
-    # A value that is larger than a message may be is not even read. What the file itself defines is not run.
+    # Values larger than a message are not read, and functions that the file defines are not run.
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, bytes_max + 4096)
     connection.execute("PRAGMA trusted_schema = OFF")
     return connection
@@ -192,10 +204,10 @@ def _open(path: Path, bytes_max: int) -> sqlite3.Connection:
 def _rows(connection: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
     known = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     if table not in known:
-        raise BadRequest(f"there is no table {table[:100]!r} in the file: there are {', '.join(known)[:500] or 'none'}")
+        raise BadRequest(f"no table {table[:100]!r} in the file: it has {', '.join(known)[:500] or 'none'}")
     found = {name for (name,) in connection.execute("SELECT name FROM pragma_table_info(?)", (table,))}
     if "data" not in found:
-        raise BadRequest(f"the table {table} has no column data")
+        raise BadRequest(f"table {table} has no column data")
     columns = ", ".join(name if name in found else f"NULL AS {name}" for name in _COLUMNS)
     quoted = table.replace('"', '""')
     return connection.execute(f'SELECT {columns} FROM "{quoted}"')
@@ -222,7 +234,7 @@ def _next_run(rows: Iterator[tuple[Any, ...]], number: int, subject: bytes, byte
             case "DELETE":
                 raise BadRequest(f"{place} is a DELETE and has no msg_key")
             case _:
-                raise BadRequest(f"{place} has event_type {str(event)[:100]!r}, it must be MESSAGE or DELETE")
+                raise BadRequest(f"{place} has event_type {str(event)[:100]!r}: it must be MESSAGE or DELETE")
         if created is not None:
             run.headers[index] = _created_at(created, place)
         size += len(value)
@@ -234,7 +246,7 @@ def _next_run(rows: Iterator[tuple[Any, ...]], number: int, subject: bytes, byte
 def _created_at(value: Any, place: str) -> bytes:
     text = str(value)
     if not text.isprintable() or len(text) > 100:
-        raise BadRequest(f"{place} has no time in created_at: {text[:100]!r}")
+        raise BadRequest(f"{place} has created_at {text[:100]!r}: it must be printable text, up to 100 characters")
     return headers.lines(created_at=text)
 
 

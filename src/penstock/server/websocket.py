@@ -1,16 +1,8 @@
-"""NATS over WebSocket, on the HTTP port: what a session of the text door is given in place of a socket.
-
-The session is the one of the text door, with its limits. `WebSocket` stands between it and the socket: a protocol to
-the socket, a transport to the session. It keeps at most one read of the socket and one frame's head. While the session
-does not read, it inflates nothing and does not read either.
-"""
+"""The handshake of NATS over WebSocket, on the HTTP port."""
 
 from __future__ import annotations
 
-import asyncio
-import select
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,36 +10,24 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.address import listed
-from penstock.errors import BadFrame, BadRequest, Closed, Forbidden, PenstockError
-from penstock.server.connection import WEBSOCKET
-from penstock.server.door import Door
-from penstock.server.gate import HANDSHAKE_BYTES_MAX
-from penstock.server.routes import refusal
-from penstock.server.session import Session
-from penstock.web import UPGRADE, is_same_origin
+from penstock.doors.shared import Shared
+from penstock.doors.websocket import WebSocket
+from penstock.errors import BadRequest, Closed, Forbidden, PenstockError
+from penstock.web.endpoints import refusal
+from penstock.web.guard import is_same_origin
+from penstock.web.port import UPGRADE
 from penstock.wire import websocket
-from penstock.wire.websocket import Control, Opcode, Parser, Status
 
-if TYPE_CHECKING:
-    from penstock.batch import Buffer
-    from penstock.server.server import Server
-
-# What NATS clients ask for.
+# The path that NATS clients ask for.
 PATH: Final = "/"
-# What is handed to the session before others have a turn.
-FRAMES_MAX: Final = 512
-TURN_BYTES: Final = 256 << 10
-# Linux tells when the other end sends no more; elsewhere a connection is gone when both ends are.
-_GONE: Final = select.POLLERR | select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 
 
-# The handshake.
+def route(shared: Shared, origins: str | None) -> Route:
+    """Return the route of the handshake. `origins`: the sites whose web pages may connect."""
 
-
-def route(server: Server) -> Route:
     async def answer(request: Request) -> Response:
         try:
-            return _upgrade(server, request)
+            return _upgrade(shared, origins, request)
         except PenstockError as error:
             refused = refusal(error)
             if isinstance(error, BadRequest):
@@ -58,7 +38,7 @@ def route(server: Server) -> Route:
 
 
 class _Upgrade(Response):
-    """Hands the connection over instead of answering."""
+    """Hand the connection over instead of answering."""
 
     def __init__(self, protocol: WebSocket, headers: dict[str, str]) -> None:
         super().__init__()
@@ -69,10 +49,10 @@ class _Upgrade(Response):
         await scope["extensions"][UPGRADE](self._answer, self._protocol)
 
 
-def _upgrade(server: Server, request: Request) -> Response:
+def _upgrade(shared: Shared, origins: str | None, request: Request) -> Response:
     headers = request.headers
-    _check_origin(headers.get("origin"), headers.get("host", ""), server.config.server.websocket_origins)
-    if server.is_leaving:
+    _check_origin(headers.get("origin"), headers.get("host", ""), origins)
+    if shared.sessions.is_leaving:
         raise Closed("the server takes no more connections: it is stopping")
     key = websocket.accept(headers.get("sec-websocket-key", ""))
     version = headers.get("sec-websocket-version", "")
@@ -86,7 +66,7 @@ def _upgrade(server: Server, request: Request) -> Response:
     answer = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Accept": key}
     if deflates:
         answer["Sec-WebSocket-Extensions"] = websocket.DEFLATE
-    return _Upgrade(WebSocket(server, deflates=deflates), answer)
+    return _Upgrade(WebSocket(shared, deflates=deflates), answer)
 
 
 def _check_origin(origin: str | None, host: str, allowed: str | None) -> None:
@@ -95,206 +75,3 @@ def _check_origin(origin: str | None, host: str, allowed: str | None) -> None:
     if origin is None or is_same_origin(origin, host) or "*" in origins or origin.lower() in origins:
         return
     raise Forbidden(f"web pages of {origin[:100]!r} must not connect: add it to server.websocket_origins")
-
-
-# The connection.
-
-
-class WebSocket(asyncio.Transport, asyncio.Protocol):
-    def __init__(self, server: Server, *, deflates: bool) -> None:
-        super().__init__()
-        self._server = server
-        self._deflates = deflates
-        self._parser = Parser(deflates=deflates)
-        self._session: Door | Session = Door(server, greets=True, type=WEBSOCKET)
-        self._transport: asyncio.Transport
-        self._is_closing = False
-        # The client's; nothing behind it counts.
-        self._close: Control | None = None
-        # Bytes that the session was given.
-        self._handed_on = 0
-        # Whether the session reads nothing for now.
-        self._is_held = False
-        # The next turn, if there is more to hand on than fits into this one.
-        self._turn: asyncio.Handle | None = None
-        # Whether the client has too much unsent, and the last PING that it is not answered therefore.
-        self._is_full = False
-        self._unanswered: Control | None = None
-
-    # From the socket.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._session.connection_made(self)
-
-    def data_received(self, data: bytes) -> None:
-        if not self._is_closing and self._close is None:
-            self._parser.feed(data)
-            self._take_turn()
-
-    def pause_writing(self) -> None:
-        self._is_full = True
-        self._session.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._is_full = False
-        ping, self._unanswered = self._unanswered, None
-        if ping is not None:
-            self._pong(ping)
-        self._session.resume_writing()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._is_closing = True
-        self._cancel_turn()
-        self._parser.clear()
-        self._session.connection_lost(error)
-
-    # In.
-
-    def _take_turn(self) -> None:
-        self._turn = None
-        self._session.call(self._read)
-
-    def _take_next_turn(self) -> None:
-        if self._parser.is_inflating and self._is_gone():
-            self._is_closing = True
-            self._transport.abort()
-        else:
-            self._take_turn()
-
-    def _read(self) -> None:
-        """Hand on what has come, as far as it fits into a turn. CLOSE waits until the session has taken all of it."""
-        is_empty = True
-        if self._close is None:
-            parts, is_empty = self._read_frames()
-            data = b"".join(parts)
-            if data and not self._is_closing:
-                self._handed_on += len(data)
-                self._session.data_received(data)
-        if self._is_closing or self._is_held or self._turn is not None:
-            return
-        if self._close is not None:
-            self._end(websocket.answer_close(self._close.payload))
-        elif is_empty:
-            self._transport.resume_reading()
-        else:
-            self._transport.pause_reading()
-            self._turn = asyncio.get_running_loop().call_soon(self._take_next_turn)
-
-    def _is_gone(self) -> bool:
-        """Whether the client has closed the connection. While the socket is not read from, nobody else notices, and
-        what it sent would be inflated for seconds. A client that leaves as it should waits for the answer to its CLOSE.
-        """
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), _GONE)
-        return bool(poll.poll(0))
-
-    def _read_frames(self) -> tuple[list[bytes], bool]:
-        """Return parts of messages, up to a CLOSE, and whether more has to come."""
-        parts: list[bytes] = []
-        room, overhead = self._room(), self._parser.overhead
-        try:
-            for _ in range(FRAMES_MAX):
-                found = self._parser.read(room)
-                if found is None:
-                    return parts, True
-                if isinstance(found, bytes):
-                    parts.append(found)
-                    room -= len(found)
-                elif found.opcode is Opcode.CLOSE:
-                    self._close = found
-                    return parts, True
-                elif found.opcode is Opcode.PING:
-                    self._pong(found)
-                if not room:
-                    break
-        except BadFrame as error:
-            self._server.counters.protocol_errors += 1
-            self._end(websocket.close(Status.PROTOCOL_ERROR, str(error)))
-        finally:
-            self._count_overhead(self._parser.overhead - overhead)
-        return parts, False
-
-    def _room(self) -> int:
-        """Return how many bytes may be handed on in a turn: before the session is admitted, one more than it may send
-        at all."""
-        if self._session.is_admitted or not self._server.needs_auth:
-            return TURN_BYTES
-        return HANDSHAKE_BYTES_MAX + 1 - self._handed_on
-
-    def _count_overhead(self, count: int) -> None:
-        """Count what the session does not see. Otherwise a client that is not admitted could send PINGs for ever."""
-        if not self._session.is_admitted and not self._server.gate.received(self._session, count):
-            self._end(websocket.close(Status.POLICY_VIOLATION, "Authorization Violation"))
-
-    def _pong(self, ping: Control) -> None:
-        if self._is_full:
-            # Of several, the last one is enough.
-            self._unanswered = ping
-        elif not self._is_closing:
-            self._transport.write(websocket.frame(Opcode.PONG, ping.payload))
-
-    # From the session: what it does with a transport.
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        assert isinstance(protocol, Session)
-        self._session = protocol
-
-    def get_protocol(self) -> asyncio.BaseProtocol:
-        return self._session
-
-    def is_reading(self) -> bool:
-        return not self._is_held and not self._is_closing
-
-    def pause_reading(self) -> None:
-        if not self._is_closing:
-            self._is_held = True
-            self._cancel_turn()
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self._is_held and not self._is_closing:
-            self._is_held = False
-            # Not at once: a transport does not call the session that calls it.
-            self._turn = asyncio.get_running_loop().call_soon(self._take_next_turn)
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._transport.set_write_buffer_limits(high, low)
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size()
-
-    def write(self, data: Buffer) -> None:
-        if not self._is_closing:
-            self._transport.writelines(list(websocket.messages(bytes(data), deflates=self._deflates)))
-
-    def writelines(self, parts: Iterable[Buffer]) -> None:
-        self.write(b"".join(parts))
-
-    def is_closing(self) -> bool:
-        return self._is_closing
-
-    def close(self) -> None:
-        """Close the connection, as the session wants it: an error of its own has told why."""
-        leaves = self._server.is_leaving
-        self._end(websocket.close(Status.GOING_AWAY if leaves else Status.POLICY_VIOLATION, ""))
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def _end(self, close: bytes) -> None:
-        """Send CLOSE and close the socket. As in nats-server, the client's own CLOSE is not waited for: clients that
-        are not admitted would stay as long as they like."""
-        if not self._is_closing:
-            self._is_closing = True
-            self._cancel_turn()
-            self._transport.write(close)
-            self._transport.close()
-
-    def _cancel_turn(self) -> None:
-        if self._turn is not None:
-            self._turn.cancel()
-            self._turn = None

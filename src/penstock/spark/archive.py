@@ -26,7 +26,7 @@ import pyarrow
 from pyspark.sql.datasource import InputPartition
 
 from penstock.spark import manifest, parquet
-from penstock.spark.manifest import ArchivedFile, Manifest
+from penstock.spark.manifest import ArchivedFile, ArchiveManifest
 
 if TYPE_CHECKING:
     from penstock.spark.delta import DeltaManifest
@@ -95,7 +95,7 @@ class Archive:
 
     def sweep(self, older_than: datetime.timedelta = datetime.timedelta(days=7)) -> list[str]:
         """Remove files that no commit names, and return their paths. `older_than` spares those of running batches."""
-        if not isinstance(self._manifest, Manifest):
+        if not isinstance(self._manifest, ArchiveManifest):
             raise ValueError(f"{self.root} is a Delta table: use DeltaTable.vacuum(full=True) instead")
         before = time.time() - older_than.total_seconds()
         # List files before reading the manifest, so that files committed in between are spared.
@@ -121,11 +121,11 @@ def format_of(root: Path) -> str | None:
     return "delta" if (root / "_delta_log").is_dir() else None
 
 
-def open_manifest(root: Path) -> Manifest | DeltaManifest:
+def open_manifest(root: Path) -> ArchiveManifest | DeltaManifest:
     """Return the manifest of an existing archive."""
     match format_of(root):
         case "parquet":
-            return Manifest(root)
+            return ArchiveManifest(root)
         case "delta":
             from penstock.spark.delta import DeltaManifest
 

@@ -20,7 +20,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from penstock.errors import BadDirectory
 from penstock.spark import columns, manifest, options, parquet
 from penstock.spark.archive import directory, format_of, remove
-from penstock.spark.manifest import ArchivedFile, Entry, Manifest
+from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -55,9 +55,9 @@ class _ArchiveTarget:
     writer: str = ""
     number: int = 0
 
-    def manifest(self) -> Manifest | DeltaManifest:
+    def manifest(self) -> ArchiveManifest | DeltaManifest:
         if not self.is_delta:
-            return Manifest(self.root)
+            return ArchiveManifest(self.root)
         from penstock.spark.delta import DeltaManifest
 
         return DeltaManifest(self.root)
@@ -202,7 +202,7 @@ def _prepare(target: _ArchiveTarget) -> None:
     if found is None and root.is_dir() and any(not name.startswith(("_", ".")) for name in os.listdir(root)):
         raise ValueError(f"{root} has other files and is not an archive: choose an empty or a new directory")
     books = target.manifest()
-    if isinstance(books, Manifest):
+    if isinstance(books, ArchiveManifest):
         books.create()
     else:
         books.create(target.columns, target.unit)

@@ -17,8 +17,8 @@ from penstock.spark.options import (
     Assigned,
     AtEdge,
     AtOffsets,
-    AtTime,
-    AtTimes,
+    AtTimestamp,
+    AtTimestamps,
     Bound,
     Matching,
     Names,
@@ -51,7 +51,7 @@ class Holding:
 Holdings = Mapping[TopicPartition, Holding]
 
 
-class Catalogue:
+class SourceCatalogue:
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
         self._archive: Archive | None = None
@@ -152,7 +152,7 @@ class Catalogue:
         """Return the start offset of each partition. Offsets that are gone are reported when they are planned."""
         bound = self._options.start
         found = self._resolve(bound, holdings)
-        if isinstance(bound, AtTime | AtTimes):
+        if isinstance(bound, AtTimestamp | AtTimestamps):
             for place, offset in found.items():
                 self._check_start_time(bound, place, offset, holdings[place])
         return found
@@ -164,7 +164,7 @@ class Catalogue:
     def check_ends(self, holdings: Holdings) -> None:
         """Raise ValueError if a stream has an end in some partitions only."""
         match self._options.end:
-            case AtOffsets(name, given) | AtTimes(name, given):
+            case AtOffsets(name, given) | AtTimestamps(name, given):
                 _check_places(name, given, holdings)
 
     def stream_ends(self, holdings: Holdings) -> dict[TopicPartition, int]:
@@ -180,7 +180,7 @@ class Catalogue:
                     place: held.end if ends[place] == LATEST else min(held.end, ends[place])
                     for place, held in holdings.items()
                 }
-            case AtTimes(_, times_ms):
+            case AtTimestamps(_, times_ms):
                 return {
                     place: self._offset_at(place, times_ms[place], held) if place in times_ms else 0
                     for place, held in holdings.items()
@@ -195,9 +195,9 @@ class Catalogue:
             case AtOffsets(name, offsets):
                 _check_places(name, offsets, holdings)
                 return {place: _offset(name, place, offsets[place], held) for place, held in holdings.items()}
-            case AtTime(_, time_ms):
+            case AtTimestamp(_, time_ms):
                 return {place: self._offset_at(place, time_ms, held) for place, held in holdings.items()}
-            case AtTimes(name, times_ms):
+            case AtTimestamps(name, times_ms):
                 _check_places(name, times_ms, holdings)
                 return {place: self._offset_at(place, times_ms[place], held) for place, held in holdings.items()}
 
@@ -211,7 +211,9 @@ class Catalogue:
             )
         return offset
 
-    def _check_start_time(self, bound: AtTime | AtTimes, place: TopicPartition, offset: int, held: Holding) -> None:
+    def _check_start_time(
+        self, bound: AtTimestamp | AtTimestamps, place: TopicPartition, offset: int, held: Holding
+    ) -> None:
         if offset >= held.end and self._options.is_late_start_error:
             raise ValueError(
                 f"{place} has no message stored at {bound.name} or later: choose an earlier time, or set "

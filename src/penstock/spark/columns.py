@@ -133,7 +133,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SparkColumns:
     """Turns fetched columns into those that Spark gets."""
 
     schema: pyarrow.Schema

@@ -38,10 +38,10 @@ class PenstockDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from penstock.spark import options
-        from penstock.spark.source import FilteringReader, Reader
+        from penstock.spark.source import BatchReader, FilteringReader
 
         given = options.read(self.options, is_stream=False)
-        return FilteringReader(given, schema) if _PUSHDOWN in sys.modules else Reader(given, schema)
+        return FilteringReader(given, schema) if _PUSHDOWN in sys.modules else BatchReader(given, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from penstock.spark import options

@@ -110,7 +110,7 @@ class ManifestState:
             self.ranges[place] = ArchivedRange(first if known is None else known.first, end, entry.writer)
 
 
-class Manifest:
+class ArchiveManifest:
     """The manifest of the archive at `root`. Any number may read while one commits; commits exclude each other."""
 
     def __init__(self, root: Path, *, fold_every: int = FOLD_EVERY) -> None:

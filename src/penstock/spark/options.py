@@ -116,7 +116,7 @@ class AtOffsets:
 
 
 @dataclass(frozen=True, slots=True)
-class AtTime:
+class AtTimestamp:
     """The first message stored at a time or later."""
 
     name: str
@@ -124,7 +124,7 @@ class AtTime:
 
 
 @dataclass(frozen=True, slots=True)
-class AtTimes:
+class AtTimestamps:
     name: str
     times_ms: dict[TopicPartition, int]
 
@@ -137,7 +137,7 @@ class AtEdge:
 
 
 Topics = Names | Matching | Assigned
-Bound = AtEdge | AtOffsets | AtTime | AtTimes
+Bound = AtEdge | AtOffsets | AtTimestamp | AtTimestamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,10 +340,10 @@ def _bound(options: Mapping[str, str], which: str, default: Bound) -> Bound:
     """Return where reading starts or ends. As with Kafka, a time wins over times by partition, then offsets."""
     time_ms = _time_ms(options, f"{which}Timestamp")
     if time_ms is not None:
-        return AtTime(f"{which}Timestamp", time_ms)
+        return AtTimestamp(f"{which}Timestamp", time_ms)
     by_time, by_offset = f"{which}OffsetsByTimestamp", f"{which}Offsets"
     if by_time.lower() in options:
-        return AtTimes(by_time, _by_place(options, by_time, least=0))
+        return AtTimestamps(by_time, _by_place(options, by_time, least=0))
     given = text(options, by_offset)
     match given.lower() if given else given:
         case None:

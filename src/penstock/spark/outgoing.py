@@ -37,7 +37,7 @@ BATCH_ROWS: Final = 1 << 15
 Resolve = Callable[[str], tuple[str, int, int]]
 
 
-class Part(NamedTuple):
+class PartitionBatch(NamedTuple):
     topic: str
     partition: int
     batch: Batch
@@ -66,7 +66,7 @@ class Router:
         self._by_name: dict[str, _TargetTopic] = {}
         self._turn = turn
 
-    def parts(self, rows: pyarrow.RecordBatch, *, timestamp: int) -> Iterator[Part]:
+    def parts(self, rows: pyarrow.RecordBatch, *, timestamp: int) -> Iterator[PartitionBatch]:
         """Yield the rows by topic and partition. Within a partition they keep their order."""
         if not rows.num_rows:
             return
@@ -89,7 +89,7 @@ class Router:
         for place, group in _groups(messages, places):
             for part in _split(group):
                 batch = arrow.encode(part, timestamp=timestamp, compression=self._compression, asks=headers.asks)
-                yield Part(self._topics[place >> 32].name, place & 0xFFFFFFFF, batch)
+                yield PartitionBatch(self._topics[place >> 32].name, place & 0xFFFFFFFF, batch)
 
     def _find(self, subject: str) -> _TargetTopic:
         """Return the topic that stores a subject. Topics do not nest, so the first match is the only one."""

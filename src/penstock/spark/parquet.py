@@ -84,7 +84,7 @@ def place_of(root: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class _FilePart:
+class _HourRows:
     """Rows for one file. `hour` is the start of the hour, or day."""
 
     topic: str
@@ -104,14 +104,14 @@ def _rows(batch: pyarrow.RecordBatch, columns: Sequence[str]) -> pyarrow.Table:
     return table.cast(pyarrow.schema([(name, TYPES[name]) for name in columns]))
 
 
-def _parts(table: pyarrow.Table, unit: Unit) -> Iterator[_FilePart]:
+def _parts(table: pyarrow.Table, unit: Unit) -> Iterator[_HourRows]:
     if not table.num_rows:
         return
     hours = compute.floor_temporal(table["timestamp"], unit=unit)
     topics, partitions, spread = (compute.min_max(column) for column in (table["topic"], table["partition"], hours))
     if all(extremes["min"] == extremes["max"] for extremes in (topics, partitions, spread)):
         rows = table if _ascends(table) else _sorted(table, ["offset"])
-        yield _FilePart(topics["min"].as_py(), partitions["min"].as_py(), spread["min"].as_py(), rows)
+        yield _HourRows(topics["min"].as_py(), partitions["min"].as_py(), spread["min"].as_py(), rows)
         return
     table = _sorted(table.append_column("hour", hours), ["topic", "partition", "hour", "offset"])
     # Without threads the groups keep the order of the rows.
@@ -119,7 +119,7 @@ def _parts(table: pyarrow.Table, unit: Unit) -> Iterator[_FilePart]:
     at = 0
     for group in groups.to_pylist():
         rows = table.slice(at, group["count_all"]).drop_columns(["hour"])
-        yield _FilePart(group["topic"], group["partition"], group["hour"], rows)
+        yield _HourRows(group["topic"], group["partition"], group["hour"], rows)
         at += group["count_all"]
 
 
@@ -143,7 +143,7 @@ class _TaskFiles:
         self._files: list[_WrittenFile] = []
         self._done: list[ArchivedFile] = []
 
-    def add(self, part: _FilePart) -> None:
+    def add(self, part: _HourRows) -> None:
         if not _ascends(part.rows):
             raise ValueError(f"an offset of {part.topic} partition {part.partition} is repeated: write each row once")
         key = part.topic, part.partition, part.hour
@@ -179,7 +179,7 @@ class _TaskFiles:
 class _WrittenFile:
     """A file that is being written. Batches are gathered to row groups."""
 
-    def __init__(self, root: Path, directory: str, part: _FilePart, schema: pyarrow.Schema) -> None:
+    def __init__(self, root: Path, directory: str, part: _HourRows, schema: pyarrow.Schema) -> None:
         self._name = f"{directory}/{uuid.uuid4().hex}.parquet"
         self.path = place_of(root, self._name)
         self._part = part
@@ -244,7 +244,7 @@ class _WrittenFile:
         self.path.unlink(missing_ok=True)
 
 
-def _directory(part: _FilePart, unit: Unit) -> str:
+def _directory(part: _HourRows, unit: Unit) -> str:
     """Return a directory name in the style of Hive. Long topic names are cut; the rows have the full name."""
     name = urllib.parse.quote(part.topic, safe="")
     if len(name) > _NAME_BYTES_MAX:

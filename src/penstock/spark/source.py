@@ -46,8 +46,8 @@ from pyspark.sql.streaming.datasource import (
 
 from penstock.client.sync import Client
 from penstock.errors import GroupConflict, OffsetOutOfRange, PenstockError, UnknownGroup, UnknownTopic
-from penstock.spark.catalogue import Catalogue, Holding, Holdings, report_loss, report_lost_offsets
-from penstock.spark.columns import Condition, Shape, schema
+from penstock.spark.catalogue import Holding, Holdings, SourceCatalogue, report_loss, report_lost_offsets
+from penstock.spark.columns import Condition, SparkColumns, schema
 from penstock.spark.offsets import OffsetRange, Offsets, share, split
 from penstock.spark.options import Assigned, Names, ReadOptions, TopicPartition
 
@@ -86,16 +86,16 @@ class ArchivedSlice(InputPartition):
     slice: Any
 
 
-class Reader(DataSourceReader):
+class BatchReader(DataSourceReader):
     """Reads a batch between two sets of offsets, both known before it begins."""
 
     def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
-        self._shape = Shape(schema(wanted), _condition(options))
+        self._shape = SparkColumns(schema(wanted), _condition(options))
         self._wanted = _RangeFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
-        catalogue = Catalogue(self._options)
+        catalogue = SourceCatalogue(self._options)
         holdings = catalogue.look()
         starts, ends = catalogue.starts(holdings), catalogue.ends(holdings)
         for place in holdings:
@@ -112,7 +112,7 @@ class Reader(DataSourceReader):
         return _read(self._options, self._shape, partition)
 
 
-class FilteringReader(Reader):
+class FilteringReader(BatchReader):
     """The reader for filter pushdown. Elsewhere Spark refuses readers with `pushFilters`."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
@@ -164,8 +164,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
-        self._shape = Shape(schema(wanted), _condition(options))
-        self._catalogue = Catalogue(options)
+        self._shape = SparkColumns(schema(wanted), _condition(options))
+        self._catalogue = SourceCatalogue(options)
         # With Trigger.AvailableNow: the offsets when the query began.
         self._target: dict[TopicPartition, Holding] | None = None
         self._last_batch_at = time.monotonic()
@@ -404,7 +404,7 @@ def _begin_of(place: TopicPartition, begin: Offsets, ids: Mapping[str, int]) -> 
 
 
 def _plan(
-    options: ReadOptions, catalogue: Catalogue, holdings: Holdings, ranges: Iterable[OffsetRange]
+    options: ReadOptions, catalogue: SourceCatalogue, holdings: Holdings, ranges: Iterable[OffsetRange]
 ) -> list[InputPartition]:
     archived: list[InputPartition] = []
     logged: list[OffsetRange] = []
@@ -499,7 +499,7 @@ def _condition(options: ReadOptions) -> Condition:
 # Tasks.
 
 
-def _read(options: ReadOptions, shape: Shape, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
+def _read(options: ReadOptions, shape: SparkColumns, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
     if isinstance(partition, LogSlice):
         return shape.shape(_fetch(options, shape, partition), partition.topic, partition.partition)
     if isinstance(partition, ArchivedSlice):
@@ -510,7 +510,7 @@ def _read(options: ReadOptions, shape: Shape, partition: InputPartition) -> Iter
     return iter(())
 
 
-def _fetch(options: ReadOptions, shape: Shape, wanted: LogSlice) -> Iterator[pyarrow.RecordBatch]:
+def _fetch(options: ReadOptions, shape: SparkColumns, wanted: LogSlice) -> Iterator[pyarrow.RecordBatch]:
     """Fetch stored batches, from the first offset to the last."""
     client = options.broker.connect()
     kept = _kept_from(client, options, wanted)

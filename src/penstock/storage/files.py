@@ -1,7 +1,7 @@
 """The seam between the log and the disk: the few calls whose order decides what survives a power cut.
 
-`OsFiles` makes them; `penstock.testing.FaultyFiles` makes them fail, and keeps only what was synced.
-What POSIX promises, and so what the log may rely on:
+`OsFiles` is the real disk. `penstock.testing.FaultyFiles` lets calls fail, and keeps only what was synced. The log
+relies on what POSIX promises:
 
 - written bytes survive the end of the process, and survive a power cut only after `File.sync`;
 - a name that was created, renamed or removed survives a power cut only after `sync_directory`;
@@ -23,40 +23,40 @@ from typing import Final, Protocol
 from penstock.batch import Buffer
 from penstock.errors import DirectoryInUse
 
-# Up to here a sync of each file, a few at a time; above, one sync of the file system: 1,000 dirty files
+# Up to this many files are synced one by one, in a few threads; more by one sync of the file system. 1,000 dirty files
 # took 134 ms the first way and 30 ms the second.
 SYNC_EACH_MAX: Final = 16
 _SYNC_THREADS: Final = 8
-# Small parts are joined and written as one. Of large ones the copy costs more than a vector does, and a call for
-# each costs most: 20 parts of 52 KB took 290 µs as a vector and 580 µs one by one.
+# Small buffers are joined and written as one. Large ones are written as a vector, which is faster than a copy, and than
+# a call for each: 20 buffers of 52 KB took 290 µs as a vector and 580 µs one by one.
 _JOIN_BELOW_BYTES: Final = 4096
 _PARTS_MAX: Final = 1024  # what Linux takes at once
-# Messages, names and addresses are nobody else's business, whatever the umask says.
+# Only the owner may read messages, names and addresses, whatever the umask is.
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
 
 
 class File(Protocol):
     def read(self, length: int, position: int) -> bytes:
-        """Up to `length` bytes; fewer only at the end of the file."""
+        """Return `length` bytes, fewer only at the end of the file."""
         ...
 
     def view(self) -> memoryview:
-        """The whole file, mapped into memory; it must not change any more."""
+        """Return the whole file, mapped into memory. It must not change any more."""
         ...
 
     def write(self, data: Buffer, position: int) -> None:
-        """Write all of `data`, or raise OSError with any part of it written."""
+        """Write all of `data`. If this raises OSError, any part of it may be written."""
         ...
 
     def write_all(self, parts: Sequence[Buffer], position: int) -> None:
-        """As `write`, of several buffers one behind the other."""
+        """Write several buffers one behind the other, as `write` does."""
         ...
 
     def truncate(self, length: int) -> None: ...
 
     def allocate(self, length: int) -> None:
-        """Take room on the disk for so many bytes, zeros where there were none."""
+        """Allocate room on the disk for this many bytes, with zeros where there were none."""
         ...
 
     def size(self) -> int: ...
@@ -68,19 +68,19 @@ class File(Protocol):
 
 class Files(Protocol):
     def open(self, path: Path) -> File:
-        """An existing file, for reading and writing."""
+        """Open an existing file for reading and writing."""
         ...
 
     def create(self, path: Path) -> File:
-        """A new and empty file, in place of one that has this name."""
+        """Create an empty file, in place of one with this name."""
         ...
 
     def sizes(self, directory: Path) -> dict[str, int]:
-        """The names in a directory with the size of each, none if there is no such directory."""
+        """Return the names in a directory and their sizes; nothing if the directory does not exist."""
         ...
 
     def make_directory(self, path: Path) -> None:
-        """Make it durably, and those above it that are not there."""
+        """Create a directory and its missing parents, durably."""
         ...
 
     def remove_directory(self, path: Path) -> None: ...
@@ -88,11 +88,11 @@ class Files(Protocol):
     def rename(self, path: Path, to: Path) -> None: ...
 
     def link(self, path: Path, to: Path) -> None:
-        """Give a file a second name: it stays until both are removed, or replaced."""
+        """Create a hard link: the file stays until both names are removed or replaced."""
         ...
 
     def version(self, path: Path) -> str:
-        """Tell a file from any other that had or will have this name. It changes with every write."""
+        """Return what tells a file from any other that had or will have this name. It changes with every write."""
         ...
 
     def remove(self, path: Path) -> None: ...
@@ -100,20 +100,20 @@ class Files(Protocol):
     def sync_directory(self, path: Path) -> None: ...
 
     def sync(self, files: Sequence[File]) -> list[OSError | None]:
-        """Sync each of the files; the error of each, if it had one."""
+        """Sync each of the files; return the error of each, or None."""
         ...
 
     def space(self, path: Path) -> tuple[int, int]:
-        """How many bytes are free where `path` is, for this process, and how many there are."""
+        """Return the bytes on the file system of `path` that are free for this process, and all of them."""
         ...
 
     def lock(self, path: Path) -> File:
-        """Hold `path` until the file is closed or the process ends; refuse if another process does."""
+        """Lock `path` until the file is closed or the process ends. Raises DirectoryInUse if another process has it."""
         ...
 
 
 class OsFile:
-    """A file descriptor. It is closed with its last reader, so that a segment can be dropped while it is read."""
+    """A file descriptor, closed with its last reference, so that a segment can be dropped while it is read."""
 
     __slots__ = ("_descriptor", "_path")
 
@@ -223,7 +223,8 @@ class OsFiles:
         os.link(path, to)
 
     def version(self, path: Path) -> str:
-        # A rewritten file is made while the old one is there: it has another inode. An appended one has another time.
+        # A rewritten file is created while the old one exists, so it has another inode. An appended one has another
+        # time.
         found = path.stat()
         return f"{found.st_ino:x}.{found.st_mtime_ns:x}"
 
@@ -274,7 +275,7 @@ def _try_sync(file: File) -> OSError | None:
 
 
 def _find_syncfs() -> _Syncfs | None:
-    """Linux tells syncfs' caller of a failed write-back only since 5.8; before that it must not be relied on."""
+    """Whether syncfs reports failed write-backs: Linux does since 5.8."""
     release = os.uname().release.split(".")
     if os.uname().sysname != "Linux" or (int(release[0]), int(release[1])) < (5, 8):
         return None
@@ -286,7 +287,8 @@ class _Syncfs:
         self._call = ctypes.CDLL(None, use_errno=True).syncfs
 
     def __call__(self, files: Sequence[File]) -> list[OSError | None]:
-        """All files are on one file system. If it fails nobody knows which of them lost pages: all of them did."""
+        """Sync the file system that has all files. If that fails, nobody knows which files lost pages: all of them
+        failed."""
         first = files[0]
         assert isinstance(first, OsFile)
         if self._call(first.fileno()) == 0:

@@ -18,14 +18,14 @@ from penstock.storage.files import Files
 
 logger = logging.getLogger(__name__)
 
-# 1: directories without the file. 2: a log may start within a segment, at an offset that the state topic has. 3: a log
-# has a mark of its start, which must move before a segment is dropped.
+# 1: directories without the file. 2: a log may start within a segment, at an offset in the state topic. 3: a log has a
+# `.start` file, which must move before a segment is dropped.
 FORMAT: Final = 3
 FORMAT_NAME: Final = "FORMAT"
 RESTORING_NAME: Final = "restoring"
 _ASIDE_NAME: Final = "FORMAT.aside"
-_UNNAMED: Final = 1  # directories that have no such file
-# A number, and a newline. More than that is no version.
+_UNNAMED: Final = 1  # directories without the file
+# A number and a newline. A longer file is invalid.
 _BYTES_MAX: Final = 16
 
 
@@ -46,7 +46,7 @@ def check_format(files: Files, directory: Path) -> int:
     finally:
         file.close()
     if not text.strip().isdigit():
-        # Not taken for a missing one: it may have been the number of a newer format.
+        # Not treated as missing: it may have been the number of a newer format.
         raise BadDirectory(
             f"{path} says {text!r}, it must be the number of a format: restore it from a copy; or remove it, if no "
             f"later version of penstock had the directory open, and it is written again"
@@ -61,7 +61,8 @@ def check_format(files: Files, directory: Path) -> int:
 
 
 def claim_format(files: Files, directory: Path) -> None:
-    """Make a data directory one of this format, durably, unless it is newer. It must be locked."""
+    """Give a data directory this format, durably. Raises UnsupportedFormat if its format is newer. It must be
+    locked."""
     found, names = check_format(files, directory), files.sizes(directory)
     if found == FORMAT and FORMAT_NAME in names:
         return

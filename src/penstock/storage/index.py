@@ -28,7 +28,7 @@ _VERSION: Final = 1
 _ENTRY_BYTES: Final = 24
 
 
-class Index:
+class OffsetIndex:
     __slots__ = ("_next_position", "_offsets", "_positions", "_times")
 
     def __init__(self) -> None:
@@ -45,31 +45,31 @@ class Index:
         return _ENTRY_BYTES * len(self._offsets)
 
     def add(self, batch: Batch, position: int) -> None:
-        """Batches are added in the order of the log; an entry is made where the last one is far enough back."""
+        """Add the next batch of the log. It gets an entry if the last one is far enough back."""
         if position >= self._next_position:
             self._next_position = position + INDEX_EVERY_BYTES
             self._positions.append(position)
             self._times.append(batch.append_time)
-            # Last: a reader in another thread searches the offsets, then takes what stands at the same place.
+            # Last: a reader in another thread searches the offsets, then takes the same place of the other columns.
             self._offsets.append(batch.base_offset)
 
     def interrupt(self) -> None:
-        """The next batch gets an entry: what is before it cannot be walked over."""
+        """Give the next batch an entry, because nobody can walk over the bytes before it."""
         self._next_position = 0
 
     def floor(self, offset: int) -> tuple[int, int | None]:
-        """A position from which the batch with `offset` is found by walking forward, and the offset that the batch
-        there has; None if that is not known."""
+        """Return a position from which walking forward finds the batch with `offset`, and the offset of the batch
+        there, or None if it is not known."""
         place = bisect_right(self._offsets, offset) - 1
         return (self._positions[place], self._offsets[place]) if place >= 0 else (0, None)
 
     def ceiling(self, position: int) -> int | None:
-        """The offset of the first batch that is known to begin at `position` or behind it."""
+        """Return the offset of the first indexed batch at or behind `position`."""
         place = bisect_left(self._positions, position)
         return self._offsets[place] if place < len(self._offsets) else None
 
     def position_at(self, append_time: int) -> int:
-        """A position from which the first batch of that time or later is found by walking forward."""
+        """Return a position from which walking forward finds the first batch of this time or later."""
         place = bisect_left(self._times, append_time) - 1
         return self._positions[place] if place >= 0 else 0
 
@@ -84,8 +84,8 @@ class Index:
         return bytes(data)
 
     @classmethod
-    def decode(cls, data: bytes, log_bytes: int) -> Index | None:
-        """The index that was saved, or None where it is not whole or speaks of another log."""
+    def decode(cls, data: bytes, log_bytes: int) -> OffsetIndex | None:
+        """Return the saved index, or None if it is damaged or belongs to other bytes."""
         if len(data) < _HEADER.size:
             return None
         magic, version, _, crc, entries, indexed_bytes = _HEADER.unpack_from(data)

@@ -1,10 +1,9 @@
-"""A data directory looked at from outside: which logs it holds and what is in them, without opening a store.
+"""Looks at a data directory from outside: at its logs and what is in them, without opening a store.
 
-Nothing is recovered, cut off or created, so what is wrong is seen as it is; and what is wrong with one log does
-not keep anyone from looking at the others.
+Nothing is recovered, cut off or created, so damage is seen as it is. Damage in one log does not hide the others.
 
-A broker may have the directory open. Then its files change while they are looked at: what seems wrong is looked at
-again, and what is being written at the end of a log is not torn.
+A broker may have the directory open, and change files meanwhile. Then whatever seems wrong is looked at again, and
+unfinished bytes at the end of a log are not a torn tail.
 """
 
 from __future__ import annotations
@@ -19,22 +18,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import BadDirectory, DirectoryInUse, LogDamaged, PenstockError
-from penstock.storage import recovery, witness
+from penstock.storage import examine, log_files, witness
+from penstock.storage.examine import Examined
 from penstock.storage.files import OsFiles
 from penstock.storage.format import FORMAT_NAME, check_format
 from penstock.storage.meta import look_into
+from penstock.storage.open_segments import OpenSegments
 from penstock.storage.policy import Topic
-from penstock.storage.recovery import Examined
-from penstock.storage.segment import Found, OpenSegments, Segment, log_name
+from penstock.storage.scan import Found
+from penstock.storage.segment import Segment, log_name
 from penstock.storage.state import STATE_TOPIC, read_changes
 from penstock.storage.witness import NOBODY, Witness
 
 _DATA_NAMES: Final = frozenset({"LOCK", FORMAT_NAME, "meta.db", "topics"})
-# How often something is looked at again while a broker changes it.
+# How often to look again while a broker has the directory open.
 _LIVE_TRIES: Final = 3
 
 
-class Health(Enum):
+class LogHealth(Enum):
     OK = "ok"
     TORN = "torn"  # what was not acknowledged will be cut off
     DAMAGED = "damaged"  # something that was durable cannot be read
@@ -43,7 +44,7 @@ class Health(Enum):
 
 @dataclass(frozen=True, slots=True)
 class InspectedLog:
-    """A log and whose it is; None where that is not known."""
+    """A log, and its topic and partition, or None if they are not known."""
 
     directory: Path
     topic_id: int | None
@@ -55,7 +56,7 @@ class InspectedLog:
     is_piped: bool = False
     # Whether a broker has it open.
     is_live: bool = False
-    # Where it begins, if that is marked, and how far it once reached.
+    # Where its `.start` file says that it begins, and how far it once reached.
     marked: int | None = None
     witness: Witness = NOBODY
 
@@ -74,35 +75,35 @@ class InspectedLog:
 class Inspection:
     directory: Path
     logs: list[InspectedLog]
-    # What is in the directory and should not be.
+    # Files that do not belong in the directory.
     problems: list[str]
-    # The ids of the topics that the state topic does not know; empty if it cannot be read.
+    # The IDs of topics that are not in the state topic; empty if it cannot be read.
     orphans: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     log: InspectedLog
-    # None: it could not be read to the end, and `problems` says why.
-    report: recovery.Report | None
+    # None: the log could not be read to the end, and `problems` says why.
+    report: examine.Report | None
     problems: list[str]
 
     @property
-    def state(self) -> Health:
+    def state(self) -> LogHealth:
         if self.report is not None and self.report.damage:
-            return Health.DAMAGED
+            return LogHealth.DAMAGED
         if self.report is None or self.problems or self.report.unsupported:
-            return Health.REFUSED
-        return Health.TORN if self.report.torn_bytes and not self.log.is_live else Health.OK
+            return LogHealth.REFUSED
+        return LogHealth.TORN if self.report.torn_bytes and not self.log.is_live else LogHealth.OK
 
     @property
     def sound(self) -> bool:
-        return self.state in (Health.OK, Health.TORN)
+        return self.state in (LogHealth.OK, LogHealth.TORN)
 
 
 @contextmanager
 def inspect(directory: Path) -> Iterator[Inspection]:
-    """Look at a data directory, or at the directory of one log. Unless a store has it open, none can meanwhile."""
+    """Look at a data directory, or at the directory of one log. It stays locked unless a store has it open already."""
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise BadDirectory(f"{directory} {what}: name a data directory, or the directory of one log")
@@ -123,12 +124,12 @@ def inspect(directory: Path) -> Iterator[Inspection]:
 
 
 def verify(log: InspectedLog, progress: Callable[[int], object] | None = None) -> Verdict:
-    """Read every byte of a log, and tell what is there."""
+    """Read every byte of a log, and judge it."""
     verdict = _verify(log, progress)
     for _ in range(_LIVE_TRIES if log.is_live else 0):
         if verdict.sound:
             break
-        # Retention or compaction may have been faster; what is damaged is so again.
+        # Retention or compaction may have been faster. Damage is found again.
         verdict = _verify(look_again(log), None)
     return verdict
 
@@ -149,8 +150,8 @@ def look_again(log: InspectedLog) -> InspectedLog:
 
 def _verify(log: InspectedLog, progress: Callable[[int], object] | None) -> Verdict:
     try:
-        recovery.identify(log.segments)
-        report = recovery.verify(log.segments, progress, start=log.marked, witness=log.witness)
+        examine.identify(log.segments)
+        report = examine.verify(log.segments, progress, start=log.marked, witness=log.witness)
         if not log.segments and not log.problems and (log.witness.end or log.marked):
             first = log.directory / log_name(log.start)
             end = max(log.start + 1, log.witness.end)
@@ -161,19 +162,19 @@ def _verify(log: InspectedLog, progress: Callable[[int], object] | None) -> Verd
 
 
 def walk(log: InspectedLog, offset: int = 0) -> Iterator[tuple[Segment, Examined]]:
-    """All that a log holds from `offset` on, and whatever is wrong where it is wrong."""
+    """Yield everything a log holds from `offset` on, and what is wrong where it is wrong."""
     segments = log.segments
-    recovery.identify(segments)
+    examine.identify(segments)
     while len(segments) > 1 and segments[1].base <= offset:
         segments = segments[1:]
     start = log.marked if segments[:1] == log.segments[:1] else None
-    for segment, item in recovery.examine(segments, start=start, witness=log.witness):
+    for segment, item in examine.examine(segments, start=start, witness=log.witness):
         if _reaches(item, offset):
             yield segment, item
 
 
 def explain(error: PenstockError | OSError, path: Path | None = None) -> str:
-    """One line on what happened and where: at `path`, if the error does not know."""
+    """Return one line on what happened and where: at `path`, if the error has none."""
     if isinstance(error, PenstockError):
         return str(error)
     text = error.strerror or str(error)
@@ -184,7 +185,7 @@ def explain(error: PenstockError | OSError, path: Path | None = None) -> str:
 
 
 def _data_directory_of(log_directory: Path) -> Path | None:
-    """The data directory that a log is in, by the way that leads there."""
+    """Return the data directory that contains a log."""
     parents = log_directory.resolve().parents
     if len(parents) > 2 and parents[1].name == "topics" and (parents[2] / "LOCK").exists():
         return parents[2]
@@ -193,8 +194,8 @@ def _data_directory_of(log_directory: Path) -> Path | None:
 
 @contextmanager
 def _held(data_directory: Path | None) -> Iterator[bool]:
-    """Keep stores away, or tell that one has the directory open. Where there is no LOCK none has, and none is made; nor
-    can one have it open where nothing can be written."""
+    """Lock the directory; yield whether a store has it open instead. No LOCK is created: without one, or on a read-only
+    file system, no store has it open."""
     path = data_directory / "LOCK" if data_directory else None
     lock = None
     is_live = False
@@ -214,12 +215,12 @@ def _held(data_directory: Path | None) -> Iterator[bool]:
 
 
 def inspect_data(files: OsFiles, directory: Path, *, is_live: bool = False) -> Inspection:
-    """Look at a data directory that is held, or that a broker has open; the state topic is the first of its logs."""
+    """Look at a data directory that is locked or that a broker has open. The state topic is the first of its logs."""
     found = _inspect_data(files, directory, is_live=is_live)
     for _ in range(_LIVE_TRIES if is_live else 0):
         if not found.problems:
             break
-        # A topic may have been made or deleted meanwhile.
+        # A topic may have been created or deleted meanwhile.
         found = _inspect_data(files, directory, is_live=is_live)
     return found
 
@@ -227,7 +228,7 @@ def inspect_data(files: OsFiles, directory: Path, *, is_live: bool = False) -> I
 def _inspect_data(files: OsFiles, directory: Path, *, is_live: bool) -> Inspection:
     check_format(files, directory)
     topics = directory / "topics"
-    # The witnesses come first: what is written meanwhile only makes the logs longer.
+    # The witnesses come first: appends meanwhile only make the logs longer.
     with look_into(directory / "meta.db", is_live=is_live) as meta:
         of_state = witness.of_state_topic(meta)
         path = topics / str(STATE_TOPIC) / "0"
@@ -244,15 +245,15 @@ def _inspect_data(files: OsFiles, directory: Path, *, is_live: bool) -> Inspecti
         if topic is None and known is not None:
             found.orphans.append(topic_id)
             found.problems.append(
-                f"{topics / str(topic_id)} is of no known topic: run penstock log repair, with --adopt {topic_id}=NAME "
-                f"if it does not find the name by itself, or move the directory elsewhere"
+                f"{topics / str(topic_id)} belongs to no known topic: run penstock log repair, with --adopt "
+                f"{topic_id}=NAME if it does not find the name, or move the directory elsewhere"
             )
         partitions = _numbers(topics / str(topic_id), found.problems)
         expected = set(range(topic.partitions)) if topic else partitions
         for partition in sorted(partitions | expected):
             path = topics / str(topic_id) / str(partition)
             if topic is not None and partition not in expected:
-                found.problems.append(f"{path} is of no partition that topic {topic.name} has: move it elsewhere")
+                found.problems.append(f"{path} belongs to no partition of topic {topic.name}: move it elsewhere")
             name = topic.name if topic else None
             piped = topic is not None and topic.origin is not None
             of_log = witness.NOBODY if piped else witnesses.get((topic_id, partition), witness.NOBODY)
@@ -274,9 +275,9 @@ def _inspect_log(
     witness: Witness = NOBODY,
 ) -> InspectedLog:
     try:
-        found = recovery.look_around(files, OpenSegments(), directory, "pread")
+        found = log_files.list_log(files, OpenSegments(), directory, "pread")
     except OSError as error:
-        found = recovery.Listing(problems=[explain(error, directory)])
+        found = log_files.LogListing(problems=[explain(error, directory)])
     return InspectedLog(
         directory,
         topic_id,
@@ -292,7 +293,7 @@ def _inspect_log(
 
 
 def _numbers(directory: Path, problems: list[str]) -> set[int]:
-    """The directories whose name is a number; anything else there is a problem."""
+    """Return the directories with a number as name. Anything else is a problem."""
     numbers = set()
     for name in os.listdir(directory) if directory.exists() else ():
         if name.isdecimal() and str(int(name)) == name and (directory / name).is_dir():
@@ -303,7 +304,7 @@ def _numbers(directory: Path, problems: list[str]) -> set[int]:
 
 
 def _read_state(state: InspectedLog) -> dict[tuple[str, str], Any] | None:
-    """What the state topic has, by kind and key. None if it cannot be read, for then anything may be out of date."""
+    """Return the values of the state topic, by kind and key. None if it cannot be read: then anything may be stale."""
     values: dict[tuple[str, str], Any] = {}
     try:
         for _, item in walk(state):
@@ -318,7 +319,7 @@ def _read_state(state: InspectedLog) -> dict[tuple[str, str], Any] | None:
 
 
 def _topics(values: dict[tuple[str, str], Any] | None) -> tuple[dict[int, Topic] | None, set[int]]:
-    """The topics by their ids, None if they are not known, and the ids of those whose files are being removed."""
+    """Return the topics by ID, or None if they are not known, and the IDs of topics that are being deleted."""
     if values is None:
         return None, set()
     topics = {int(key): value for (kind, key), value in values.items() if kind == "topic"}

@@ -1,4 +1,4 @@
-"""The limit on the bytes of a whole store: the oldest segments go first, whichever log they are in."""
+"""Enforces the limit on the bytes of a whole store: drops the oldest segments, whichever log they are in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace
 
 from penstock.errors import PenstockError
-from penstock.storage.log import Log, State
+from penstock.storage.appender import LogState
+from penstock.storage.log import Log
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +17,7 @@ def trim(logs: Sequence[Log], excess: int, spare: int) -> tuple[list[Log], int]:
     """Drop the oldest segments of these logs until `excess` bytes are freed, and at most `spare` bytes more.
 
     A segment is as old as its last message. Return the logs whose active segment is next, and must be sealed before it
-    can go, and how many bytes are too many even without all of them.
+    can be dropped, and how many bytes are too many even without all of them.
     """
     oldest = [(time, number) for number, log in enumerate(logs) if (time := _oldest_time(log)) is not None]
     heapify(oldest)
@@ -43,18 +44,18 @@ def trim(logs: Sequence[Log], excess: int, spare: int) -> tuple[list[Log], int]:
 
 def _oldest_time(log: Log) -> int | None:
     try:
-        return log.oldest_segment_time()
+        return log.upkeep.oldest_segment_time()
     except (PenstockError, OSError) as error:
         logger.error("%s: the age of its oldest segment is unknown, it is kept: %s", log.directory, error)
         return None
 
 
 def _drop_oldest(log: Log) -> int:
-    with log.upkeep_lock:
-        if log.state is State.CLOSED:
+    with log.upkeep.lock:
+        if log.state is LogState.CLOSED:
             return 0
         try:
-            return log.drop_oldest()
+            return log.upkeep.drop_oldest()
         except (PenstockError, OSError) as error:
             logger.error("%s: its oldest segment cannot be dropped, tried again later: %s", log.directory, error)
             return 0

@@ -1,7 +1,6 @@
 """Maintenance of a store: retention, compaction, the limit of the whole store, and `meta.db`.
 
-It runs in a worker, log by log, and only one runs at a time. If it fails for one log, that is reported and tried again
-the next time.
+It runs in a worker, log by log, one at a time. A failure of one log is reported, and tried again the next time.
 """
 
 from __future__ import annotations
@@ -17,21 +16,24 @@ from typing import Final, NamedTuple
 from penstock.errors import Closed, PenstockError
 from penstock.health import Health
 from penstock.storage import retention
-from penstock.storage.catalogue import Catalogue
+from penstock.storage.appender import LogState
+from penstock.storage.catalogue import TopicCatalogue
 from penstock.storage.limit import trim
 from penstock.storage.log import Log
-from penstock.storage.log import State as LogState
 from penstock.storage.meta import Change, Meta, SegmentRow
-from penstock.storage.rounds import Rounds
+from penstock.storage.rounds import Round, Rounds
 from penstock.storage.segment import Segment
-from penstock.storage.state import STATE_TOPIC, State
-from penstock.storage.witness import STATE_PLACE, Place
+from penstock.storage.snapshot import Snapshots
+from penstock.storage.space import DiskSpace, is_disk_full
+from penstock.storage.state import STATE_TOPIC, StoreState
+from penstock.storage.witness import STATE_PARTITION, PartitionId
 
 logger = logging.getLogger(__name__)
 
-# The state topic is compacted when its sealed segments have grown by this much, and by as much as they were.
+# The state topic is compacted when its sealed segments have doubled, and grown by this much more.
 _STATE_GROWTH_BYTES: Final = 4 << 20
-# The name of the problem that the store is larger than allowed, and nothing can go.
+_SPACE_EVERY_S: Final = 1.0
+# The name of the problem that the store is too large, and nothing can be dropped.
 _LIMIT_PROBLEM: Final = "store"
 
 
@@ -39,10 +41,12 @@ class Maintenance:
     def __init__(
         self,
         directory: Path,
-        catalogue: Catalogue,
+        catalogue: TopicCatalogue,
         rounds: Rounds,
-        state: State,
+        state: StoreState,
         meta: Meta,
+        space: DiskSpace,
+        snapshots: Snapshots,
         health: Health,
         *,
         retain_bytes: int | None,
@@ -52,31 +56,33 @@ class Maintenance:
         self._rounds = rounds
         self._state = state
         self._meta = meta
+        self._space = space
+        self._snapshots = snapshots
         self._health = health
         self._retain_bytes = retain_bytes
-        self._state_log = catalogue.logs[STATE_PLACE]
+        self._state_log = catalogue.logs[STATE_PARTITION]
         # Bytes of the sealed segments of the state topic after the last compaction.
         self._state_bytes = 0
         self._overgrown = asyncio.Event()
-        # Held by whoever drops or rewrites segments, or needs that nobody does.
+        # Held while segments are dropped or rewritten, and while they must not be.
         self.lock = asyncio.Lock()
         # Whether it gives up at the next batch, because the store stops.
         self._is_ending = False
-        # Called after each upkeep in the loop: logs may begin later than before.
+        # Called after each upkeep in the loop, because the start of logs may have moved.
         self.on_upkeep: Callable[[], None] | None = None
         # Bytes of all segments, as of the last upkeep.
         self.store_bytes = 0
         self._measure()
 
     def now(self) -> None:
-        """Do all of it in the calling thread."""
+        """Keep all logs up, in the calling thread."""
         self._rounds.roll(self._due_to_roll())
         self._keep_up(list(self._catalogue.logs.values()))
         self._rounds.roll(self._trim(self._trimmable()))
         self.project()
 
     async def run(self, worker: Executor, interval_s: float) -> None:
-        """Do all of it again and again."""
+        """Keep all logs up, every `interval_s`."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(interval_s)
@@ -103,16 +109,35 @@ class Maintenance:
             self._state_bytes = self._sealed_state_bytes()
             self._overgrown.clear()
 
-    def look_at_state(self) -> None:
-        """Have the state topic compacted if it has grown."""
-        if self._state_log.compaction_due and self._sealed_state_bytes() > 2 * self._state_bytes + _STATE_GROWTH_BYTES:
+    def _look_at_state(self) -> None:
+        """Let the state topic be compacted if it has grown."""
+        if (
+            self._state_log.upkeep.is_compaction_due
+            and self._sealed_state_bytes() > 2 * self._state_bytes + _STATE_GROWTH_BYTES
+        ):
             self._overgrown.set()
+
+    async def watch_space(self, worker: Executor) -> None:
+        """Look at the room on the disk again and again, and end snapshots that nobody reads."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SPACE_EVERY_S)
+            await loop.run_in_executor(worker, self._space.check)
+            for snapshot in self._snapshots.to_drop(is_full=self._space.is_full):
+                await loop.run_in_executor(worker, self._snapshots.end, snapshot)
+
+    def note_round(self, round_: Round) -> None:
+        """Look at the result of a round that is finished."""
+        if any(is_disk_full(write.error) for write in round_.writes):
+            self._space.note_full()
+        if self._rounds.is_running:
+            self._look_at_state()
 
     def begin(self) -> None:
         self._is_ending = False
 
     def end(self) -> None:
-        """Give up what runs, at its next batch."""
+        """Let running upkeep give up at its next batch."""
         self._is_ending = True
 
     def project(self) -> None:
@@ -125,19 +150,19 @@ class Maintenance:
         return sum(segment.size for segment in self._state_log.segments[:-1])
 
     def _due_to_roll(self) -> list[Log]:
-        """Return the logs that must begin a new segment, so that retention can drop parts of what they have."""
-        return [log for log in self._catalogue.logs.values() if log.is_roll_due()]
+        """Return the logs that must begin a new segment, so that retention can drop a part of them."""
+        return [log for log in self._catalogue.logs.values() if log.flusher.is_roll_due()]
 
     def _keep_up(self, logs: list[Log]) -> None:
         for log in logs:
             if self._is_ending:
                 return
             try:
-                with log.upkeep_lock:
+                with log.upkeep.lock:
                     if log.state is not LogState.CLOSED:
-                        self._tell(log, "retention", log.retain(), "segments")
-                        if log.compaction_due:
-                            self._tell(log, "compaction", log.compact(lambda: self._is_ending), "messages")
+                        self._tell(log, "retention", log.upkeep.retain(), "segments")
+                        if log.upkeep.is_compaction_due:
+                            self._tell(log, "compaction", log.upkeep.compact(lambda: self._is_ending), "messages")
             except Closed as error:
                 logger.info("%s", error)
             except (PenstockError, OSError) as error:
@@ -146,13 +171,13 @@ class Maintenance:
                 self._rounds.fault("upkeep", log, fault)
 
     def _tell(self, log: Log, what: str, count: int, of: str) -> None:
-        """Log what upkeep did; what it does all the time in the state topic is for whoever looks closely."""
+        """Log what upkeep did. The state topic is kept up all the time, so it is logged at DEBUG."""
         if count:
             level = logging.DEBUG if log is self._state_log else logging.INFO
             logger.log(level, "%s: %s dropped %d %s, it begins at offset %d", log.directory, what, count, of, log.start)
 
     def _trimmable(self) -> list[Log]:
-        """Return the logs that the limit of the store may shorten: all but those that the broker needs itself."""
+        """Return the logs that the limit of the store may shorten: all but the broker's own."""
         if self._retain_bytes is None:
             return []
         internal = {STATE_TOPIC, *(topic.id for topic in self._catalogue.topics if topic.is_internal)}
@@ -173,7 +198,7 @@ class Maintenance:
             self._health.report(
                 _LIMIT_PROBLEM,
                 f"the store has {self.store_bytes} bytes, {limit} are allowed (storage.retain_bytes), and all other "
-                f"topics are empty: what the broker itself needs takes the rest, allow more",
+                f"topics are empty: the broker's own topics take the rest, raise the limit",
             )
         else:
             self._health.clear(_LIMIT_PROBLEM)
@@ -185,13 +210,14 @@ class Maintenance:
 
     def _take_projection(self) -> _Projection:
         changes, offset = self._state.unprojected()
-        logs = {place: (log.segments, log.witnessed) for place, log in self._catalogue.logs.items()}
-        # Of these nobody else can tell how far they reached.
+        logs = {place: (log.segments, log.flusher.witnessed) for place, log in self._catalogue.logs.items()}
+        # Nobody else knows how far these reached.
         kept = frozenset(self._catalogue.refused)
         return _Projection(changes, offset, logs, kept, frozenset(int(path.name) for path in self._catalogue.orphans))
 
     def _write_projection(self, projection: _Projection) -> bool:
-        """Bring `meta.db` up to date; whether that worked. If not it is only behind, and is tried again."""
+        """Bring `meta.db` up to date; return whether that worked. If not, it is only behind, and this is tried
+        again."""
         try:
             self._meta.apply(projection.changes, projection.offset)
             self._meta.replace_segments(
@@ -209,9 +235,9 @@ class _Projection(NamedTuple):
 
     changes: list[Change]
     offset: int
-    # Of each log its segments, and up to where it is on the disk.
-    logs: dict[Place, tuple[tuple[Segment, ...], int]]
-    refused: frozenset[Place]
+    # The segments of each log, and where its last batch on the disk ends.
+    logs: dict[PartitionId, tuple[tuple[Segment, ...], int]]
+    refused: frozenset[PartitionId]
     orphans: frozenset[int]
 
 

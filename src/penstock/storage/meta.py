@@ -1,11 +1,11 @@
-"""`meta.db`: what the logs hold, as tables for queries. A projection: delete it and it comes back.
+"""`meta.db`: the content of the logs as tables for queries. It is a projection: if it is deleted, it is rebuilt.
 
-state       the state topic's latest value of each key
-applied     up to which offset of the state topic that is so
+state       the latest value of each key in the state topic
+applied     the offset of the state topic up to which `state` is projected
 segments    the segments of every log, as of the last upkeep
 
-What it holds can be read from the logs again, but for one thing: where each log ended. If a log is cut short, this is
-what tells (`storage/witness.py`). So no row claims more than is on the disk.
+Everything in it can be read from the logs again, except where each log ended. It is a witness of that, if a log is cut
+short (`storage/witness.py`). So no row claims more than is on the disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.storage.files import FILE_MODE
 
 logger = logging.getLogger(__name__)
 
-# 2: the end of a log's last segment is where its last batch ends that is on the disk.
+# 2: the end of a log's last segment is where its last batch on the disk ends.
 _VERSION: Final = 2
 _IN_MEMORY: Final = ":memory:"
 _SCHEMA: Final = """
@@ -42,7 +42,7 @@ _SCHEMA: Final = """
 
 
 class Change(NamedTuple):
-    """The value that a key has from now on; None: it is gone."""
+    """The new value of a key; None: it is deleted."""
 
     kind: str
     key: str
@@ -61,7 +61,7 @@ class SegmentRow(NamedTuple):
 
 class Meta:
     def __init__(self, path: Path | None, database: sqlite3.Connection | None = None) -> None:
-        """Open the file, made anew where it cannot be used; without a path, in memory, or one that is open."""
+        """Open the file, or create it again if it cannot be used. Without a path, use memory, or an open connection."""
         self._lock = threading.Lock()
         if path is None:
             self._database = database or _create(_IN_MEMORY)
@@ -73,7 +73,7 @@ class Meta:
             self._database = _recreate(path)
 
     def applied(self) -> int:
-        """The state topic is projected up to this offset."""
+        """Return the offset up to which the state topic is projected."""
         with self._lock:
             return int(self._database.execute('SELECT "offset" FROM applied').fetchone()[0])
 
@@ -93,7 +93,7 @@ class Meta:
             self._database.execute('UPDATE applied SET "offset" = ?', (offset,))
 
     def forget_state(self) -> None:
-        """Begin the projection again."""
+        """Start the projection again from nothing."""
         with self._lock, self._database:
             self._database.execute("DELETE FROM state")
             self._database.execute('UPDATE applied SET "offset" = 0')
@@ -104,7 +104,7 @@ class Meta:
         return [SegmentRow._make(row) for row in rows]
 
     def replace_segments(self, rows: Iterable[SegmentRow], kept: Callable[[int, int], bool]) -> None:
-        """Replace all rows, except those of a topic and partition that are to be `kept`."""
+        """Replace all rows, except those of partitions for which `kept` returns true."""
         old = [row for row in self.segments() if kept(row.topic, row.partition)]
         with self._lock, self._database:
             self._database.execute("DELETE FROM segments")
@@ -117,7 +117,7 @@ class Meta:
 
 @contextmanager
 def look_into(path: Path, *, is_live: bool) -> Iterator[Meta | None]:
-    """Look into a `meta.db` without changing anything beside it; None if there is none that can be read.
+    """Read a `meta.db` without changing it or its neighbours; None if it does not exist or cannot be read.
 
     SQLite makes files beside a database that a killed process left. So a copy is opened, unless a broker has it open.
     """
@@ -171,8 +171,8 @@ def _create(name: str) -> sqlite3.Connection:
 
 def _connect(name: str) -> sqlite3.Connection:
     if name != _IN_MEMORY:
-        # SQLite makes what it keeps beside the database as private as the database is. One that is there is not
-        # opened: closing it again would take the locks of other connections. What is wrong, SQLite tells.
+        # SQLite gives the files beside the database the same mode. An existing file is not opened here: closing it
+        # would drop the locks of other connections. SQLite reports what is wrong with it.
         with suppress(OSError):
             os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
     database = sqlite3.connect(name, check_same_thread=False)

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-# A segment has a head, a foot and an index: smaller ones would be mostly that.
+from msgspec import Meta
+
+from penstock import schema
+from penstock.schema import NonNegative, Positive, about
+
+# A segment has a header, a footer and an index: smaller segments would be mostly overhead.
 SEGMENT_BYTES_MIN: Final = 4096
-# Batches tell positions in their segment in 32 bits.
+# Batches store positions in their segment in 32 bits.
 SEGMENT_BYTES_MAX: Final = 2 << 30
-# The sequences that the text door gives to messages have 8 bits for the partition.
+# The sequence numbers of the text protocol have 8 bits for the partition.
 PARTITIONS_MAX: Final = 256
-# A message that still fails after so many deliveries will not be taken at the next one either.
+# A message that still fails after this many deliveries will fail at the next one too.
 DELIVERIES_MAX: Final = 1000
-# Where a topic does not say.
+# For topics that do not set it.
 DELIVERIES_DEFAULT: Final = 4
+
+Partitions = Annotated[int, Meta(ge=1, le=PARTITIONS_MAX)]
+Deliveries = Annotated[int, Meta(ge=1, le=DELIVERIES_MAX)]
+SegmentBytes = Annotated[int, Meta(ge=SEGMENT_BYTES_MIN, le=SEGMENT_BYTES_MAX)]
 
 
 class Durability(StrEnum):
-    """When a message may be read and its producer told: what an acknowledgement is worth."""
+    """When a message may be read and its producer is answered: what an acknowledgement is worth."""
 
     FSYNC = "fsync"  # it is on the disk
-    FLUSH = "flush"  # it is with the operating system, and on the disk 100 ms or 500 messages later
+    FLUSH = "flush"  # the operating system has it; it is on the disk 100 ms or 500 messages later
 
 
 class Cleanup(StrEnum):
-    DELETE = "delete"  # whole segments, when they are too old or too many
-    COMPACT = "compact"  # of each key the latest message stays
+    DELETE = "delete"  # drop whole segments when they are too old or too many
+    COMPACT = "compact"  # keep the latest message of each key
 
 
 class Dedup(StrEnum):
-    """Which messages are taken for a repetition of an earlier one, and not stored again."""
+    """Which messages are duplicates of an earlier one, and are not stored again."""
 
     OFF = "off"
-    ID = "id"  # those with the same message id; one without an id is never a repetition
+    ID = "id"  # those with the same message ID; a message without an ID is never a duplicate
     PAYLOAD = "payload"  # those with an equal payload
 
 
@@ -42,71 +51,48 @@ class OnDamage(StrEnum):
     """What a reader does where stored messages are damaged."""
 
     STOP = "stop"  # it gets an error with the file and the offsets
-    SKIP = "skip"  # it goes on behind them, and they are counted
+    SKIP = "skip"  # it continues behind them, and they are counted
 
 
-_ENUMS: Final[dict[str, type[StrEnum]]] = {
-    "durability": Durability,
-    "cleanup": Cleanup,
-    "dedup": Dedup,
-    "on_damage": OnDamage,
-}
-# What each number must be at least, and at most if there is a bound.
-_BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
-    "segment_bytes": (SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX),
-    "retain_ms": (1, None),
-    "retain_bytes": (1, None),
-    "tombstone_ms": (0, None),
-    "dedup_window_ms": (1, None),
-    "ack_deadline_ms": (1, None),
-    "deliveries_max": (1, DELIVERIES_MAX),
-    "refresh_wait_ms": (1, None),
-}
-_OPTIONAL: Final = frozenset({"retain_ms", "retain_bytes", "dedup_window_ms", "deliveries_max"})
+_PARTITIONS: Final = schema.field("partitions", Partitions)
 _DEDUP_WINDOW_MS: Final = {Dedup.OFF: 0, Dedup.ID: 5 * 60 * 1000, Dedup.PAYLOAD: 30 * 60 * 1000}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    durability: Durability = Durability.FSYNC
-    segment_bytes: int = 64 << 20
-    cleanup: Cleanup = Cleanup.DELETE
-    retain_ms: int | None = None
-    retain_bytes: int | None = None
-    # A reader that is slower than this may miss that a key was deleted.
-    tombstone_ms: int = 24 * 60 * 60 * 1000
-    dedup: Dedup = Dedup.ID
-    # How long a message is remembered for that; None: 5 minutes by id, 30 minutes by payload.
-    dedup_window_ms: int | None = None
-    # A message that is not acknowledged within this time is delivered again, so many times in all; then it
-    # goes to the dead letters. Without those it is delivered again forever. None: what the members of a group expect.
-    ack_deadline_ms: int = 5_000
-    deliveries_max: int | None = None
-    dead_letters: bool = True
-    # A consumer that does not answer in a refresh, or is away, is waited for so long.
-    refresh_wait_ms: int = 60_000
-    on_damage: OnDamage = OnDamage.STOP
+    """The settings `topic.*`, the policy in calls and over HTTP, and the options of `penstock topic` are these."""
+
+    durability: Annotated[Durability, about("acknowledge when it is on the disk, or with the operating system")] = (
+        Durability.FSYNC
+    )
+    segment_bytes: Annotated[SegmentBytes, about("seal a segment at this size")] = 64 << 20
+    retain_ms: Annotated[Positive | None, about("drop segments that are older")] = None
+    retain_bytes: Annotated[Positive | None, about("drop the oldest segments of a partition that is larger")] = None
+    cleanup: Annotated[Cleanup, about("drop old segments, or keep the latest message of each key")] = Cleanup.DELETE
+    # A reader that is slower than this may miss the deletion of a key.
+    tombstone_ms: Annotated[NonNegative, about("compaction keeps the deletion of a key for this long")] = 86_400_000
+    dedup: Annotated[Dedup, about("how duplicates are recognised")] = Dedup.ID
+    dedup_window_ms: Annotated[
+        Positive | None, about("how long a message is remembered for that; none: 5 minutes by id, 30 by payload")
+    ] = None
+    # Without dead letters, a message is redelivered forever.
+    ack_deadline_ms: Annotated[Positive, about("redeliver a message that is not acknowledged by then")] = 5_000
+    deliveries_max: Annotated[
+        Deliveries | None,
+        about("deliveries of a message, with the first; none: 4, and no limit for the Provider's clients"),
+    ] = None
+    dead_letters: Annotated[bool, about("keep messages that reached deliveries_max as dead letters")] = True
+    refresh_wait_ms: Annotated[Positive, about("how long a refresh waits for a consumer that does not answer")] = 60_000
+    on_damage: Annotated[OnDamage, about("readers stop with an error at damaged messages, or skip them")] = (
+        OnDamage.STOP
+    )
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if type(value) is not int:
-                raise ValueError(f"{name} is {value!r}, it must be a whole number")
-            if value < low:
-                raise ValueError(f"{name} is {value}, it must be at least {low}")
-            if high is not None and value > high:
-                raise ValueError(f"{name} is {value}, it must be at most {high}")
-        for name, kind in _ENUMS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(kind)}")
-        if not isinstance(self.dead_letters, bool):
-            raise ValueError(f"dead_letters is {self.dead_letters!r}, it must be true or false")
+        schema.check(self)
 
     @property
     def dedup_window_us(self) -> int:
-        """For how long a repetition is known; 0: not at all."""
+        """How long a duplicate is recognised; 0: never."""
         window_ms = _DEDUP_WINDOW_MS[self.dedup]
         if window_ms and self.dedup_window_ms is not None:
             window_ms = self.dedup_window_ms
@@ -117,16 +103,9 @@ class Policy:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Policy:
-        """Unknown names are refused: a policy that is silently not followed is worse than none. Names that are
-        missing have their defaults, as in what was written before they were known."""
-        unknown = data.keys() - {field.name for field in fields(cls)}
-        if unknown:
-            raise ValueError(f"unknown in a policy: {', '.join(sorted(unknown))}")
-        known = dict(data)
-        for name, kind in _ENUMS.items():
-            if known.get(name) in list(kind):
-                known[name] = kind(known[name])
-        return cls(**known)
+        """Unknown names are refused: a policy that is silently not followed is worse than none. Missing names have
+        their defaults, as in data that was written before they existed."""
+        return schema.build(cls, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +114,18 @@ class Topic:
     name: str
     partitions: int
     policy: Policy
-    # Of a topic that is piped from another broker: which one it is there. It is read-only, and numbered as there.
+    # Identifies a piped topic at the broker where it comes from. Such a topic is read-only and has the same offsets.
     origin: str | None = None
 
     def __post_init__(self) -> None:
-        if type(self.partitions) is not int or not 1 <= self.partitions <= PARTITIONS_MAX:
-            raise ValueError(f"partitions is {self.partitions!r}, it must be a whole number from 1 to {PARTITIONS_MAX}")
+        try:
+            _PARTITIONS.read(self.partitions)
+        except schema.Invalid as problem:
+            raise ValueError(problem.of("partitions")) from None
 
     @property
     def is_internal(self) -> bool:
-        """Whether it is the broker's own: nobody else reads or writes it, and the broker drops what it has done."""
+        """Whether the topic is the broker's own: clients neither read nor write it."""
         return self.name.startswith("$")
 
     def to_json(self) -> dict[str, Any]:

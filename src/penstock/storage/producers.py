@@ -1,11 +1,11 @@
-"""What a log has seen of each producer and each source, so that a batch sent again is stored once.
+"""Remembers what each producer and each source has appended, so that a batch that is sent again is stored once.
 
-A producer numbers its batches 0, 1, 2, … in each partition; the log takes exactly the next one, knows the last
-few again, and refuses a gap: the batches between were lost on the way. A source (a parent broker, a delayed
-message, a part of a transaction) has positions that ascend with gaps; one that is not higher was seen before.
+A producer numbers its batches 0, 1, 2, … in each partition. The log takes exactly the next one, recognises the last
+few, and refuses a gap: the batches in between were lost on the way. A source (a parent broker, a delayed message, a
+part of a transaction) has ascending positions with gaps; a position that is not higher is a duplicate.
 
-This is never more durable than the batches that it speaks of: it is read from them when a log is opened, and
-a snapshot at the head of each segment says what came before it.
+This is never more durable than the batches: it is read from them when a log is opened, and the head of each segment has
+a snapshot of what came before.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final
 from penstock.batch import Batch
 from penstock.errors import CorruptBatch, OutOfSequence, TooManySources
 
-# A producer may have this many batches on the way at once: all of them are known again after a reconnect.
+# A producer may have this many batches in flight. All of them are recognised after a reconnect.
 IN_FLIGHT_MAX: Final = 16
-# The least recently heard are forgotten first; one that comes back later must begin again under a new id.
+# The least recently used producer is forgotten first. If it comes back, it must begin again with a new ID.
 PRODUCERS_MAX: Final = 10_000
-# A source that is forgotten would have its messages stored again. So a new one is refused instead.
+# The messages of a forgotten source would be stored again. So new sources are refused instead.
 SOURCES_MAX: Final = 65_536
 
 _COUNTS: Final = struct.Struct("<II")
@@ -39,7 +39,7 @@ class Producers:
         self._sources: dict[int, list[tuple[int, int]]] = {}
 
     def find(self, batch: Batch, source: int, position: int) -> int | None:
-        """The offset at which this batch is in the log already, or None if it is new."""
+        """Return the offset of the original if this batch is a duplicate, or None if it is new."""
         if source:
             seen = self._sources.get(source)
             if seen is None and len(self._sources) >= SOURCES_MAX:
@@ -54,7 +54,7 @@ class Producers:
         if batches is None:
             if batch.sequence:
                 raise OutOfSequence(
-                    f"producer {batch.producer} is not known here: begin again with a new producer id at sequence 0"
+                    f"unknown producer {batch.producer}: begin again with a new producer ID at sequence 0"
                 )
             return None
         last = batches[-1][0]
@@ -64,11 +64,19 @@ class Producers:
             if sequence == batch.sequence:
                 return offset
         raise OutOfSequence(
-            f"producer {batch.producer} sent sequence {batch.sequence}, {last + 1} is next: send what is missing first"
+            f"producer {batch.producer} sent sequence {batch.sequence}, but {last + 1} is next: "
+            f"send the missing batches first"
         )
 
+    def is_duplicate(self, batch: Batch) -> bool:
+        """Whether a producer's batch was appended before, as far as is known."""
+        try:
+            return self.find(batch, 0, 0) is not None
+        except OutOfSequence:
+            return False
+
     def position(self, source: int) -> int:
-        """The last position of a source; 0 if there is none."""
+        """Return the last position of a source; 0 if it has none."""
         seen = self._sources.get(source)
         return seen[-1][0] if seen else 0
 
@@ -77,11 +85,11 @@ class Producers:
         return len(self._sources)
 
     def forget_source(self, source: int) -> None:
-        """Forget a source that will never send anything again."""
+        """Forget a source that is used no more. A restart remembers it again, until the next segment begins."""
         self._sources.pop(source, None)
 
     def note(self, batch: Batch) -> None:
-        """`batch` was appended, at its base offset."""
+        """Note that `batch` was appended, at its base offset."""
         if batch.source:
             self._sources.setdefault(batch.source, []).append((batch.position, batch.base_offset))
         elif batch.producer:
@@ -90,7 +98,7 @@ class Producers:
             self._batches[batch.producer] = batches
 
     def settle(self, batch: Batch) -> None:
-        """`batch` will not be taken back: of what came before it, only what may be asked for again is kept."""
+        """Note that `batch` is written, and forget earlier ones that nobody may send again."""
         table, number, keep = self._sources, batch.source, 1
         if not batch.source:
             table, number, keep = self._batches, batch.producer, IN_FLIGHT_MAX
@@ -103,7 +111,7 @@ class Producers:
             del self._batches[next(iter(self._batches))]
 
     def forget(self, offset: int) -> None:
-        """Batches from `offset` on were taken back."""
+        """Forget the batches from `offset` on, which were rejected."""
         for table in (self._batches, self._sources):
             for number, entries in list(table.items()):
                 while entries and entries[-1][1] >= offset:
@@ -112,7 +120,7 @@ class Producers:
                     del table[number]
 
     def snapshot(self, offset: int) -> bytes:
-        """All that is known of the batches below `offset`."""
+        """Return what is known of the batches below `offset`, for `restore`."""
         parts = []
         producers = sources = 0
         for number, entries in self._batches.items():
@@ -147,5 +155,5 @@ class Producers:
                 at += _SOURCE.size
                 found._sources[number] = [(position, offset)]
         except struct.error as error:
-            raise CorruptBatch(f"a snapshot of producers that cannot be read: {error}") from error
+            raise CorruptBatch(f"invalid snapshot of producers: {error}") from error
         return found

@@ -1,11 +1,11 @@
-"""Repair of a data directory that no broker has open: damaged bytes are set aside, and the logs are sound again.
+"""Repairs a data directory that no broker has open: moves damaged bytes to a quarantine, so that all logs are sound.
 
 Each damaged range is first copied to `<data>/quarantine`, with a description beside it, and synced. Then the segment is
-written again without it, aside, and renamed into place. Interrupted anywhere, the next repair finds the same damage
-and does the same again. The lost offsets stay empty: they are not given out again, and readers pass over them.
+rewritten without it and renamed into place. After an interruption, the next repair finds the same damage and does the
+same again. The lost offsets stay empty: they are not given out again, and readers skip them.
 
-What the state topic has lost may be in `meta.db`, which follows it: then it is written to the state topic again. A
-topic that neither knows is adopted under a name that somebody gives.
+Records that the state topic has lost may be in `meta.db`: then they are written to the state topic again. A topic in
+neither of them is adopted under a given name.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from crc32c import crc32c
 from penstock.batch import NO_SEGMENT, Batch, Control, encode_control
 from penstock.clock import Clock, SystemClock
 from penstock.errors import BadDirectory, PenstockError
-from penstock.storage import compaction, inspect, recovery, retention
+from penstock.outcome import Outcome
+from penstock.storage import compaction, examine, inspect, log_files, retention
 from penstock.storage.files import Files, OsFiles
 from penstock.storage.format import claim_format
 from penstock.storage.log import Log
 from penstock.storage.meta import Change, Meta, look_into
+from penstock.storage.open_segments import OpenSegments
 from penstock.storage.policy import Policy, Topic
-from penstock.storage.segment import Damage, Found, OpenSegments, Segment
-from penstock.storage.state import STATE_TOPIC, State, read_changes
+from penstock.storage.scan import Damage, Found
+from penstock.storage.segment import Segment
+from penstock.storage.state import STATE_TOPIC, StoreState, read_changes
 from penstock.storage.tail import TailBudget
 from penstock.subject import owns
 
@@ -41,7 +44,7 @@ _READ_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Bytes from `position` to before `stop` of a segment, and the offsets that are lost with them."""
+    """Bytes of a segment from `position` to before `stop`, and the offsets that are lost with them."""
 
     topic: str | None
     topic_id: int
@@ -57,14 +60,14 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Repaired:
     quarantined: list[Quarantined]
-    # What is still wrong, and needs somebody.
+    # What is still wrong, and needs people.
     problems: list[str]
     report: Path | None
-    # Whether records of the state topic are among what was lost.
+    # Whether records of the state topic were lost.
     is_state_hit: bool
-    # How many of them `meta.db` had, and the topics that are known again: their names, by their ids.
+    # How many of them were in `meta.db`, and the names of adopted topics, by ID.
     restored: int = 0
     adopted: dict[int, str] = field(default_factory=dict)
 
@@ -76,11 +79,11 @@ def repair(
     progress: Callable[[int, int], object] = lambda done, total: None,
     files: Files | None = None,
     clock: Clock | None = None,
-) -> Outcome:
-    """Repair every log of a data directory; `progress` is told how many bytes of how many were read.
+) -> Repaired:
+    """Repair every log of a data directory. `progress` is called with the bytes that were read, and all bytes.
 
-    `adopt`: names for topics whose directories are there, by their ids, and that nobody knows. Raises DirectoryInUse
-    while a process has it open.
+    `adopt` has names, by ID, for directories of unknown topics. Raises DirectoryInUse while a process has the directory
+    open.
     """
     if not (directory / "LOCK").exists():
         raise BadDirectory(f"{directory} is not a data directory: name the one that holds LOCK and topics")
@@ -104,7 +107,7 @@ class _Repair:
         self._found: list[Quarantined] = []
         self._problems: list[str] = []
 
-    def run(self, adopt: Mapping[int, str]) -> Outcome:
+    def run(self, adopt: Mapping[int, str]) -> Repaired:
         # The state topic comes first: it names the others.
         [state, *_] = inspect.inspect_data(OsFiles(read_only=True), self._directory).logs
         self._total = state.size
@@ -112,7 +115,7 @@ class _Repair:
         adopted: dict[int, str] = {}
         with look_into(self._directory / "meta.db", is_live=False) as meta:
             base = state.segments[-1].base if state.segments else 0
-            # From an older one, deletions may be missing that were compacted away since.
+            # An older one may lack deletions that were compacted away since.
             is_recent = meta is not None and meta.applied() >= base
             self._repair_log(state)
             is_state_hit = bool(self._found)
@@ -128,15 +131,15 @@ class _Repair:
         for log in logs:
             self._repair_log(log)
         report = self._write_report() if self._found else None
-        return Outcome(self._found, self._problems, report, is_state_hit, restored, adopted)
+        return Repaired(self._found, self._problems, report, is_state_hit, restored, adopted)
 
     def _restore_state(self, inspected: inspect.InspectedLog, meta: Meta) -> int:
-        """Write to the state topic what it has lost and `meta.db` knows; how many records that are."""
+        """Write the records to the state topic that it has lost and `meta.db` has; return how many."""
         known = {(kind, key): value for kind, key, value in meta.state()}
         with self._opened(inspected) as log, closing(Meta(None)) as unused:
-            state = State(log, unused)
+            state = StoreState(log, unused)
             there = {(kind, key): value for kind, key, value in state.everything()}
-            # Everything below is in `meta.db`; what came later counts more.
+            # Everything below this offset is in `meta.db`; later records override it.
             for change in _changes_from(log, meta.applied()):
                 known[change.kind, change.key] = change.value
             keys = sorted(known.keys() | there.keys())
@@ -145,7 +148,7 @@ class _Repair:
         return len(changes)
 
     def _adopt(self, inspection: inspect.Inspection, names: Mapping[int, str], meta: Meta | None) -> dict[int, str]:
-        """Make topics of directories that the state topic does not know; their names by their ids."""
+        """Create topics for directories of unknown topics; return their names by ID."""
         values = {} if meta is None else {key: value for kind, key, value in meta.state() if kind == "topic"}
         taken = {log.topic_name for log in inspection.logs if log.topic_name is not None}
         if unknown := names.keys() - set(inspection.orphans):
@@ -166,16 +169,15 @@ class _Repair:
                 adopted.append(Topic(topic_id, name, count, policy, origin))
         with self._opened(inspection.logs[0]) as log, closing(Meta(None)) as unused:
             changes = [Change("topic", str(topic.id), topic.to_json()) for topic in adopted]
-            self._write_state(log, State(log, unused), changes)
+            self._write_state(log, StoreState(log, unused), changes)
         return {topic.id: topic.name for topic in adopted}
 
-    def _write_state(self, log: Log, state: State, changes: list[Change]) -> None:
-        errors: list[PenstockError] = []
+    def _write_state(self, log: Log, state: StoreState, changes: list[Change]) -> None:
+        outcome = Outcome()
         if changes:
-            state.write(changes, lambda _, error: errors.append(error) if error else None)
+            state.write(changes, outcome)
             log.flush()
-        if errors:
-            raise errors[0]
+        outcome.check()
 
     @contextmanager
     def _opened(self, inspected: inspect.InspectedLog) -> Iterator[Log]:
@@ -187,7 +189,7 @@ class _Repair:
 
     def _repair_log(self, log: inspect.InspectedLog) -> None:
         verdict = inspect.verify(log, self._advance)
-        if verdict.state is inspect.Health.DAMAGED:
+        if verdict.state is inspect.LogHealth.DAMAGED:
             try:
                 self._set_aside(log)
             except (PenstockError, OSError) as error:
@@ -219,7 +221,7 @@ class _Repair:
     def _set_aside(self, inspected: inspect.InspectedLog) -> None:
         assert inspected.topic_id is not None
         assert inspected.partition is not None
-        # Opening it cuts a torn tail off, and leaves damage in the last segment behind: then all is in sealed ones.
+        # Opening the log cuts off a torn tail and seals a damaged last segment: then all damage is in sealed segments.
         log = self._open(inspected)
         log.close()
         if inspected.topic_id == STATE_TOPIC:
@@ -231,9 +233,9 @@ class _Repair:
             damage = [item for item in items if isinstance(item, Damage)]
             batches = [item.batch for item in items if isinstance(item, Found)]
             end = batches[-1].end if batches else segment.base
-            wrong = None if damage else recovery.misplaced(segment, following, end)
+            wrong = None if damage else examine.misplaced(segment, following, end)
             if wrong is not None and wrong.path != following.path:
-                # The end of the file is missing, or the file behind it: with a foot nothing is, from here on.
+                # The end of the file is missing, or the next file. With a foot, nothing is missing any more.
                 damage = [Damage(segment.size, segment.size, end, following.base, wrong.reason)]
             if damage:
                 for each in damage:
@@ -241,14 +243,14 @@ class _Repair:
                 begun = retention.begun_at(segments, place + 1)
                 whole = _complete(batches, segment, previous, following, log.number, begun)
                 compaction.rewrite(segment, whole, self._files, lambda old, new: None)
-            name = recovery.damaged_name(segment.base)
+            name = log_files.damaged_name(segment.base)
             if name in self._files.sizes(log.directory):
                 self._files.remove(log.directory / name)
                 self._files.sync_directory(log.directory)
             previous = segment
 
     def _without_intruders(self, inspected: inspect.InspectedLog, segments: Sequence[Segment]) -> list[Segment]:
-        """Move foreign files away that stand for no offset, because the segment before them has all that they could."""
+        """Move foreign files away that hold no offset, because the segment before them has all of theirs."""
         kept: list[Segment] = []
         for segment in segments:
             foreign = segment.foreign()
@@ -261,10 +263,10 @@ class _Repair:
         return kept
 
     def _keep(self, log: inspect.InspectedLog, segment: Segment, damage: Damage, following: int) -> None:
-        """Copy damaged bytes, durably, with what is known of them."""
+        """Copy damaged bytes to the quarantine, durably, with a description."""
         data = bytes(segment.content(damage.position, damage.stop - damage.position))
         directory = self._directory / QUARANTINE / str(log.topic_id) / str(log.partition)
-        # The checksum tells it from other damage that was in the same place once.
+        # The checksum distinguishes it from earlier damage in the same place.
         name = f"{segment.base:020d}-{damage.position}-{crc32c(data):08x}"
         assert log.topic_id is not None
         assert log.partition is not None
@@ -288,7 +290,7 @@ class _Repair:
         self._found.append(kept)
 
     def _keep_meta(self) -> None:
-        """Keep the projection of the state topic too: it may know what the topic has lost."""
+        """Keep a copy of `meta.db`: it may have what the state topic has lost."""
         directory, now_us = self._directory / QUARANTINE, self._clock.now_us()
         for suffix in ("", "-wal"):
             path = self._directory / f"meta.db{suffix}"
@@ -298,7 +300,7 @@ class _Repair:
                 self._files.sync_directory(directory)
 
     def _write_report(self) -> Path:
-        """Write all that was ever set aside, also by a repair that was interrupted."""
+        """Report everything in the quarantine, also from interrupted repairs."""
         directory = self._directory / QUARANTINE
         found: list[dict[str, Any]] = []
         for topic in sorted(self._files.sizes(directory)):
@@ -307,7 +309,7 @@ class _Repair:
                     if name.endswith(".json"):
                         found.append(json.loads((directory / topic / partition / name).read_bytes()))
         path = directory / REPORT
-        aside = directory / f"{REPORT}{recovery.ASIDE_SUFFIX}"
+        aside = directory / f"{REPORT}{log_files.ASIDE_SUFFIX}"
         self._write(aside, _document(found))
         self._files.rename(aside, path)
         self._files.sync_directory(directory)
@@ -325,7 +327,8 @@ class _Repair:
 def _complete(
     batches: Sequence[Batch], segment: Segment, previous: Segment | None, following: Segment, number: int, begun: int
 ) -> Iterator[Batch]:
-    """The batches of a segment, with a head and a foot where it has none. Without batches it was `begun` then."""
+    """Yield the batches of a segment, with a head and a foot if it has none. `begun` is the time for one without
+    batches."""
     before = NO_SEGMENT if previous is None else previous.base
     append_time = batches[0].append_time if batches else begun
     if not batches or batches[0].count or batches[0].base_offset != segment.base or not _is_head(batches[0]):
@@ -337,7 +340,7 @@ def _complete(
 
 
 def _is_head(batch: Batch) -> bool:
-    """A foot of a segment without messages has the head's offset as well, and no snapshot."""
+    """Whether a control batch is a head. The foot of a segment without messages has the same offset."""
     return batch.durable_bytes == 0
 
 
@@ -364,7 +367,7 @@ def _changes_from(log: Log, offset: int) -> Iterator[Change]:
 
 
 class _NoRounds:
-    """The owner of a log that is flushed by hand."""
+    """The owner of a log that `flush` writes."""
 
     def appended(self, log: Log, size: int) -> None:
         pass

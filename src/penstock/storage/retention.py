@@ -1,11 +1,11 @@
-"""Which segments a policy does not keep: whole segments only, oldest first, never the active one.
+"""Decides which segments a policy does not keep: whole segments only, oldest first, never the active one.
 
-A small log would never fill a segment, so a segment also ends when it holds a tenth of what is retained, in time or in
-bytes (4 KiB at least). Bytes are looked at as they come, the time by upkeep: a log gains one segment by age per upkeep
-at most. A message goes, at the latest, when it is a tenth older than the policy says and upkeep has looked twice.
+A small log would never fill a segment, so a segment also ends when it holds a tenth of the retention, in time or in
+bytes (at least 4 KiB). Bytes are checked by each write, the time by upkeep, so a log gains at most one segment by age
+per upkeep. A message is dropped at the latest when it is a tenth older than the policy says and upkeep has run twice.
 
-A limit in bytes holds at upkeep, and nine tenths of it are used: a segment that is larger, because a batch is, stays
-if less than that would be left. So the newest messages stay, however large they are.
+A limit in bytes holds at upkeep, and at least nine tenths of it are used: a segment stays if less would be left without
+it. So the newest messages stay, however large they are.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.errors import LogDamaged
 from penstock.storage.policy import SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN, Policy
 from penstock.storage.segment import Segment
 
-# What is retained is spread over about this many segments.
+# The retained messages are spread over about this many segments.
 _PARTS: Final = 10
 
 
 def expired(segments: Sequence[Segment], policy: Policy, now_us: int) -> int:
-    """How many of the oldest segments are too old, or make the log too large."""
+    """Return how many of the oldest segments are too old, or make the log too large."""
     sealed = segments[:-1]
     count = 0
     if policy.retain_ms is not None:
@@ -41,7 +41,7 @@ def expired(segments: Sequence[Segment], policy: Policy, now_us: int) -> int:
 
 
 def begun_at(segments: Sequence[Segment], place: int) -> int:
-    """Return when the segment at `place` was begun, or, if nothing in it can be read, a later one."""
+    """Return when the segment at `place` was begun, or a later one if nothing in it can be read."""
     for segment in segments[place:-1]:
         with contextlib.suppress(LogDamaged):
             return segment.begun_at()
@@ -54,11 +54,11 @@ def segment_span_us(policy: Policy) -> int | None:
 
 
 def segment_bytes(policy: Policy, store_limit: int | None) -> int:
-    """Return the size at which a segment ends. `store_limit`: what the whole store retains, if that is limited."""
+    """Return the size at which a segment ends. `store_limit` is the limit of the whole store, if it has one."""
     limits = [limit for limit in (policy.retain_bytes, store_limit) if limit is not None]
     return min(policy.segment_bytes, *map(part_bytes, limits), SEGMENT_BYTES_MAX)
 
 
 def part_bytes(retain_bytes: int) -> int:
-    """Return how much of a limit one segment has, unless a batch is larger."""
+    """Return the part of a limit that one segment may have, unless a batch is larger."""
     return max(retain_bytes // _PARTS, SEGMENT_BYTES_MIN)

@@ -1,11 +1,11 @@
-"""A snapshot: all logs of a store as they were at one moment, for as long as somebody copies them.
+"""A snapshot: all logs of a store as they were at one moment, while a backup copies them.
 
-The marks of all logs are taken in one turn of the event loop, so they fit together: whatever the state topic says of a
-message below its mark, that message is below the mark of its own log. Each segment then gets a second name in
-`<data>/snapshots/<id>/`, so retention, compaction and the deletion of a topic take nothing away from the snapshot. The
-last segment of a log ends at its mark: the last batch that was committed.
+`committed` of all logs is taken in one turn of the event loop, so the logs are consistent: whatever the state topic
+says of a message, that message is in the snapshot too. Each segment then gets a hard link in `<data>/snapshots/<id>/`,
+so retention, compaction and the deletion of a topic take nothing away from the snapshot. The last segment of a log ends
+with the last committed batch.
 
-A log that cannot be opened has no mark. Its files are part of the snapshot as they are.
+The files of a log that cannot be opened are part of the snapshot as they are.
 
 The listing describes the snapshot in JSON. It is the file behind the segments, and can be read like them.
 """
@@ -24,25 +24,27 @@ from typing import Any, Final, NamedTuple
 
 from penstock.clock import Clock
 from penstock.errors import AppendFailed, BadRequest, Closed, Overloaded, ReadFailed
-from penstock.storage import recovery
-from penstock.storage.catalogue import Catalogue
+from penstock.storage import log_files
+from penstock.storage.catalogue import TopicCatalogue
 from penstock.storage.changes import Steps, Work
 from penstock.storage.files import File, Files
 from penstock.storage.log import Log
+from penstock.storage.open_segments import OpenSegments
 from penstock.storage.policy import Topic
-from penstock.storage.segment import Found, OpenSegments, Segment
-from penstock.storage.witness import Place
+from penstock.storage.scan import Found
+from penstock.storage.segment import Segment
+from penstock.storage.witness import PartitionId
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = "snapshots"
-# Snapshots at once. One that nobody reads ends after a while: it keeps room on the disk that retention would free.
+# Snapshots at once. One that nobody reads ends after a while, because it keeps room that retention would free.
 SNAPSHOTS_MAX: Final = 8
 SNAPSHOT_IDLE_US: Final = 3_600_000_000
 
 
-class Mark(NamedTuple):
-    """Where a log stood: its segments with the bytes that readers could see, and its committed offset, if known."""
+class SnapshotMark(NamedTuple):
+    """A log at the moment of the snapshot: its segments with their readable bytes, and `committed`, if it is known."""
 
     topic_id: int
     topic: str | None
@@ -59,13 +61,13 @@ class Mark(NamedTuple):
 class ListedSegment:
     base: int
     bytes: int
-    # As `Files.version` tells it.
+    # Of `Files.version`.
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class ListedLog:
-    """`segments` are in order; over all logs, they are the files 0, 1, 2, … of the snapshot."""
+    """The segments of all logs, in order, are the files 0, 1, 2, … of the snapshot."""
 
     topic_id: int
     topic: str | None
@@ -84,7 +86,7 @@ class ListedLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class SnapshotListing:
     time_us: int
     logs: list[ListedLog]
 
@@ -92,7 +94,7 @@ class Listing:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Listing:
+    def decode(cls, data: bytes) -> SnapshotListing:
         value = json.loads(data)
         return cls(value["time_us"], [ListedLog.from_json(log) for log in value["logs"]])
 
@@ -100,8 +102,8 @@ class Listing:
 class Snapshot:
     """Any thread may read and close it."""
 
-    def __init__(self, files: Files, directory: Path, time_us: int, marks: Sequence[Mark], now_us: int) -> None:
-        """Give every segment its second name. Nothing may drop or rewrite segments meanwhile."""
+    def __init__(self, files: Files, directory: Path, time_us: int, marks: Sequence[SnapshotMark], now_us: int) -> None:
+        """Link every segment. Nothing may drop or rewrite segments meanwhile."""
         self._files = files
         self._directory = directory
         self._lock = threading.Lock()
@@ -112,7 +114,7 @@ class Snapshot:
         self._sizes: list[int] = []
         try:
             files.make_directory(directory)
-            listing = Listing(time_us, [self._link_log(mark) for mark in marks])
+            listing = SnapshotListing(time_us, [self._link_log(mark) for mark in marks])
             self._write_listing(listing.encode())
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -125,13 +127,13 @@ class Snapshot:
 
     @property
     def listing(self) -> tuple[int, int]:
-        """The number of the file with the listing, and its bytes."""
+        """Return the number of the file with the listing, and its bytes."""
         return len(self._sizes) - 1, self._sizes[-1]
 
     def read(self, number: int, position: int, length: int, now_us: int = 0) -> bytes:
-        """Return bytes of a file, fewer only at its end. Raises ReadFailed if the disk does not give them back."""
+        """Return bytes of a file, fewer only at its end. Raises ReadFailed if the disk fails."""
         if not 0 <= number < len(self._sizes):
-            raise BadRequest(f"the snapshot has files 0 to {len(self._sizes) - 1}, none with number {number}")
+            raise BadRequest(f"invalid file {number}: the snapshot has files 0 to {len(self._sizes) - 1}")
         size = self._sizes[number]
         with self._lock:
             self.used_us = max(self.used_us, now_us)
@@ -153,7 +155,7 @@ class Snapshot:
             self._release()
         clear(self._files, self._directory)
 
-    def _link_log(self, mark: Mark) -> ListedLog:
+    def _link_log(self, mark: SnapshotMark) -> ListedLog:
         listed = []
         followings = [segment.base for segment, _ in mark.segments[1:]]
         for place, (segment, size) in enumerate(mark.segments):
@@ -162,7 +164,7 @@ class Snapshot:
             version = self._files.version(path)
             is_last = False
             if mark.committed is not None and (place == len(followings) or followings[place] > mark.committed):
-                # What follows is not committed, or there is nothing.
+                # The following segments are not committed, or there are none.
                 size, is_last = _size_below(segment, mark.committed, size), True
             self._sizes.append(size)
             listed.append(ListedSegment(segment.base, size, version))
@@ -198,21 +200,21 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of a store that somebody reads."""
+    """The open snapshots of a store."""
 
     def __init__(self, files: Files, directory: Path, clock: Clock) -> None:
-        """`directory` is the store's."""
+        """`directory` is the data directory."""
         self._files = files
         self._directory = directory
         self._clock = clock
         self._snapshots: dict[Snapshot, None] = {}
 
-    def take(self, catalogue: Catalogue, open_segments: OpenSegments) -> Steps[Snapshot]:
+    def take(self, catalogue: TopicCatalogue, open_segments: OpenSegments) -> Steps[Snapshot]:
         """Take a snapshot of all logs. Nobody may drop or rewrite segments meanwhile."""
         # Changes run one at a time, so requests that arrive together cannot pass the limit.
         if len(self._snapshots) >= SNAPSHOTS_MAX:
-            raise Overloaded(f"there are {SNAPSHOTS_MAX} snapshots already: wait until a backup has ended")
-        # All marks are taken before the first step: they must be of one moment.
+            raise Overloaded(f"{SNAPSHOTS_MAX} snapshots are open, the limit: wait until a backup has ended")
+        # All marks are taken before the first step, because they must be of one moment.
         time_us, now_us = self._clock.now_us(), self._clock.monotonic_us()
         names = {topic.id: topic.name for topic in catalogue.topics}
         marks = [_mark(place, catalogue.logs[place], names.get(place[0])) for place in sorted(catalogue.logs)]
@@ -230,7 +232,7 @@ class Snapshots:
         return snapshot
 
     def to_drop(self, *, is_full: bool) -> list[Snapshot]:
-        """Return the snapshots that nobody reads, or all of them if the disk is full."""
+        """Return the snapshots that nobody reads, or all if the disk is full."""
         horizon_us = self._clock.monotonic_us() - SNAPSHOT_IDLE_US
         found = [snapshot for snapshot in self._snapshots if is_full or snapshot.used_us < horizon_us]
         for _ in found:
@@ -238,7 +240,7 @@ class Snapshots:
         return found
 
     def end(self, snapshot: Snapshot) -> None:
-        """Let a snapshot go. For any thread."""
+        """Close a snapshot. For any thread."""
         self._snapshots.pop(snapshot, None)
         try:
             snapshot.close()
@@ -249,26 +251,30 @@ class Snapshots:
         for snapshot in list(self._snapshots):
             self.end(snapshot)
 
-    def _mark_refused(self, place: Place, topic: Topic, reason: str, open_segments: OpenSegments) -> Mark:
-        """Of a log that cannot be opened: its files, whatever is in them."""
+    def _mark_refused(self, place: PartitionId, topic: Topic, reason: str, open_segments: OpenSegments) -> SnapshotMark:
+        """Return a log that cannot be opened: its files, whatever is in them."""
         path = self._directory / "topics" / str(place[0]) / str(place[1])
-        found = recovery.look_around(self._files, open_segments, path, "pread")
+        found = log_files.list_log(self._files, open_segments, path, "pread")
         segments = [(segment, segment.size) for segment in found.segments]
         start = segments[0][0].base if segments else 0
-        return Mark(place[0], topic.name, place[1], None, segments, start, None, topic.origin is not None, reason)
+        return SnapshotMark(
+            place[0], topic.name, place[1], None, segments, start, None, topic.origin is not None, reason
+        )
 
 
-def _mark(place: Place, log: Log, topic: str | None) -> Mark:
+def _mark(place: PartitionId, log: Log, topic: str | None) -> SnapshotMark:
     segments = [(segment, segment.size) for segment in log.segments]
-    # What is missing at the end of a segment is not in any file, so nobody who copies the files can find it.
+    # What is missing at the end of a segment is in no file, so the reader of a snapshot could not find it.
     sizes = {segment.path: size for segment, size in segments}
     missing = [str(each) for each in log.damage if each.position >= sizes.get(each.path, 0)]
     problem = "; ".join(missing) or None
-    return Mark(place[0], topic, place[1], log.number, segments, log.start, log.committed, log.is_piped, problem)
+    return SnapshotMark(
+        place[0], topic, place[1], log.number, segments, log.start, log.committed, log.terms.is_piped, problem
+    )
 
 
 def clear(files: Files, directory: Path) -> None:
-    """Remove the names of a snapshot."""
+    """Remove the files of a snapshot."""
     for name in files.sizes(directory):
         files.remove(directory / name)
     with contextlib.suppress(FileNotFoundError):
@@ -276,13 +282,13 @@ def clear(files: Files, directory: Path) -> None:
 
 
 def clear_all(files: Files, data_directory: Path) -> None:
-    """Remove what a process that was killed has left of its snapshots."""
+    """Remove the snapshots of a killed process."""
     for name in files.sizes(data_directory / DIRECTORY):
         clear(files, data_directory / DIRECTORY / name)
 
 
 def _size_below(segment: Segment, committed: int, size: int) -> int:
-    """Return how many of the first `size` bytes hold what is below `committed`."""
+    """Return how many of the first `size` bytes hold messages below `committed`."""
     for found in segment.scan(segment.index.floor(committed)[0]):
         if isinstance(found, Found) and found.batch.end > committed:
             return min(found.position, size)

@@ -1,9 +1,9 @@
-"""Room on the disk, and a reserve of it for when there is none.
+"""Watches the room on the disk, and keeps a reserve.
 
-The broker must be able to store what frees a full disk: a shorter retention, the deletion of a topic. So a file with
-nothing in it, `<data>/reserve`, keeps some room. When a write of the state topic finds the disk full the file is
-removed, and the write is made again. Other topics take nothing while the reserve is missing or less than its size is
-free, or they would fill what was just released; so there is also room to compact the state topic.
+The broker must be able to store changes that free a full disk: a shorter retention, the deletion of a topic. So an
+unused file, `<data>/reserve`, keeps some room. When a write of the state topic finds the disk full, the file is removed
+and the write is repeated. Other topics take no appends while the reserve is missing or less than its size is free;
+otherwise they would fill the released room. So there is also room to compact the state topic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DiskSpace:
     """`free` and `total` are bytes, as of the last check. Any thread may call any method."""
 
     def __init__(self, files: Files, directory: Path, reserve_bytes: int, health: Health) -> None:
-        """Make the reserve if there is room for it. With a size of 0 there is none, and nothing is refused."""
+        """Create the reserve if there is room for it. With a size of 0 there is none, and nothing is refused."""
         self._files = files
         self._path = directory / _NAME
         self._reserve_bytes = reserve_bytes
@@ -68,7 +68,7 @@ class DiskSpace:
             raise AppendFailed(self._problem())
 
     def check(self) -> None:
-        """Look how much is free, and make the reserve again if there is room for it and as much again."""
+        """Check how much is free, and create the reserve again if twice its size is."""
         with self._lock, contextlib.suppress(OSError):
             self._look()
             if not self._has_reserve and self.free >= 2 * self._reserve_bytes:
@@ -77,7 +77,7 @@ class DiskSpace:
             self._judge(is_full=not self._has_reserve or self.free < max(1, self._reserve_bytes))
 
     def note_full(self) -> None:
-        """A write found no room: others are refused until a check finds some."""
+        """Note that a write found no room: appends are refused until a check finds some."""
         with self._lock, contextlib.suppress(OSError):
             self._look()
             self._judge(is_full=True)

@@ -1,8 +1,8 @@
-"""What the broker must not forget: topics and their policy, positions of groups, decisions of transactions.
+"""The state that the broker must not lose: topics and policies, positions of groups, decisions of transactions.
 
-It is written to the state topic first, as ordinary batches of keyed JSON messages, so that one mechanism makes it
-durable and, later, replicated. The latest value of each key is kept here; `meta.db` follows, for queries and so
-that a start need not read the whole topic.
+It is written to the state topic, as ordinary batches of keyed JSON messages, so that one mechanism makes everything
+durable and, later, replicated. The latest value of each key is kept here. `meta.db` follows, for queries, and so that a
+start need not read the whole topic.
 
 A large value that changes often is not rewritten each time. Instead an `Addition` stores what changed, as a message
 with a key of its own: `<kind>+/<key>/<number>`. Setting or deleting the value deletes its additions in the same batch.
@@ -17,32 +17,33 @@ from typing import Any, Final, NamedTuple
 
 from penstock.batch import Batch, encode
 from penstock.errors import PenstockError
-from penstock.storage.log import Done, Log
+from penstock.outcome import Outcome
+from penstock.storage.log import Log
 from penstock.storage.meta import Change, Meta
 
-# The id of the state topic, which has one partition. Other topics count from 1.
+# The ID of the state topic, which has one partition. The IDs of other topics begin at 1.
 STATE_TOPIC: Final = 0
 
 _READ_BYTES: Final = 1 << 20
-# What the kind of an addition ends with.
+# The suffix of the kind of additions.
 _ADDED: Final = "+"
 
 Key = tuple[str, str]  # kind and key
 
 
 class Addition(NamedTuple):
-    """Something to store beside the value of a key, until that is set again."""
+    """A record beside the value of a key, until the value is set again."""
 
     kind: str
     key: str
     value: Any
 
 
-class State:
+class StoreState:
     def __init__(self, log: Log, meta: Meta) -> None:
         self._log = log
         self._values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        # The numbers of the additions of each key that has any.
+        # The numbers of the additions of each key.
         self._added: dict[Key, _Added] = {}
         # The latest change of each key since the last projection.
         self._unprojected: dict[Key, Change] = {}
@@ -50,7 +51,7 @@ class State:
         # The log is opened with `meta.db` as its witness.
         assert self._applied <= log.end
         if not log.segments[-1].base <= self._applied:
-            # What it missed may have been compacted away since, deletions too.
+            # Changes that it missed may have been compacted away, deletions too.
             meta.forget_state()
             self._applied = log.start
         self._apply(meta.state())
@@ -58,29 +59,29 @@ class State:
         self._find_additions()
 
     def get(self, kind: str, key: str) -> Any:
-        """The committed value of a key, None if it has none."""
+        """Return the committed value of a key, or None."""
         return self._values[kind].get(key)
 
     def items(self, kind: str) -> list[tuple[str, Any]]:
         return list(self._values[kind].items())
 
     def everything(self) -> Iterator[Change]:
-        """All committed values, additions too."""
+        """Yield all committed values and additions."""
         for kind, values in self._values.items():
             for key, value in values.items():
                 yield Change(kind, key, value)
 
     def additions(self, kind: str, key: str) -> list[Any]:
-        """Return what was added to the value of a key, in order, as far as it is committed."""
+        """Return the committed additions of a key, in order."""
         added = self._added.get((kind, key))
         if added is None:
             return []
         found = [self.get(*_place(kind, key, number)) for number in added.numbers()]
         return [value for value in found if value is not None]
 
-    def write(self, changes: Sequence[Change | Addition], done: Done | None = None) -> None:
-        """Set and delete values, all or none of them. They count once they are committed; `done` tells."""
-        # The additions that these changes delete, up to which number.
+    def write(self, changes: Sequence[Change | Addition], outcome: Outcome | None = None) -> None:
+        """Set and delete values atomically. They count when they are committed: then `outcome` is settled."""
+        # The keys whose additions these changes delete, and up to which number.
         replaced: list[tuple[Key, _Added, int]] = []
         written: list[Change] = []
         for change in changes:
@@ -103,7 +104,7 @@ class State:
             timestamp=0,
         )
 
-        def committed(offset: int, error: PenstockError | None) -> None:
+        def committed(error: PenstockError | None) -> None:
             if error is None:
                 self._commit(written, batch.end)
                 for key, added, last in replaced:
@@ -111,17 +112,17 @@ class State:
                     # Numbers start again at 1. A later write may still refer to this object, but only to numbers below.
                     if added.last == last and self._added.get(key) is added:
                         del self._added[key]
-            if done is not None:
-                done(offset, error)
+            if outcome is not None:
+                outcome.settle(error)
 
-        self._log.append(batch, done=committed)
+        self._log.append(batch, outcome=Outcome(committed))
 
     def unprojected(self) -> tuple[list[Change], int]:
-        """Return what `meta.db` has not seen yet, for `Meta.apply`, which another thread may call."""
+        """Return the changes that `meta.db` lacks, for `Meta.apply`, which another thread may call."""
         return list(self._unprojected.values()), self._applied
 
     def projected(self, changes: list[Change]) -> None:
-        """Drop these changes, which `meta.db` has seen, except those of keys that have changed again since."""
+        """Drop these changes, which `meta.db` has, except those of keys that have changed again."""
         for change in changes:
             key = (change.kind, change.key)
             if self._unprojected.get(key) is change:
@@ -153,7 +154,7 @@ class State:
 
 
 class _Added:
-    """Which numbers additions of a key may have, those on their way to the disk included."""
+    """The range of numbers that the additions of a key may have, including pending ones."""
 
     __slots__ = ("first", "last")
 
@@ -166,12 +167,12 @@ class _Added:
 
 
 def _place(kind: str, key: str, number: int) -> Key:
-    """Return kind and key of an addition."""
+    """Return the kind and the key of an addition."""
     return kind + _ADDED, f"{key}/{number}"
 
 
 def read_changes(batch: Batch) -> Iterator[Change]:
-    """What a batch of the state topic says."""
+    """Yield the changes in a batch of the state topic."""
     columns = batch.columns()
     keys, tombstones = columns.keys(), columns.tombstones()
     assert keys is not None

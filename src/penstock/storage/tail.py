@@ -1,8 +1,8 @@
-"""The batches that were appended last, in memory, so that a reader who keeps up never touches the disk.
+"""Keeps the last batches in memory, so that a reader that keeps up never touches the disk.
 
-One budget for all logs: the batch that was appended first goes first, whichever log it is of.
+All logs share one budget: the batch that was written first is dropped first, whichever log it belongs to.
 
-Batches are here as they were appended: `Log.read_tail` does not ask for those that compaction has reached.
+Batches are here as they were appended, so `compacted` keeps readers from those that compaction has reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from penstock.batch import Batch
 from penstock.health import Usage
 
-# A batch in memory, beside its bytes: the objects around them, and its places in two lists and a deque.
+# The memory of a batch beside its bytes: objects, and entries in two lists and a deque.
 _ENTRY_BYTES: Final = 400
 
 
@@ -22,7 +22,7 @@ class TailBudget:
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        # The batches of all logs, oldest first: whose each is, how often that tail had been cleared, its size.
+        # The batches of all logs, oldest first: the tail, how often it had been cleared, and the size.
         self._order: deque[tuple[Tail, int, int]] = deque()
 
     def add(self, tail: Tail, clears: int, size: int) -> None:
@@ -44,7 +44,9 @@ class Tail:
     def __init__(self, budget: TailBudget) -> None:
         self._budget = budget
         self._clears = 0
-        # Batches are dropped from the front: `_first` is where those that are still here begin.
+        # Below this offset, compaction may have rewritten the segments.
+        self.compacted = 0
+        # Batches are dropped from the front: those before `_first` are gone.
         self._batches: list[Batch] = []
         self._offsets: list[int] = []
         self._first = 0
@@ -55,13 +57,15 @@ class Tail:
         self._budget.add(self, self._clears, _ENTRY_BYTES + len(batch.data))
 
     def read(self, offset: int, bytes_max: int, committed: int) -> list[Batch] | None:
-        """As `Log.read`, or None if the batch with `offset` is not here any more."""
+        """Read as `LogReader.read` does; None if the batch with `offset` is not here."""
+        if offset < self.compacted:
+            return None
         batches = self._batches
         place = bisect_right(self._offsets, offset, self._first) - 1
         if place < self._first:
             return None
         if batches[place].end <= offset:
-            # A hole in the offsets: the next batch is the one.
+            # `offset` is in a gap: the next batch follows it.
             place += 1
         found: list[Batch] = []
         taken = 0
@@ -75,11 +79,11 @@ class Tail:
         return found
 
     def drop(self, clears: int) -> None:
-        """Forget the oldest batch, unless it went with `clear`."""
+        """Drop the oldest batch, unless `clear` did."""
         if clears != self._clears:
             return
         self._first += 1
-        # The list is cut now and then, not each time: that would move all that is left in it.
+        # The list is cut now and then: cutting it each time would move everything that is left.
         if self._first * 2 > len(self._batches):
             del self._batches[: self._first]
             del self._offsets[: self._first]

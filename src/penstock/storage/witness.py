@@ -1,13 +1,13 @@
-"""Who else than its own files tells how far a log once reached.
+"""Knows how far a log once reached, from outside its own files.
 
-A file that something made shorter looks like one that was never longer. So others are asked:
+A file that was cut short looks as if it had never been longer. So others bear witness:
 
-- `meta.db` knows where each log ended on the disk: as of the last upkeep, or of the stop if there was one. Of the state
-  topic it also knows up to where it was applied.
-- a group's position is an offset that was given out before. It may have gone with the power, under `flush`, but then
-  the log has reserved it.
+- `meta.db` knows where each log ended on the disk, as of the last upkeep or stop, and up to where the state topic was
+  applied.
+- a group's position is an offset that was given out. Under `flush`, a power cut may have lost its message, but then the
+  log has reserved the offset.
 
-Each may be behind, and none is ever ahead: a witness can only raise the end of a log.
+A witness may be behind and is never ahead, so it can only raise the end of a log.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, Final, NamedTuple
 
 from penstock.storage.meta import Meta
 
-Place = tuple[int, int]  # the id of a topic, and a partition
-STATE_PLACE: Final[Place] = (0, 0)
-# The key of a group's position, <group>/<topic id>/<partition>, and of what is added to it, with a number.
+PartitionId = tuple[int, int]  # the ID of a topic, and a partition
+STATE_PARTITION: Final[PartitionId] = (0, 0)
+# The key of a group's position, <group>/<topic ID>/<partition>, and of its additions, with a number.
 _POSITION: Final = re.compile(r"position/.*/(\d+)/(\d+)|position\+/.*/(\d+)/(\d+)/\d+", re.DOTALL)
 
 
 class Witness(NamedTuple):
-    """A log that has no batch up to `durable`, or has not even reserved what is below `given`, was cut short."""
+    """A log was cut short if it has no batch up to `durable`, or neither stored nor reserved offsets below `given`."""
 
     durable: int = 0
     given: int = 0
@@ -41,13 +41,13 @@ NOBODY: Final = Witness()
 def of_state_topic(meta: Meta | None) -> Witness:
     if meta is None:
         return NOBODY
-    ends = [row.end_offset for row in meta.segments() if (row.topic, row.partition) == STATE_PLACE]
+    ends = [row.end_offset for row in meta.segments() if (row.topic, row.partition) == STATE_PARTITION]
     return Witness(max(meta.applied(), *ends, 0))
 
 
-def of_topics(meta: Meta | None, state: Iterable[tuple[str, str, Any]]) -> Mapping[Place, Witness]:
-    """All witnesses of all partitions; `state` is what the state topic has: kind, key and value."""
-    found: dict[Place, Witness] = {}
+def of_topics(meta: Meta | None, state: Iterable[tuple[str, str, Any]]) -> Mapping[PartitionId, Witness]:
+    """Return the witnesses of all partitions. `state` has kind, key and value of everything in the state topic."""
+    found: dict[PartitionId, Witness] = {}
     for row in meta.segments() if meta is not None else ():
         place = (row.topic, row.partition)
         durable, given = found.get(place, NOBODY)

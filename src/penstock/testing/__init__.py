@@ -1,4 +1,4 @@
-"""Shipped for tests: a disk that loses what was not synced, a clock that is turned by hand."""
+"""Tools for tests: a disk that loses unsynced data, and a manual clock."""
 
 from penstock.testing.clock import ManualClock
 from penstock.testing.disk import FaultyFiles, PowerCut

@@ -1,10 +1,10 @@
-"""A clock that is turned by hand."""
+"""A manual clock."""
 
 from __future__ import annotations
 
 
 class ManualClock:
-    """Time stands still until the test moves it. The moment it begins with is an ordinary one, never zero."""
+    """A clock that stands still until the test moves it. It starts at an ordinary time, not at zero."""
 
     def __init__(self, now_us: int = 1_700_000_000_000_000) -> None:
         self._now_us = now_us
@@ -17,12 +17,12 @@ class ManualClock:
         return self._monotonic_us
 
     def advance(self, us: int) -> None:
-        """Let time pass, on the wall as well."""
+        """Let time pass, on the wall clock too."""
         if us < 0:
-            raise ValueError(f"time does not go back ({us} µs): set_wall turns the wall clock alone")
+            raise ValueError(f"invalid step {us} µs: time does not go back, set_wall moves the wall clock alone")
         self._now_us += us
         self._monotonic_us += us
 
     def set_wall(self, us: int) -> None:
-        """Let the wall clock jump, back too, while no time passes."""
+        """Set the wall clock, forward or back, while no time passes."""
         self._now_us = us

@@ -1,4 +1,4 @@
-"""A pytest plugin, found by itself once Penstock is installed: a broker for each test that asks for one.
+"""A pytest plugin, loaded automatically once Penstock is installed: a broker for each test that uses the fixture.
 
 def test_orders_are_billed(penstock_broker):
     penstock_broker.publish("orders", b"first")
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def penstock_broker(tmp_path: Path) -> Iterator[Broker]:
-    """A real broker in this process, without a port, whose data lies in the test's own directory."""
+    """A real broker in this process, without a port. Its data is in the `tmp_path` of the test."""
     from penstock.embedded import Broker
 
     with Broker(tmp_path / "penstock") as broker:

@@ -1,43 +1,43 @@
-"""The binary door: frames `[type 1][id 8][length 4][payload]`, their head in network order.
+"""The binary protocol: frames `[type 1][id 8][length 4][payload]`, with a head in network order.
 
-Types 0x01 to 0x0C are the Provider's, most of them with JSON. A client that knows only those publishes with DATA,
-subscribes with SUBSCRIBE and is sent DATA, which it acknowledges. One that begins with HELLO has the others, and gets
-ERROR rather than DISCONNECT when something fails. `id` matches an answer to its request; requests are pipelined.
+Types 0x01 to 0x0C are the Provider's, most of them with JSON. A client that uses only these publishes with DATA,
+subscribes with SUBSCRIBE and receives DATA, which it acknowledges. A client that begins with HELLO can use all types,
+and gets ERROR instead of DISCONNECT on a failure. `id` matches a reply to its request; requests can be pipelined.
 
-    BATCH_HEADER u32 records · u64 bytes · names. So many bytes follow the frame, outside of any frame: for each record
+    BATCH_HEADER u32 records · u64 bytes · names. That many bytes follow, outside of any frame: for each record
                  u32 length · key · u8 'M' or 'D' · u32 length · data · u64 created, in ms      → BATCH_ACK
-    BATCH_ACK    names. RESET_ACK and READY_ACK have the same, or nothing                       not answered
+    BATCH_ACK    names. RESET_ACK and READY_ACK have the same, or nothing                       no reply
     names        u32 length · topic · u32 length · group
 
     HELLO        JSON: version, name, user, password, token, claim, owner                → RESULT
-    PUBLISH      a batch in which every message says its subject                         → RESULT, a receipt for each
+    PUBLISH      a batch in which every message has a subject                            → RESULT, a receipt for each
     APPEND       u64 topic · u32 partition · u32 partitions · a producer's batch         → RESULT: its offset
     STAGE        u64 topic · u32 partition · u32 partitions · u64 number · u16 length · the name of a transaction
                  · a batch for it                                                        → RESULT: where it is staged
     FETCH        u64 topic · u32 partition · u32 wait_ms · u64 offset · u64 end · u32 bytes_max     → BATCHES
     OPEN         JSON: a subscription, its pattern, group, mode, start, credit, refresh  → RESULT: its positions
     END          u64 subscription                                                        → RESULT
-    CREDIT       u64 subscription · u32 messages: so many more may come                  not answered
+    CREDIT       u64 subscription · u32 messages: allow this many more                   no reply
     SETTLE       u64 subscription · u8 verb · u64 generation · u64 delay_us
                  · u64 topic · u32 partition · u32 count · u16 length · u64 offset[count]
-                 · why they failed, so long, in UTF-8                                    → RESULT: those refused
-    CALL         JSON: `call`, and what that needs                                       → RESULT
-    SNAPSHOT     JSON: nothing, or `end`, which snapshot is not needed any more          → RESULT: its number, and the
+                 · the reason of the failure, in UTF-8                                   → RESULT: those refused
+    CALL         JSON: `call` and its arguments                                          → RESULT
+    SNAPSHOT     JSON: empty, or `end`, the number of a snapshot to release              → RESULT: its number, and the
                  number and bytes of the file with its listing (see storage/snapshot.py)
     READ         u64 snapshot · u32 file · u64 position · u32 bytes_max                  → BYTES
-    ACK          of a RESET or READY, under its id                                       not answered
+    ACK          for a RESET or READY, with its id                                       no reply
 
     RESULT       JSON
     ERROR        JSON: code, text
     BATCHES      u64 start · u64 committed · stored batches, back to back
     MESSAGES     `id` is the subscription: u64 topic · u32 partition · u64 generation · u16 length of the topic's name
-                 · u32 again · the name · (u32 index, u32 deliveries)[again] · a batch
-    BYTES        what was read, as it is in the file
-    ENDED        `id` is the subscription. JSON: code, text: no more come
-    RESET        `id` is the server's. JSON: subscription, topic: forget the topic, it comes anew       → ACK
-    READY        the same: it has come                                                                  → ACK
+                 · u32 redelivered · the name · (u32 index, u32 deliveries)[redelivered] · a batch
+    BYTES        bytes of the file
+    ENDED        `id` is the subscription. JSON: code, text: the subscription has ended
+    RESET        `id` is the server's. JSON: subscription, topic: discard it, all is sent again         → ACK
+    READY        the same: all has been sent                                                            → ACK
 
-A batch travels as it is stored (see batch.py). 0x16 is not used: TLS begins with it.
+A batch is sent as it is stored (see batch.py). 0x16 is not used, because TLS starts with it.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from penstock.batch import BATCH_BYTES_MAX, Buffer
 from penstock.errors import BadFrame, BadRequest
 
 HEAD: Final = struct.Struct("!BQI")
-# Requests in JSON: their bytes, unless they carry a message, and their values. Decoding cannot be interrupted.
+# Limits of JSON requests, in bytes (unless they carry a message) and values: decoding cannot be interrupted.
 JSON_BYTES_MAX: Final = 2 << 20
 JSON_VALUES_MAX: Final = 1 << 16
-# A batch, and what stands before it.
+# A batch and the fields before it.
 FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 20)
-# What is read at once. A frame that is larger gets memory of its own, which is filled in place.
+# Bytes to read at once. A larger frame gets its own memory, which is filled in place.
 SCRATCH_BYTES: Final = 256 << 10
 
 _APPEND: Final = struct.Struct("!QII")
@@ -74,7 +74,7 @@ _LENGTH: Final = struct.Struct("!I")
 # The longest name of a topic or a group in BATCH_ACK, RESET_ACK and READY_ACK.
 NAME_BYTES_MAX: Final = 65_535
 _READ: Final = struct.Struct("!QIQI")
-# So many messages are settled by one frame.
+# The maximum number of messages in one SETTLE frame.
 SETTLE_MAX: Final = 10_000
 
 
@@ -89,7 +89,7 @@ class Type(IntEnum):
     HEARTBEAT = 0x08
     BATCH_HEADER = 0x09
     BATCH_ACK = 0x0A
-    # Answers to RESET and READY, of clients that have words of their own for them; ACK says the same.
+    # Replies to RESET and READY of some clients; ACK means the same.
     RESET_ACK = 0x0B
     READY_ACK = 0x0C
     HELLO = 0x10
@@ -112,19 +112,19 @@ class Type(IntEnum):
     BYTES = 0x25
 
 
-# Frames with a batch in them: others are small.
+# Frames with a batch: others are small.
 _WITH_BATCH: Final = frozenset({Type.PUBLISH, Type.APPEND, Type.STAGE})
 
 
 class Verb(IntEnum):
-    """What a reader says of messages that it has."""
+    """What a consumer does with messages that it has received."""
 
     ACK = 0
     NACK = 1
     EXTEND = 2
     REJECT = 3
     COMMIT = 4
-    # It was never looked at, so it does not count as delivered.
+    # Not processed, so it does not count as a delivery.
     RELEASE = 5
 
 
@@ -135,8 +135,8 @@ class Frame(NamedTuple):
 
 
 class FrameReader:
-    """Bytes to frames, for a connection that is read into a buffer: `buffer` is where the next bytes go, `filled` says
-    how many came. Between the two nothing else may use `scratch`, which connections of one thread can share.
+    """Split the bytes of a connection into frames. Read the next bytes into `buffer()`, then call `filled` with their
+    number. In between, nothing else may use `scratch`, which connections of one thread can share.
     """
 
     __slots__ = (
@@ -162,30 +162,30 @@ class FrameReader:
         json_bytes_max: int = FRAME_BYTES_MAX,
         frames_max: int | None = None,
     ) -> None:
-        """`bytes_max` is for a payload, `json_bytes_max` for one that is not a batch; of one that is announced so much
-        memory is taken ahead of what has come. `frames_max`: how many frames are returned at once, at the most."""
+        """`bytes_max` limits a payload, `json_bytes_max` one without a batch; `frames_max` limits the number of frames
+        returned at once. Memory for an announced payload is allocated only as its bytes arrive."""
         self.bytes_max = bytes_max
         self._json_bytes_max = json_bytes_max
         self._ahead_bytes = ahead_bytes
         self.frames_max = frames_max
-        # Whether whole frames are left, which `more` takes.
+        # Whether complete frames are left, which `more` returns.
         self.has_more = False
-        # Why nothing more can be read. Not an exception: that would keep alive what its traceback refers to.
+        # Why nothing more can be read. Not an exception, whose traceback would keep objects alive.
         self._refusal: str | None = None
         self._scratch = memoryview(scratch)
-        # The beginning of a frame that is not all there.
+        # The start of an incomplete frame.
         self._rest = b""
-        # One that is too large for scratch, how long it is, and how much of it is there.
+        # A frame too large for scratch, its length, and the bytes received of it.
         self._large: Frame | None = None
         self._large_length = self._large_end = 0
 
     @property
     def expected(self) -> int:
-        """How many bytes the large frame has that is under way; 0: none is."""
+        """Return the size of the large frame being received; 0 if there is none."""
         return 0 if self._large is None else self._large_length
 
     def clear(self) -> None:
-        """Drop what has come of a frame: the rest never will."""
+        """Drop an incomplete frame: the connection has ended."""
         self._rest, self._large, self.has_more = b"", None, False
 
     def buffer(self) -> memoryview:
@@ -201,7 +201,7 @@ class FrameReader:
         return self._scratch[len(rest) :]
 
     def _grow(self, payload: bytearray) -> bytearray:
-        """Make room for more of the large frame, without taking much more than that for a moment."""
+        """Grow the memory of the large frame without a large temporary copy."""
         assert self._large is not None
         count = min(self._ahead_bytes, self._large_length - len(payload))
         if count <= len(payload):
@@ -213,8 +213,8 @@ class FrameReader:
         return grown
 
     def filled(self, count: int) -> list[Frame]:
-        """The frames that are complete now. Raises BadFrame if what comes behind them is none that is allowed; if there
-        are some before it, the next time: `check` tells at once.
+        """Return the frames that are now complete. Raise BadFrame if the next bytes are not an allowed frame; if
+        complete frames precede them, raise at the next call. `check` raises immediately.
         """
         self.check()
         if self._large is not None:
@@ -245,7 +245,7 @@ class FrameReader:
             body = begin + HEAD.size
             if body + length > end:
                 if HEAD.size + length > len(view):
-                    # Nothing is copied but what is here already.
+                    # Copy only the bytes that are already here.
                     payload = bytearray(view[body:end])
                     self._large = Frame(kind, number, payload)
                     self._large_length, self._large_end = length, end - body
@@ -257,17 +257,17 @@ class FrameReader:
         return frames
 
     def more(self) -> list[Frame]:
-        """As `filled`, of frames that came before."""
+        """Return more complete frames, like `filled`."""
         self.buffer()
         return self.filled(0)
 
     def check(self) -> None:
-        """Raise if what came is no frame that is allowed: then nothing more can be read."""
+        """Raise if the next bytes are not an allowed frame: then nothing more can be read."""
         if self._refusal is not None:
             raise BadFrame(self._refusal)
 
     def feed(self, data: Buffer) -> list[Frame]:
-        """As `filled`, for bytes that are there already."""
+        """Return the frames of these bytes, like `filled`."""
         frames: list[Frame] = []
         view = memoryview(data)
         while view:
@@ -291,7 +291,7 @@ def frame(kind: Type, number: int, *parts: Buffer) -> bytes:
 
 
 def head(kind: Type, number: int, length: int) -> bytes:
-    """Of a frame whose payload follows."""
+    """Return the head of a frame whose payload follows."""
     return HEAD.pack(kind, number, length)
 
 
@@ -304,7 +304,7 @@ def read_json(payload: Buffer) -> dict[str, Any]:
         text = str(payload, "utf-8")
         value = json.loads(text or "{}", parse_constant=_refuse_constant)
         if "\\u" in text:
-            # An escape can still bring half of a surrogate pair, which is no text.
+            # An escape can still produce a lone surrogate, which is not text.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"what must be JSON is not: {error}") from None
@@ -314,10 +314,10 @@ def read_json(payload: Buffer) -> dict[str, Any]:
 
 
 def read_request(payload: Buffer) -> dict[str, Any]:
-    """As `read_json`, of a client: how many values it may have is bounded, which bounds time and memory."""
+    """Parse the JSON of a client, like `read_json`. The number of values is limited, and so are time and memory."""
     data = bytes(payload)
     if _structure(data) > JSON_VALUES_MAX:
-        # Strings may have those, too: count again without them.
+        # Strings may contain these characters too: count again without strings.
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
         if data.count(b'"') > 2 * JSON_VALUES_MAX or _structure(b"".join(data.split(b'"')[::2])) > JSON_VALUES_MAX:
             raise BadRequest(f"a request of more than {JSON_VALUES_MAX} values in JSON")
@@ -332,7 +332,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-# What is in each payload that is not JSON; each pair is encode and decode.
+# The payloads that are not JSON: pairs of encode and decode.
 
 
 class Append(NamedTuple):
@@ -350,25 +350,25 @@ def read_append(payload: Buffer) -> tuple[Append, memoryview]:
     return Append(*_APPEND.unpack_from(payload)), memoryview(payload)[_APPEND.size :]
 
 
-class Stage(NamedTuple):
-    """A batch for a place, once the transaction is committed."""
+class StageTarget(NamedTuple):
+    """The partition that a staged batch goes to when its transaction is committed."""
 
     to: Append
     name: bytes
     number: int
 
 
-def stage_frame(number: int, stage: Stage, batch: Buffer) -> bytes:
+def stage_frame(number: int, stage: StageTarget, batch: Buffer) -> bytes:
     head = _STAGE.pack(*stage.to, stage.number, len(stage.name))
     return frame(Type.STAGE, number, head + stage.name, batch)
 
 
-def read_stage(payload: Buffer) -> tuple[Stage, memoryview]:
+def read_stage(payload: Buffer) -> tuple[StageTarget, memoryview]:
     _check(len(payload) >= _STAGE.size)
     *to, number, length = _STAGE.unpack_from(payload)
     end = _STAGE.size + length
     _check(len(payload) >= end)
-    return Stage(Append(*to), bytes(payload[_STAGE.size : end]), number), memoryview(payload)[end:]
+    return StageTarget(Append(*to), bytes(payload[_STAGE.size : end]), number), memoryview(payload)[end:]
 
 
 class Fetch(NamedTuple):
@@ -459,12 +459,12 @@ def read_settle(payload: Buffer) -> Settle:
 
 
 def batches_head(number: int, start: int, committed: int, length: int) -> bytes:
-    """What goes before so many bytes of batches."""
+    """Return the bytes before `length` bytes of batches."""
     return head(Type.BATCHES, number, _BATCHES.size + length) + _BATCHES.pack(start, committed)
 
 
 def read_batches(payload: Buffer) -> tuple[int, int, memoryview]:
-    """The log's start, its committed offset, and the batches."""
+    """Return the log's start, its committed offset, and the batches."""
     _check(len(payload) >= _BATCHES.size)
     start, committed = _BATCHES.unpack_from(payload)
     return start, committed, memoryview(payload)[_BATCHES.size :]
@@ -475,7 +475,7 @@ class Messages(NamedTuple):
     partition: int
     generation: int
     topic: bytes
-    # The how-manieth delivery this is, by index, where it is not the first.
+    # The delivery attempt by index, for redelivered messages.
     attempts: Mapping[int, int]
     batch: Buffer
 
@@ -499,7 +499,7 @@ def read_messages(payload: Buffer) -> Messages:
 
 
 def batch_frame(number: int, records: Sequence[bytes], topic: bytes, group: bytes) -> bytes:
-    """A BATCH_HEADER and the records behind it, which belong to no frame."""
+    """Return a BATCH_HEADER and its records, which follow it outside of a frame."""
     size = sum(map(len, records))
     fields = _BATCH_HEADER.pack(len(records), size)
     return b"".join((frame(Type.BATCH_HEADER, number, fields, names(topic, group)), *records))
@@ -515,7 +515,7 @@ def names(topic: bytes, group: bytes) -> bytes:
 
 
 def read_names(payload: Buffer) -> tuple[bytes, bytes]:
-    """The topic and the group that a BATCH_ACK, RESET_ACK or READY_ACK is of."""
+    """Return the topic and the group of a BATCH_ACK, RESET_ACK or READY_ACK."""
     found = []
     view = memoryview(payload)
     for _ in range(2):

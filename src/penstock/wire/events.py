@@ -1,4 +1,4 @@
-"""What a client can ask of a broker, whichever door it comes through. Messages to publish come as a Run."""
+"""The requests of clients, independent of their protocol. Messages to publish are a Run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Connect(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A message to the broker itself, which is neither stored nor delivered: an acknowledgement, `$ACK.…`."""
+    """A message to the broker itself, neither stored nor delivered: an acknowledgement, `$ACK.…`."""
 
     subject: bytes
     value: bytes
@@ -24,14 +24,14 @@ class Call(NamedTuple):
 class Subscribe(NamedTuple):
     subject: bytes
     sid: bytes
-    # A group whose members share the messages, and whether it is remembered when they are gone.
+    # The group whose members share the messages, and whether it outlives its members.
     group: bytes | None = None
     durable: bool = False
 
 
 class Unsubscribe(NamedTuple):
     sid: bytes
-    # After so many messages in all; None: at once.
+    # End after this many messages in total; None: immediately.
     after: int | None = None
 
 
@@ -48,7 +48,7 @@ class Pull(NamedTuple):
 class FlowControl(NamedTuple):
     sid: bytes
     push: bool
-    # Each as it was given, None where it was not.
+    # None if not given.
     rate: float | None = None
     burst: int | None = None
     buffer: int | None = None
@@ -59,7 +59,7 @@ class Stats(NamedTuple):
     sid: bytes | None
 
 
-class Origin(Enum):
+class ReplayStart(Enum):
     MESSAGE = "message"  # only the message with this sequence
     SEQUENCE = "sequence"  # this message and the ones after it
     FIRST = "first"
@@ -68,28 +68,30 @@ class Origin(Enum):
 
 
 class Replay(NamedTuple):
-    origin: Origin
+    origin: ReplayStart
     # A sequence, or a time in µs since 1970.
     value: int
     messages_max: int
 
 
-class Asked(Enum):
+class SimpleCommand(Enum):
     PING = "ping"
     PONG = "pong"
     INFO = "info"
-    # Changes of a cluster's membership.
+    # Changes of cluster membership.
     MEMBERSHIP = "membership"
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What was sent cannot be done; `closes`: and nothing behind it can be understood or trusted."""
+    """A refused request; `closes`: the connection cannot continue."""
 
     reason: str
     closes: bool = False
-    # It was a message to publish, which is not stored.
+    # Whether it was a message to publish, which is not stored.
     publish: bool = False
 
 
-Event = Run | Call | Connect | Subscribe | Unsubscribe | Ack | Pull | FlowControl | Stats | Replay | Asked | Refused
+Event = (
+    Run | Call | Connect | Subscribe | Unsubscribe | Ack | Pull | FlowControl | Stats | Replay | SimpleCommand | Refused
+)

@@ -1,13 +1,13 @@
-"""WebSocket (RFC 6455) and its compression (RFC 7692), without I/O: frames in, parts of messages and controls out.
+"""WebSocket (RFC 6455) and its compression (RFC 7692), without I/O: frames in, message parts and control frames out.
 
     byte 0                  byte 1          2 or 8 bytes         4 bytes   ...
     FIN RSV1 0 0 opcode:4   MASK length:7   length from 126 on   mask      payload
 
-NATS takes the messages of a connection as one stream of bytes: a message may hold many lines, or a part of one. So a
-payload is handed on as it arrives and never gathered, and nothing is allocated for the length that a frame announces.
-What is compressed is inflated to so many bytes at a time as the caller asks for.
+NATS reads the messages of a connection as one stream of bytes: a message may hold many lines, or a part of one. So a
+payload is passed on as it arrives and never collected, and the announced length of a frame allocates nothing.
+Compressed data is inflated in parts of the size that the caller asks for.
 
-Both sides compress each message by itself ("no context takeover"), so a connection keeps no window between messages.
+Both sides compress each message separately ("no context takeover"), so a connection keeps no window between messages.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from penstock.errors import BadFrame
 VERSION: Final = "13"
 DEFLATE: Final = "permessage-deflate; server_no_context_takeover; client_no_context_takeover"
 
-# A message of ours has at most so many bytes.
+# The maximum size of a sent message.
 MESSAGE_BYTES_MAX: Final = 64 << 10
-# Shorter ones are not worth it. Longer ones would hold the loop: 64 KiB that do not compress take 3 ms.
+# Compressing shorter messages does not pay; longer ones would block the loop: 64 KiB of random bytes take 3 ms.
 _DEFLATED_BYTES: Final = range(64, MESSAGE_BYTES_MAX + 1)
 _CONTROL_BYTES_MAX: Final = 125
-# Compressed bytes that are given to zlib at once, which copies those that it does not take.
+# Compressed bytes to pass to zlib at once, because it copies those that it does not consume.
 _PACKED_BYTES_MAX: Final = 16 << 10
-# What a sender leaves out at the end of a compressed message.
+# The end of a compressed message, which a sender omits.
 _TAIL: Final = b"\x00\x00\xff\xff"
 _KEY_SUFFIX: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
@@ -60,16 +60,16 @@ class Status(IntEnum):
     POLICY_VIOLATION = 1008
 
 
-class Control(NamedTuple):
+class ControlFrame(NamedTuple):
     opcode: Opcode
     payload: bytes
 
 
-# The handshake.
+# ---- the handshake
 
 
 def accept(key: str) -> str | None:
-    """Return the answer to a client's Sec-WebSocket-Key; None if that is no key."""
+    """Return the reply to a client's Sec-WebSocket-Key; None if it is invalid."""
     try:
         is_key = len(base64.b64decode(key, validate=True)) == 16
     except (binascii.Error, ValueError):
@@ -84,7 +84,7 @@ def offers_deflate(extensions: str) -> bool:
 
 def _is_accepted(offer: str) -> bool:
     name, *parameters = (part.strip().lower() for part in offer.split(";"))
-    # A smaller window of ours has to be confirmed, and of the client's may be ignored.
+    # A smaller server window must be confirmed; a smaller client window may be ignored.
     return name == "permessage-deflate" and all(
         parameter.partition("=")[0].strip()
         in ("server_no_context_takeover", "client_no_context_takeover", "client_max_window_bits")
@@ -92,7 +92,7 @@ def _is_accepted(offer: str) -> bool:
     )
 
 
-# Frames of ours.
+# ---- encoding
 
 
 def frame(opcode: Opcode, payload: bytes) -> bytes:
@@ -104,7 +104,7 @@ def close(status: Status, reason: str) -> bytes:
 
 
 def answer_close(payload: bytes) -> bytes:
-    """Return the answer to a CLOSE: the same, unless it is invalid."""
+    """Return the reply to a CLOSE: the same, unless it is invalid."""
     status = int.from_bytes(payload[:2], "big")
     is_status = status in range(3000, 5000) or (status in range(1000, 1015) and status not in (1004, 1005, 1006))
     if not payload or (len(payload) > 1 and is_status):
@@ -132,24 +132,24 @@ def _head(first: int, length: int) -> bytes:
     return bytes((first, 127)) + length.to_bytes(8, "big")
 
 
-# Frames of a client.
+# ---- decoding
 
 
-class Parser:
+class WebSocketParser:
     def __init__(self, *, deflates: bool) -> None:
         self._deflates = deflates
-        # Bytes of control frames and of the heads of others, since the begin.
+        # Bytes of control frames and of the heads of data frames so far.
         self.overhead = 0
-        # What has come, and how much of it is taken.
+        # The received bytes, and the number of those consumed.
         self._data = b""
         self._at = 0
-        # The frame whose payload is being taken: how much is still to come of it, and its mask from there on.
+        # The current data frame: the number of missing payload bytes, and the mask for them.
         self._left = 0
         self._mask = b""
         self._is_final = True
-        # Whether a message has begun and its last frame has not.
+        # Whether a message has begun, but not its last frame.
         self._is_continued = False
-        # Of a compressed message: what is not inflated yet, and whether more may come out of what is.
+        # Of a compressed message: the bytes not inflated yet, and whether zlib may have more output.
         self._inflater: zlib._Decompress | None = None
         self._packed = b""
         self._is_full = False
@@ -158,9 +158,9 @@ class Parser:
         self._data = self._data[self._at :] + data if self._at < len(self._data) else data
         self._at = 0
 
-    def read(self, bytes_max: int) -> bytes | Control | None:
-        """Return the next part of a message, at most so many bytes, which may be none; or a control frame. None: more
-        bytes are needed. Raise BadFrame on a protocol error; nothing must be read after that."""
+    def read(self, bytes_max: int) -> bytes | ControlFrame | None:
+        """Return the next part of a message, of at most `bytes_max` bytes and possibly empty, or a control frame; None
+        if more bytes are needed. Raise BadFrame on a protocol error; nothing must be read after that."""
         assert bytes_max > 0, "zlib takes 0 for no limit"
         if self._packed or self._is_full:
             return self._inflate(bytes_max)
@@ -176,14 +176,14 @@ class Parser:
 
     @property
     def is_inflating(self) -> bool:
-        """Whether more may come out of what was taken of a compressed message."""
+        """Return whether zlib may have more output of the consumed bytes."""
         return bool(self._packed) or self._is_full
 
     def clear(self) -> None:
         self._data, self._at, self._inflater, self._packed = b"", 0, None, b""
 
-    def _take_head(self) -> Control | bool:
-        """Take the head of a data frame, or a whole control frame. Return whether it has come, or the control frame."""
+    def _take_head(self) -> ControlFrame | bool:
+        """Read a control frame and return it, or the head of a data frame; return whether that is complete."""
         data, at = self._data, self._at
         if len(data) < at + 2:
             return False
@@ -205,14 +205,14 @@ class Parser:
                 return False
             self.overhead += at + length - self._at
             self._at = at + length
-            return Control(opcode, _unmask(data[at : at + length], mask))
+            return ControlFrame(opcode, _unmask(data[at : at + length], mask))
         self._begin(opcode, first)
         self.overhead += at - self._at
         self._at, self._left, self._mask = at, length, mask
         return True
 
     def _begin(self, opcode: Opcode, first: int) -> None:
-        """Begin a message, or the next frame of one."""
+        """Start a message, or its next frame."""
         is_deflated = bool(first & _DEFLATED)
         if (opcode is Opcode.CONTINUATION) != self._is_continued:
             raise BadFrame("a message within a message" if self._is_continued else "a message without a begin")
@@ -240,7 +240,7 @@ class Parser:
         inflater = self._inflater
         assert inflater is not None
         if inflater.eof:
-            # Behind the end there is nothing but the tail, and zlib would keep it.
+            # Only the tail follows the end, and zlib would keep it.
             self._packed = b""
             return b""
         try:

@@ -1,0 +1,394 @@
+"""A connection, in whichever dialect: all that does not depend on the protocol, and the guard around it.
+
+A session reads bytes, lets its dialect turn them into events, and puts these into its inbox (inbox.py), which lets the
+dialect act on them. It sends what the dialect and the broker want the client to have.
+
+Code of a session runs when someone else calls it: the transport, the sweep of the server, the broker during a delivery
+or a commit, a task. Each of these entries is guarded. An unexpected exception is counted as a fault and closes this
+connection with "internal error", and the caller continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial, wraps
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, cast
+
+from penstock.broker.group import Group
+from penstock.doors.arrivals import SMALL_BYTES
+from penstock.doors.dialect import ConnectionType, Dialect, Ending
+from penstock.doors.inbox import Inbox
+from penstock.doors.peer import Peer, Traffic
+from penstock.doors.replies import Replies
+from penstock.errors import BatchTooLarge, PenstockError
+from penstock.run import Run, batch_bytes
+from penstock.subject import clean
+
+if TYPE_CHECKING:
+    from penstock.broker.member import Member, Place
+    from penstock.broker.subscription import Subscription
+    from penstock.doors.shared import Shared
+
+# Subscriptions of a closed connection that end before others have a turn.
+END_STEPS: Final = 256
+
+WEBSOCKET: Final = "websocket"
+
+P = ParamSpec("P")
+
+
+class Arrival(NamedTuple):
+    """Where a connection came from, and when."""
+
+    port: int
+    time_us: int
+
+
+def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def entry(self: Session, *args: Any) -> Any:
+        return self.call(method, self, *args)
+
+    return entry
+
+
+class Session(asyncio.Protocol):
+    def __init__(
+        self,
+        shared: Shared,
+        opening: Callable[[Session], Dialect],
+        *,
+        greeting: Callable[[Session], bytes] | None = None,
+        type: ConnectionType = "nats",
+    ) -> None:
+        """`opening` makes the dialect of a client that has not spoken yet. `greeting`: what the server says first."""
+        self.shared = shared
+        self._greeting = greeting
+        self.broker = shared.broker
+        self.type = type
+        self.peer = Peer(shared.counters, shared.journal, shared.turns)
+        self.inbox = Inbox(self)
+        self.replies = Replies(self.peer, self.read_on)
+        # By a key that the dialect chooses.
+        self.subscriptions: dict[Any, tuple[Member, Subscription | Group]] = {}
+        # Members that were unsubscribed, and have not yet received what was published before.
+        self.leaving: dict[Member, Subscription] = {}
+        self.id = 0
+        self.address = ""
+        self.arrival = Arrival(0, 0)
+        # Whether it has passed the gate.
+        self.is_admitted = False
+        # When to ask for a sign of life, how often that was done since the last event, and when the last bytes came.
+        self.ping_at = 0.0
+        self.unanswered = 0
+        self._heard_at = 0.0
+        # Whether the client receives what it has published itself; if not, whether a message is one of these.
+        self.echo = True
+        self.has_published: Callable[[Place, int], bool] = _has_not_published
+        self._name = ""
+        self._is_faulty = False
+        # Whether no more events are handled: the connection ends when the replies that are due are sent.
+        self.is_ending = False
+        # The bytes of the large event that is arriving or being handled, if there is one.
+        self._expected = 0
+        self._transport: asyncio.Transport | None = None
+        # What a dialect has to do in lame duck mode, before the server stops, and when the connection is gone.
+        self.at_lame_duck: list[Callable[[], None]] = []
+        self.at_stop: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], None]] = []
+        self.dialect = opening(self)
+
+    @property
+    def name(self) -> str:
+        """What the client calls itself."""
+        return self._name
+
+    @name.setter
+    def name(self, name: object) -> None:
+        self._name = clean(name)
+
+    @property
+    def is_connected(self) -> bool:
+        return self.peer.is_connected
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.peer.traffic
+
+    def summary(self) -> dict[str, Any]:
+        """Return the row of `/connz`, without the subscriptions."""
+        return {
+            "id": self.id,
+            "cid": self.id,
+            "ip": self.address,
+            "name": self.name,
+            **self.traffic._asdict(),
+            "unanswered": len(self.replies) + self.inbox.requests,
+        }
+
+    # From the transport.
+
+    @guarded
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.peer.connect(self._transport)
+        address = transport.get_extra_info("peername")
+        self.address, port = (address[0], address[1]) if address else ("", 0)
+        self.arrival = Arrival(port, self.broker.clock.now_us())
+        if not self.shared.sessions.add(self):
+            self.dialect.disconnect(Ending.TOO_MANY)
+        elif self._greeting is not None:
+            self._transport.write(self._greeting(self))
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self.peer.lose()
+        self.replies.clear()
+        self.shared.arrivals.release(self)
+        steps = self._end()
+        if self.call(_take_steps, steps):
+            self.spawn(_take_other_steps(steps))
+        self.shared.sessions.remove(self)
+
+    def _end(self) -> Iterator[None]:
+        """End what the connection began. Yield between steps: there may be many."""
+        self.dialect.codec.clear()
+        for callback in self.at_end:
+            callback()
+        for key in list(self.subscriptions):
+            self.call(self.unsubscribe, key)
+            yield
+        for held in list(self.leaving.items()):
+            self.call(self.leave, *held)
+            yield
+
+    @guarded
+    def data_received(self, data: bytes) -> None:
+        if self._takes(len(data)):
+            self._read(self.dialect.codec.feed(data), len(data))
+
+    @guarded
+    def buffer_updated(self, filled: Callable[[int], list[Any]], count: int) -> None:
+        """Take bytes that the transport has put into the buffer of a codec."""
+        if self._takes(count):
+            self._read(filled(count), count)
+
+    def become(self, dialect: Callable[[Session], Dialect]) -> None:
+        """Speak another dialect than the one of a client that had not spoken."""
+        self.at_lame_duck, self.at_stop, self.has_published = [], [], _has_not_published
+        self.dialect = dialect(self)
+        self.type = self.dialect.type
+
+    def use_buffer(self, protocol: asyncio.BufferedProtocol) -> None:
+        """Let the transport read into the buffer of a codec, which `protocol` names."""
+        assert self._transport is not None, "it is connected"
+        # A transport asks for the buffer only when reading starts.
+        self._transport.pause_reading()
+        self._transport.set_protocol(protocol)
+        self._transport.resume_reading()
+
+    @guarded
+    def pause_writing(self) -> None:
+        self.peer.pause()
+
+    @guarded
+    def resume_writing(self) -> None:
+        self.peer.resume()
+        if self.peer.has_waiting:
+            self.shared.turns.wait(self, self.peer.waiting_bytes)
+        self.read_on()
+        for reader in [*(reader for _, reader in self.subscriptions.values()), *self.leaving.values()]:
+            reader.wake()
+
+    # In.
+
+    def _takes(self, count: int) -> bool:
+        """Count bytes as they came. Return whether they are wanted."""
+        self.peer.received(count)
+        self.shared.turns.took(self, count)
+        self._heard_at = asyncio.get_running_loop().time()
+        return not self.peer.is_closing
+
+    def _read(self, events: list[Any], count: int) -> None:
+        if events:
+            self.unanswered = 0
+        self.inbox.take(events)
+        if not self.is_admitted and not self.peer.is_closing and not self.shared.gate.received(self, count):
+            self.dialect.disconnect(Ending.UNAUTHORIZED)
+        if not self.inbox.is_waiting:
+            self.expect(is_next=bool(events))
+        if self.replies.is_full:
+            self.peer.hold()
+
+    @guarded
+    def read_on(self) -> None:
+        """Read from the client again, unless something else is in the way."""
+        if not (self.inbox.is_busy or self.replies.is_full or self.is_ending):
+            self.peer.read_on()
+
+    def expect(self, *, is_next: bool) -> None:
+        """Claim room for the event that has begun, if it is large. `is_next`: the one before it is handled."""
+        length = self.dialect.codec.expected
+        if length <= SMALL_BYTES:
+            length = 0
+        if length == self._expected and not (length and is_next):
+            return
+        if self._expected:
+            self.shared.arrivals.release(self)
+        self._expected = length
+        if length and not self.peer.is_closing:
+            self.shared.arrivals.claim(self, length)
+
+    def check_size(self, *sizes: int) -> None:
+        """Raise BatchTooLarge if a message is too large. `sizes`: those of its value, its key and its headers."""
+        size, limit = sum(sizes), self.shared.settings.payload_bytes_max
+        if size > limit:
+            raise BatchTooLarge(
+                f"a message of {size} bytes (value, key and headers), {limit} are allowed: "
+                "send less, or raise server.payload_bytes_max"
+            )
+
+    def refused_publishes(self, count: int, error: PenstockError | str) -> None:
+        """Count messages that are not stored, and whose publisher is told."""
+        self.shared.counters.failed_publishes += count
+        self.shared.journal.refused_publish(self, count, error)
+
+    # From the broker.
+
+    @property
+    def is_open(self) -> bool:
+        return self.peer.is_open
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
+        self.call(self.dialect.send, member, place, run, attempts)
+
+    def fail(self, member: Member, error: PenstockError) -> None:
+        self.call(self.dialect.fail, member, error)
+
+    def send_in_turn(self, run: Run, write: Callable[[], None]) -> None:
+        """Call `write`, which encodes and writes a run, now or in a later turn of the loop."""
+        size = batch_bytes(run)
+        if not self.peer.has_waiting and self.shared.turns.may_send(size):
+            write()
+        else:
+            self.peer.write_later(size, self.guard(write))
+            self.shared.turns.wait(self, size)
+
+    def send_waiting(self) -> int:
+        """Send what waited for its turn, as far as there is room. Return how many bytes that is."""
+        was_open = self.peer.is_open
+        size = self.peer.write_waiting()
+        if not (was_open or self.peer.is_paused or self.peer.is_closing):
+            self.resume_writing()
+        return size
+
+    def unsubscribe(self, key: Any) -> None:
+        held = self.subscriptions.pop(key, None)
+        if held is not None:
+            self.leave(*held)
+
+    def leave(self, member: Member, reader: Subscription | Group) -> None:
+        if isinstance(reader, Group):
+            self.broker.groups.leave(reader, member)
+        else:
+            self.broker.subscriptions.unsubscribe(reader, member)
+
+    # From the server.
+
+    @guarded
+    def ping(self) -> None:
+        """Ask whether the client is still there, and close the connection if it does not answer."""
+        now = asyncio.get_running_loop().time()
+        self.ping_at = now + self.dialect.keep_alive(now - self._heard_at)
+
+    def close_stale(self) -> None:
+        self.shared.counters.stale += 1
+        self.dialect.disconnect(Ending.STALE)
+
+    @guarded
+    def expire(self) -> None:
+        """Close the connection: it was not admitted in time."""
+        self.shared.counters.silent += 1
+        self.dialect.disconnect(Ending.EXPIRED)
+
+    @guarded
+    def tell_lame_duck(self) -> None:
+        if not self.peer.is_closing:
+            for callback in self.at_lame_duck:
+                callback()
+
+    @guarded
+    def stop(self) -> None:
+        """Handle no more events, send the replies that are due, and close."""
+        if self.is_ending or not self.is_connected or self.peer.is_closing:
+            return
+        self.peer.hold()
+        for callback in self.at_stop:
+            callback()
+        self.is_ending = True
+        if not self.inbox.is_waiting:
+            self.say_goodbye()
+
+    def say_goodbye(self) -> None:
+        """Close the connection when the replies that are due are sent."""
+        self.replies.finish(self.guard(partial(self.dialect.disconnect, Ending.STOPPED)))
+
+    def finish(self, say: Callable[[], None]) -> None:
+        """Handle no more events. When the replies that are due are sent, call `say`, and close."""
+        self.is_ending = True
+        self.peer.hold()
+        self.replies.finish(self.guard(partial(self._close, say)))
+
+    def _close(self, say: Callable[[], None]) -> None:
+        if not self.peer.is_closing:
+            say()
+        self.peer.close()
+
+    def abort(self) -> None:
+        self.peer.abort()
+
+    # Faults.
+
+    def fault(self, error: Exception) -> None:
+        """Close the connection because of an unexpected exception in it."""
+        self.broker.store.health.fault("session", f"connection {self.id} from {self.address}", error)
+        if not self._is_faulty:
+            self._is_faulty = True
+            self.call(self.dialect.disconnect, Ending.FAULT)
+        self.peer.close()
+
+    def guard(self, callback: Callable[P, object]) -> Callable[P, None]:
+        """Return a callback for the broker that closes this connection if it raises."""
+        return partial(self.call, callback)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:  # noqa: BLE001 - this is the guard
+            self.fault(error)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine of this connection as a task."""
+        return self.shared.tasks.spawn(self._supervise(coroutine))
+
+    async def _supervise(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        try:
+            await coroutine
+        except Exception as error:  # noqa: BLE001 - this is the guard
+            self.fault(error)
+
+
+def _has_not_published(_place: Place, _offset: int) -> bool:
+    return False
+
+
+def _take_steps(steps: Iterator[None]) -> bool:
+    """Take some steps. Return whether there may be more."""
+    return sum(1 for _ in islice(steps, END_STEPS)) == END_STEPS
+
+
+async def _take_other_steps(steps: Iterator[None]) -> None:
+    for count, _ in enumerate(steps):
+        if count % END_STEPS == 0:
+            await asyncio.sleep(0)

@@ -1,0 +1,208 @@
+"""An HTTP port for strangers: uvicorn, with limits on what a connection may do.
+
+- A client that does not send its request in time, or does not read its answer, is closed.
+- Connections and header bytes are limited; an application limits the bodies that it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from functools import partial
+from typing import Any, Final
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock import address
+from penstock.health import Usage
+
+# Of the request line and the headers.
+HEADER_BYTES_MAX: Final = 16 << 10
+CONNECTIONS_MAX: Final = 4096
+_SWEEP_S: Final = 1.0
+# How often the date in the responses is updated.
+_TICK_S: Final = 1.0
+_FULL: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Type: text/plain\r\nContent-Length: 29\r\n\r\n"
+    b"maximum connections exceeded\n"
+)
+
+_TOO_LONG: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nConnection: close\r\nContent-Type: text/plain\r\n"
+    b"Content-Length: 68\r\n\r\n"
+    b"the request line and headers are longer than 16384 bytes: send less\n"
+)
+
+# An ASGI extension of requests that ask for WebSocket: it hands the connection over (`_Connection.upgrade`).
+UPGRADE: Final = "penstock.upgrade"
+
+
+class WebPort:
+    """uvicorn in the running loop. It leaves signals to the caller."""
+
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, idle_s: float, connections_max: int = CONNECTIONS_MAX
+    ) -> None:
+        """Listen, and accept no connection before `run`. `host` may have several, separated by commas. `idle_s` is how
+        long a client may take to send a request, or to read more of an answer."""
+        self._sockets = address.bind(address.hosts(host), port)
+        self.port: int = self._sockets[0].getsockname()[1]
+        self._connections_max = connections_max
+        config = uvicorn.Config(
+            app,
+            http=partial(_Connection, idle_s=idle_s, connections_max=connections_max),  # type: ignore[arg-type]
+            # It must not change the logging of the process.
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+            timeout_graceful_shutdown=1,
+        )
+        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+        self._uvicorn.main_loop = self._tick  # type: ignore[method-assign]
+        self._uvicorn.shutdown = self._shut_down  # type: ignore[method-assign]
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        sweeper = asyncio.create_task(self._sweep())
+        try:
+            await self._uvicorn.serve(sockets=self._sockets)
+        finally:
+            sweeper.cancel()
+
+    def stop(self) -> None:
+        self._uvicorn.should_exit = True
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Stop listening."""
+        for each in self._sockets:
+            each.close()
+
+    def usage(self) -> Usage:
+        return Usage(len(self._uvicorn.server_state.connections), self._connections_max)
+
+    def unsent(self) -> int:
+        """Return how many bytes of answers clients have not read yet."""
+        return sum(each.transport.get_write_buffer_size() for each in self._uvicorn.server_state.connections)
+
+    async def _tick(self) -> None:
+        """Update the date of the responses. uvicorn polls ten times a second whether it should stop; this waits."""
+        while not await self._uvicorn.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _TICK_S)
+
+    async def _shut_down(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop at once if there are no clients. uvicorn would wait 0.1 s for them in any case."""
+        state = self._uvicorn.server_state
+        if state.connections or state.tasks:
+            await uvicorn.Server.shutdown(self._uvicorn, sockets)
+            return
+        for each in (*self._uvicorn.servers, *(sockets or ())):
+            each.close()
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            for connection in list(self._uvicorn.server_state.connections):
+                assert isinstance(connection, _Connection)
+                connection.look(loop.time())
+
+
+class _Connection(H11Protocol):
+    """uvicorn's connection has one timeout only: from an answer to the next byte. This adds the others."""
+
+    def __init__(self, *arguments: Any, idle_s: float, connections_max: int, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._idle_s = idle_s
+        self._connections_max = connections_max
+        self._received = 0
+        # What the client must do next, with its progress; and since when.
+        self._awaited: tuple[str, int] | None = None
+        self._since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._awaited, self._since = self._wanted(), self.loop.time()
+        if len(self.connections) > self._connections_max:
+            transport.write(_FULL)
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self._received += len(data)
+            super().data_received(data)
+
+    async def upgrade(self, headers: list[tuple[bytes, bytes]], protocol: asyncio.Protocol) -> None:
+        """Answer the request with 101, and hand the connection over to another protocol."""
+        if self.flow.write_paused:
+            # The transport would not resume the new protocol.
+            await self.flow.drain()
+        # The application sends nothing more.
+        self.cycle.response_started = self.cycle.response_complete = True
+        if self.transport.is_closing():
+            return
+        self.connections.discard(self)
+        lines = [b"HTTP/1.1 101 Switching Protocols", *(b": ".join(header) for header in headers), b"", b""]
+        self.transport.write(b"\r\n".join(lines))
+        data, _ = self.conn.trailing_data
+        self.transport.set_protocol(protocol)
+        protocol.connection_made(self.transport)
+        self.transport.resume_reading()
+        if data:
+            protocol.data_received(data)
+
+    def _should_upgrade(self) -> bool:
+        """Leave upgrades to the application. What uvicorn does with a request to upgrade is used for a request whose
+        head is too long: h11 limits only a head that has not ended yet."""
+        if self._head_bytes() > HEADER_BYTES_MAX:
+            return True
+        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
+        if self._get_upgrade() == b"websocket" and not has_body:
+            self.scope["extensions"] = {UPGRADE: self.upgrade}  # type: ignore[dict-item]
+        return False
+
+    def _head_bytes(self) -> int:
+        scope = self.scope
+        line = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"])
+        return line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._refuse_head()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is None and len(self.conn.trailing_data[0]) > HEADER_BYTES_MAX:
+            self._refuse_head()
+        else:
+            super().send_400_response(msg)
+
+    def _refuse_head(self) -> None:
+        self.transport.write(_TOO_LONG)
+        self.transport.close()
+
+    def look(self, now: float) -> None:
+        """Close the connection if its client has been idle for too long."""
+        awaited = self._wanted()
+        if awaited != self._awaited:
+            self._awaited, self._since = awaited, now
+        elif awaited is not None and now - self._since >= self._idle_s:
+            self.transport.abort()
+
+    def _wanted(self) -> tuple[str, int] | None:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            # Part of a request does not count.
+            return "request", id(cycle)
+        if unsent := self.transport.get_write_buffer_size():
+            return "reading", unsent
+        if cycle.more_body and not self.flow.read_paused:
+            return "body", self._received
+        return None
