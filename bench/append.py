@@ -15,9 +15,9 @@ import uvloop
 
 from bench.data import MESSAGES, STORED, ready
 from bench.measure import Bench, Line, best_tenth
-from penstock.batch import Batch
-from penstock.storage.log import Log
-from penstock.storage.store import Store
+from penstock.log.log import Log
+from penstock.model.batch import Batch
+from penstock.store.store import Store
 
 _IN_FLIGHT: Final = 32
 _BATCH_MB: Final = len(STORED) / 1e6

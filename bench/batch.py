@@ -16,8 +16,8 @@ from crc32c import crc32c
 
 from bench.data import MESSAGES, STORED, TIMESTAMP, make_values, store
 from bench.measure import Bench, Line, repeat
-from penstock import arrow
-from penstock.batch import HEADER_BYTES, Batch, Compression, encode, parse
+from penstock.model import arrow
+from penstock.model.batch import HEADER_BYTES, Batch, Compression, encode, parse
 
 _TARGET: Final = 1.5
 _VALUES: Final = make_values()

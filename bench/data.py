@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Final
 
-from penstock.batch import Batch, Compression, encode
+from penstock.model.batch import Batch, Compression, encode
 
 MESSAGES: Final = 500
 VALUE_BYTES: Final = 100

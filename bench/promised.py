@@ -22,9 +22,9 @@ from bench.load import Connection, Publisher, Worker, block_messages
 from bench.measure import Bench, Line, RatioOf
 from bench.peers import Peer
 from penstock import ChannelBroker
-from penstock.storage.log import Log
-from penstock.storage.policy import Policy
-from penstock.storage.store import Store, StoreSettings
+from penstock.log.log import Log
+from penstock.log.policy import Policy
+from penstock.store.store import Store, StoreSettings
 
 _RATE: Final = 1000
 _SUBSCRIBERS: Final = 10

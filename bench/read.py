@@ -13,11 +13,11 @@ from typing import Final
 
 from bench.data import STORED, ready
 from bench.measure import Bench, Line, repeat
-from penstock.storage.log import Log
-from penstock.storage.policy import Policy
-from penstock.storage.scan import Found
-from penstock.storage.segment import ReadMode
-from penstock.storage.store import Store, StoreSettings
+from penstock.log.log import Log
+from penstock.log.policy import Policy
+from penstock.log.scan import Found
+from penstock.log.segment import ReadMode
+from penstock.store.store import Store, StoreSettings
 
 _CHUNK_BYTES: Final = 1 << 20
 _ROUND_READS: Final = 8

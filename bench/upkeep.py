@@ -15,14 +15,14 @@ from crc32c import crc32c
 
 from bench.data import MESSAGES, STORED, TIMESTAMP, make_values, ready
 from bench.measure import Bench, Line, repeat
-from penstock.batch import Batch, encode
 from penstock.clock import SystemClock
-from penstock.storage.files import OsFiles
-from penstock.storage.log import Log
-from penstock.storage.open_segments import OpenSegments
-from penstock.storage.policy import Cleanup, Policy
-from penstock.storage.store import Store
-from penstock.storage.tail import TailBudget
+from penstock.log.files import OsFiles
+from penstock.log.log import Log
+from penstock.log.open_segments import OpenSegments
+from penstock.log.policy import Cleanup, Policy
+from penstock.log.tail import TailBudget
+from penstock.model.batch import Batch, encode
+from penstock.store.store import Store
 
 _CHUNK_BYTES: Final = 1 << 20
 

@@ -46,7 +46,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from penstock.batch import Batch
+from penstock.model.batch import Batch
 from penstock.client.aio import AsyncClient
 from penstock.client.feed import SHARED
 from penstock.client.loop_thread import LoopThread

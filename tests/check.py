@@ -17,7 +17,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import settings
 
-from tests import sampling
+from tests.support import sampling
 
 _ROOT: Final = Path(__file__).parent.parent
 # Whatever starts a process uses one of these.

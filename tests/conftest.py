@@ -31,7 +31,7 @@ os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 
 # Store the files of the tests in memory where there is room: the disk takes milliseconds to sync, and up to nine tenths
 # of the time of the tests that sync at every step. No test needs more of a sync than that it returns: a disk that loses
-# what was not synced is simulated (`tests/simulation.py`), and a killed process loses nothing that it has written.
+# what was not synced is simulated (`tests/support/simulation.py`), and a killed process loses nothing that it wrote.
 _MEMORY: Final = Path("/dev/shm")
 _MEMORY_BYTES_MIN: Final = 4 << 30
 if (

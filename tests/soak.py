@@ -22,20 +22,20 @@ from pathlib import Path
 
 from rich.progress import Progress, track
 
-from tests.client_kill import ClientFigures, ClientJudge
-from tests.fuzz import DOOR as FUZZ
-from tests.fuzz import fuzz
 from tests.hostile.__main__ import besiege_all
 from tests.hostile.doors import DOORS
 from tests.hostile.oracle import table
 from tests.hostile.siege import Scale
-from tests.kill import KillJudge
 from tests.nats.generate import CHUNK as NATS_CHUNK
 from tests.nats.generate import soak as soak_scenarios
-from tests.pipe_kill import PipeFigures, PipeJudge
-from tests.serve_kill import Figures, ServeJudge
-from tests.simulation import simulate
-from tests.spark_soak import kill_drivers
+from tests.support.client_kill import ClientFigures, ClientJudge
+from tests.support.fuzz import DOOR as FUZZ
+from tests.support.fuzz import fuzz
+from tests.support.kill import KillJudge
+from tests.support.pipe_kill import PipeFigures, PipeJudge
+from tests.support.serve_kill import Figures, ServeJudge
+from tests.support.simulation import simulate
+from tests.support.spark_soak import kill_drivers
 
 CHUNK = 50
 # After so many kills of a server what it stored is judged; it goes on with the same directory.

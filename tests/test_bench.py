@@ -25,7 +25,7 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 PLAIN = [name for name in SECTIONS if not name.startswith("spark")]
-# It starts Spark again and again, and does nothing else: see tests/test_spark_session.py.
+# It starts Spark again and again, and does nothing else: see tests/spark/test_session.py.
 SPARK = [name for name in SECTIONS if name.startswith("spark") and name != "spark start"]
 
 

@@ -18,8 +18,8 @@ from penstock.wire.binary import Type, Verb
 from tests.docs import DOCS, DOCUMENTS, PAGES, README, ROOT, blocks, parts, table, told
 from tests.nats.python_client import CHECKS
 from tests.nats.scenarios import SCENARIOS
-from tests.reader import Reader
-from tests.server import Raw, Serve
+from tests.support.reader import Reader
+from tests.support.server import Raw, Serve
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

@@ -22,8 +22,8 @@ from penstock.server.config import load
 from penstock.server.settings import SETTINGS
 from penstock.web.credentials import Credentials
 from tests.docs import table
-from tests.server import Flux, Serve
-from tests.web import get
+from tests.support.server import Flux, Serve
+from tests.support.web import get
 
 OPS: Final = Path(__file__).parent.parent / "ops"
 DOCKERFILE: Final = (OPS / "Dockerfile").read_text()

@@ -8,12 +8,12 @@ import pytest
 
 from penstock.errors import BadConfig
 from penstock.plugins import find
-from tests.server import Flux, Serve
+from tests.support.server import Flux, Serve
 
 SOURCE = """
 from pathlib import Path
 from penstock.server import network
-from penstock.storage.files import OsFiles
+from penstock.log.files import OsFiles
 
 SEEN = Path(__file__).with_name("seen")
 

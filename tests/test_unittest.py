@@ -34,7 +34,7 @@ def _discover(options: str) -> subprocess.CompletedProcess[str]:
 
 def test_unittest_runs_what_pytest_runs() -> None:
     """TE-01"""
-    ran = _discover("-n0 -p no:cacheprovider tests/test_subject.py")
+    ran = _discover("-n0 -p no:cacheprovider tests/model/test_subject.py")
 
     assert ran.returncode == 0, ran.stderr
     assert "100%" in ran.stdout

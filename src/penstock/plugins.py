@@ -1,6 +1,6 @@
 """Parts of a broker that a setting selects by name: included ones, and those that packages add with entry points.
 
-penstock.files        storage.files   `Files`: the calls to the disk            (storage/files.py)
+penstock.files        storage.files   `Files`: the calls to the disk            (log/files.py)
 penstock.networks     server.network  `Listen`: accepts connections             (server/network.py)
 penstock.pipes        pipe.type       `Connect`: the transport of a pipe        (pipe/connector.py)
 """
@@ -14,7 +14,7 @@ from penstock.errors import BadConfig
 
 # Available even if the package is not installed: a source tree has no entry points.
 _SHIPPED: Final = {
-    "penstock.files": {"os": "penstock.storage.files:OsFiles"},
+    "penstock.files": {"os": "penstock.log.files:OsFiles"},
     "penstock.networks": {"tcp": "penstock.server.network:listen"},
     "penstock.pipes": {"http": "penstock.pipe.http:connect"},
 }

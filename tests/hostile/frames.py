@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
-from penstock.batch import BATCH_BYTES_MAX, Batch, Compression, encode
+from penstock.model.batch import BATCH_BYTES_MAX, Batch, Compression, encode
 from penstock.wire.binary import (
     FRAME_BYTES_MAX,
     JSON_BYTES_MAX,
@@ -29,10 +29,10 @@ from penstock.wire.binary import (
     settle_frame,
     stage_frame,
 )
-from tests.frames import TIMESTAMP
 from tests.hostile.oracle import PASSWORD, USER
 from tests.hostile.pieces import SURROGATE, around, deep_json, dribble, in_pieces, name, wide_json
 from tests.hostile.siege import SUBJECT, TOPIC, Attack, Door, Step, Target
+from tests.support.frames import TIMESTAMP
 
 _LOGIN: Final = json_frame(Type.HELLO, 1, {"version": 1, "name": "hostile", "user": USER, "password": PASSWORD})
 _U64: Final = (0, 1, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)

@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
-from tests import web
 from tests.hostile.oracle import PASSWORD, USER
 from tests.hostile.pieces import NUMBERS, SURROGATE, around, deep_json, dribble, name, wide_json
 from tests.hostile.siege import Attack, Door, Step, Target
+from tests.support import web
 
 _BODY_BYTES_MAX: Final = 1 << 20
 _PATHS: Final = (

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from tests import web
-from tests.server import PATIENCE_S, Nats, Serve, pub
+from tests.support import web
+from tests.support.server import PATIENCE_S, Nats, Serve, pub
 
 USER: Final = "bystander"
 PASSWORD: Final = "correct-horse"

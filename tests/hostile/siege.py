@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.frames import Frames
 from tests.hostile.oracle import PASSWORD, USER, Figures, Oracle
-from tests.server import Serve
+from tests.support.frames import Frames
+from tests.support.server import Serve
 
 # What hostile clients publish to, if nothing else is said.
 TOPIC: Final = "hostile"

@@ -15,12 +15,12 @@ from typing import Any, Final
 import pytest
 
 from penstock.wire.binary import Append, Type, Verb, append_frame
-from tests.frames import Frames
 from tests.hostile import frames, prefixed
 from tests.hostile.oracle import PASSWORD, USER, Oracle, credentials, get, open_files
 from tests.hostile.siege import SUBJECT, TOPIC, start
-from tests.lengths import PUBLISH, Cursus, Qb, records_frame
-from tests.server import Nats, Raw, Serve, hpub, pub
+from tests.support.frames import Frames
+from tests.support.lengths import PUBLISH, Cursus, Qb, records_frame
+from tests.support.server import Nats, Raw, Serve, hpub, pub
 
 MB: Final = 1_000_000
 # Enough of them are more than a batch may have.

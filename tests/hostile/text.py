@@ -12,7 +12,7 @@ from penstock.wire.text import LINE_BYTES_MAX, PAYLOAD_BYTES_MAX
 from tests.hostile.oracle import credentials
 from tests.hostile.pieces import NUMBERS, SURROGATE, around, deep_json, dribble, in_pieces, name
 from tests.hostile.siege import Attack, Door, Step, Target
-from tests.server import hpub, pub
+from tests.support.server import hpub, pub
 
 _OPTIONS: Final = {"verbose": False, "headers": True, "no_responders": True}
 _CONNECT: Final = b"CONNECT %b\r\n" % json.dumps(_OPTIONS | credentials()).encode()

@@ -11,8 +11,8 @@ from penstock.wire.websocket import Opcode
 from tests.hostile.pieces import dribble
 from tests.hostile.siege import Attack, Door, Step, Target
 from tests.hostile.text import NATS
-from tests.server import pub
-from tests.websocket import DEFLATE, deflate, encode, request
+from tests.support.server import pub
+from tests.support.websocket import DEFLATE, deflate, encode, request
 
 BINARY: Final = Opcode.BINARY
 _DEFLATED: Final = 4

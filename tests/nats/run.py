@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.request import urlopen
 
-from tests import forks
 from tests.nats.scenario import Act, Step, parse, restore
-from tests.server import Serve
-from tests.websocket import WebSocket
+from tests.support import forks
+from tests.support.server import Serve
+from tests.support.websocket import WebSocket
 
 NATS_SERVER: Final = Path(sys.executable).with_name("nats-server")
 # How long to wait for a PONG. Only a server that differs takes so long.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.nats.run import NATS_SERVER, nats_server
-from tests.server import Raw, Serve
+from tests.support.server import Raw, Serve
 
 TOKEN = "secret"
 

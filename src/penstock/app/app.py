@@ -19,7 +19,7 @@ from penstock.client.aio import AsyncClient
 from penstock.client.servers import Servers
 from penstock.client.subscription import AsyncSubscription
 from penstock.client.values import Place
-from penstock.subject import selection
+from penstock.model.subject import selection
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ from penstock.backup.manifest import (
 )
 from penstock.backup.target import BackupPart, Target
 from penstock.errors import ReadFailed
-from penstock.storage.files import OsFiles
-from penstock.storage.format import FORMAT
-from penstock.storage.open_segments import OpenSegments
-from penstock.storage.scan import Damage
-from penstock.storage.segment import Segment
-from penstock.storage.snapshot import ListedLog, ListedSegment, SnapshotListing
+from penstock.log.files import OsFiles
+from penstock.log.open_segments import OpenSegments
+from penstock.log.scan import Damage
+from penstock.log.segment import Segment
+from penstock.store.format import FORMAT
+from penstock.store.snapshot import ListedLog, ListedSegment, SnapshotListing
 
 # Bytes to request at once, and bytes to skip at once where the disk of the source cannot be read.
 _READ_BYTES: Final = 4 << 20

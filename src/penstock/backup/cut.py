@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from penstock.broker.transactions import PARTS_BITS, SOURCE
 from penstock.errors import BadBackup
-from penstock.storage.log import Log
-from penstock.storage.meta import Change
-from penstock.storage.policy import Topic
-from penstock.storage.scan import Found
-from penstock.storage.state import StoreState
-from penstock.storage.store import Store
+from penstock.log.log import Log
+from penstock.log.policy import Topic
+from penstock.log.scan import Found
+from penstock.store.meta import Change
+from penstock.store.state import StoreState
+from penstock.store.store import Store
 
 
 class PartitionName(NamedTuple):

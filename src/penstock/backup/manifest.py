@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, NamedTuple
 
 from penstock.errors import BadBackup
-from penstock.storage.snapshot import ListedLog, ListedSegment
+from penstock.store.snapshot import ListedLog, ListedSegment
 
 VERSION: Final = 1
 SEGMENTS: Final = "segments/"

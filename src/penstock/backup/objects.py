@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backup.target import CHUNK_BYTES, BackupPart, SpooledPart, StoredFile, copy
 from penstock.errors import BadBackup, BadConfig
-from penstock.storage.files import OsFiles
+from penstock.log.files import OsFiles
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

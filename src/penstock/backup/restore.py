@@ -31,18 +31,18 @@ from penstock.backup.manifest import (
     BackupManifest,
 )
 from penstock.backup.target import CHUNK_BYTES, Target, digest_of, read_tar, unpack, writing
-from penstock.batch import NO_SEGMENT, Control, encode_control
 from penstock.errors import BadBackup, BadDirectory, LogDamaged
+from penstock.log import log_files
+from penstock.log.files import FILE_MODE, OsFiles
+from penstock.log.open_segments import OpenSegments
+from penstock.log.scan import Found
+from penstock.log.segment import Segment, log_name
+from penstock.model.batch import NO_SEGMENT, Control, encode_control
 from penstock.outcome import Outcome
-from penstock.storage import log_files
-from penstock.storage.files import FILE_MODE, OsFiles
-from penstock.storage.format import FORMAT, FORMAT_NAME, RESTORING_NAME
-from penstock.storage.meta import Change
-from penstock.storage.open_segments import OpenSegments
-from penstock.storage.scan import Found
-from penstock.storage.segment import Segment, log_name
-from penstock.storage.state import Addition
-from penstock.storage.store import Store, StoreSettings
+from penstock.store.format import FORMAT, FORMAT_NAME, RESTORING_NAME
+from penstock.store.meta import Change
+from penstock.store.state import Addition
+from penstock.store.store import Store, StoreSettings
 
 # A log continues this many offsets above its backup: half a day at 100,000 messages per second. Sequences of the text
 # protocol have 40 bits for an offset, so 255 restores in a row fit.

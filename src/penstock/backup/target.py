@@ -24,8 +24,8 @@ from typing import IO, BinaryIO, Final, Protocol, cast
 
 from penstock.backup.manifest import MANIFEST_NAME, SEGMENT_NAME
 from penstock.errors import BadBackup, BadDirectory
-from penstock.storage.files import FILE_MODE, OsFiles
-from penstock.storage.format import FORMAT_NAME, RESTORING_NAME
+from penstock.log.files import FILE_MODE, OsFiles
+from penstock.store.format import FORMAT_NAME, RESTORING_NAME
 
 CHUNK_BYTES: Final = 1 << 20
 _PARTIAL: Final = "partial"

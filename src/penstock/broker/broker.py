@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
-from penstock.batch import Batch
 from penstock.broker.changes import TopicChanges
 from penstock.broker.cursor import ReadAhead
 from penstock.broker.deadletters import DeadLetters
@@ -43,9 +42,10 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.health import Usage
-from penstock.run import Run
-from penstock.storage.policy import Policy, Topic
-from penstock.storage.store import Store
+from penstock.log.policy import Policy, Topic
+from penstock.model.batch import Batch
+from penstock.model.run import Run
+from penstock.store.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from penstock.errors import (
     TooManyTopics,
     UnknownTopic,
 )
-from penstock.storage.meta import Change
-from penstock.storage.policy import Dedup as DedupMode
-from penstock.storage.policy import Policy, Topic
-from penstock.storage.store import Store
-from penstock.subject import is_subject
+from penstock.log.policy import Dedup as DedupMode
+from penstock.log.policy import Policy, Topic
+from penstock.model.subject import is_subject
+from penstock.store.meta import Change
+from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.broker.broker import Settings

@@ -10,7 +10,7 @@ is the same with an end. A group, a replay, a fetch, a pipe and the broker's own
 what they do with the messages.
 
 A cursor reads ahead: the second time that it goes on where it stopped, it takes many batches from the disk at once, and
-keeps those that its reader has no room for yet. All cursors share one budget for that. Batches in memory (`storage/
+keeps those that its reader has no room for yet. All cursors share one budget for that. Batches in memory (`log/
 tail.py`) are read where they are.
 """
 
@@ -22,14 +22,14 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.batch import Batch
 from penstock.broker.opened import is_large
 from penstock.errors import OffsetOutOfRange
 from penstock.health import Usage
-from penstock.run import Run
-from penstock.storage.appender import LogState
-from penstock.storage.policy import OnDamage
-from penstock.subject import matches
+from penstock.log.appender import LogState
+from penstock.log.policy import OnDamage
+from penstock.model.batch import Batch
+from penstock.model.run import Run
+from penstock.model.subject import matches
 
 if TYPE_CHECKING:
     from penstock.broker.partition import Partition

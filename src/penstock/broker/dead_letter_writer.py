@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Final, Protocol
 
-from penstock import headers
-from penstock.batch import BATCH_BYTES_MAX
 from penstock.broker import sources
 from penstock.broker.partition import Partition
 from penstock.broker.position import DeadMessage, Position
@@ -20,8 +18,10 @@ from penstock.broker.sources import DecisionAppender, DecisionSource
 from penstock.broker.subscription import Loop
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PenstockError
-from penstock.run import Run, batch_bytes, message_bytes
-from penstock.storage.store import Store
+from penstock.model import headers
+from penstock.model.batch import BATCH_BYTES_MAX
+from penstock.model.run import Run, batch_bytes, message_bytes
+from penstock.store.store import Store
 
 logger = logging.getLogger(__name__)
 

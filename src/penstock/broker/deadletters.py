@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from penstock import headers
 from penstock.broker.group import Group
 from penstock.broker.group_state import Mode
 from penstock.broker.mover import Mover
@@ -22,10 +21,11 @@ from penstock.broker.sources import pause
 from penstock.broker.topic import ServedTopic, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, Overloaded, PenstockError
-from penstock.run import Run, read_ttls
-from penstock.storage.meta import Change
-from penstock.storage.store import Store
-from penstock.subject import is_subject, matches
+from penstock.model import headers
+from penstock.model.run import Run, read_ttls
+from penstock.model.subject import is_subject, matches
+from penstock.store.meta import Change
+from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.broker.changes import TopicChanges

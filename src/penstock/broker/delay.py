@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from heapq import heapify, heappop, heappush, merge
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from penstock import headers
 from penstock.broker.mover import RETRY_US, RETRY_US_MAX, Mover
 from penstock.broker.partition import Partition
 from penstock.broker.sources import pause
@@ -23,9 +22,10 @@ from penstock.broker.subscription import Loop
 from penstock.broker.topic import Topics
 from penstock.errors import LogDamaged, Overloaded, PenstockError
 from penstock.health import Usage
-from penstock.run import Run, message_bytes
-from penstock.storage.store import Store
-from penstock.subject import matches
+from penstock.model import headers
+from penstock.model.run import Run, message_bytes
+from penstock.model.subject import matches
+from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.broker.changes import TopicChanges

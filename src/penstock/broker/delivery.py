@@ -18,7 +18,7 @@ from penstock.broker.group_state import GroupState, Mode
 from penstock.broker.member import Member, share_out
 from penstock.broker.position import NEVER_US, P, Position, Review
 from penstock.broker.position_budget import PENDING_BYTES, PENDING_FEW
-from penstock.run import Run
+from penstock.model.run import Run
 
 Found = tuple[Run, int, Run]
 

@@ -18,8 +18,8 @@ from typing import Final
 
 from penstock.errors import BadRequest, StaleEpoch
 from penstock.health import Usage
-from penstock.storage.meta import Change
-from penstock.storage.store import Store
+from penstock.store.meta import Change
+from penstock.store.store import Store
 
 # The producer that was idle for the longest time is forgotten first, as in a log.
 PRODUCERS_MAX: Final = 10_000

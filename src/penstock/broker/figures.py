@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.clock import Clock
-from penstock.run import Run
-from penstock.storage.histogram import SECONDS, Histogram
+from penstock.model.run import Run
+from penstock.store.histogram import SECONDS, Histogram
 
 
 class Figures:

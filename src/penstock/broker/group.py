@@ -25,9 +25,9 @@ from penstock.broker.position import PartitionId, Position
 from penstock.broker.position_budget import NAME_COPIES, POSITION_BYTES, PositionBudget
 from penstock.broker.position_writer import PositionWriter
 from penstock.errors import StaleCommit
+from penstock.model.subject import meets
 from penstock.outcome import Outcome
-from penstock.storage.meta import Change
-from penstock.subject import meets
+from penstock.store.meta import Change
 
 
 class GroupHost(DeadLetterWriterHost, Protocol):

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Generic, NamedTuple
 
-from penstock import headers
 from penstock.broker.inflight import Inflight, PositionRecord
 from penstock.broker.member import Deliveries, Member
 from penstock.broker.position import NEVER_US, P, PartitionId, Position
 from penstock.broker.position_budget import PENDING_BYTES, PositionBudget
 from penstock.errors import OffsetOutOfRange, StaleCommit
-from penstock.storage.policy import Policy
+from penstock.log.policy import Policy
+from penstock.model import headers
 
 
 class Mode(StrEnum):

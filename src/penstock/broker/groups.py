@@ -28,9 +28,9 @@ from penstock.errors import (
     UnknownTopic,
 )
 from penstock.health import Usage
+from penstock.model.subject import is_readable, is_text, matches
 from penstock.outcome import Outcome
-from penstock.storage.meta import Change
-from penstock.subject import is_readable, is_text, matches
+from penstock.store.meta import Change
 
 if TYPE_CHECKING:
     from penstock.broker.refresh import Refreshes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from penstock.broker.cursor import Cursor
 from penstock.broker.partition import Partition
-from penstock.run import Run
-from penstock.subject import meets
+from penstock.model.run import Run
+from penstock.model.subject import meets
 
 if TYPE_CHECKING:
     from penstock.broker.broker import Broker

@@ -15,8 +15,6 @@ from itertools import repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from penstock import headers
-from penstock.batch import Batch
 from penstock.broker.dedup import ENTRIES_MAX, DedupBudget, DedupWindow
 from penstock.broker.delay import Delays
 from penstock.broker.opened import is_large
@@ -26,11 +24,13 @@ from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.health import Usage
+from penstock.log.policy import PARTITIONS_MAX, OnDamage
+from penstock.log.policy import Dedup as DedupMode
+from penstock.model import headers
+from penstock.model.batch import Batch
+from penstock.model.run import Run
 from penstock.outcome import Outcome
-from penstock.run import Run
-from penstock.storage.policy import PARTITIONS_MAX, OnDamage
-from penstock.storage.policy import Dedup as DedupMode
-from penstock.storage.store import Store
+from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.broker.changes import TopicChanges

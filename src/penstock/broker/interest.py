@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 
 from penstock.broker.memo import Memo
 from penstock.health import Usage
-from penstock.subject import is_literal
+from penstock.model.subject import is_literal
 
 T = TypeVar("T")
 

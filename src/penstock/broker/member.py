@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, Protocol
 
 from penstock.broker.flow import Flow, TokenBucket
 from penstock.errors import PenstockError
-from penstock.run import Run, fitting
-from penstock.storage.policy import DELIVERIES_DEFAULT, Policy
+from penstock.log.policy import DELIVERIES_DEFAULT, Policy
+from penstock.model.run import Run, fitting
 
 # What an open connection is given at once of what is stored, unless one message is larger. Runs that are gathered from
 # publishes have no more.

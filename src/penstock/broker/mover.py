@@ -26,9 +26,9 @@ from penstock.broker.sources import DecisionAppender, DecisionSource, expected
 from penstock.broker.topic import Topics
 from penstock.clock import Clock
 from penstock.errors import PenstockError
-from penstock.run import Run, message_bytes
-from penstock.storage.meta import Change
-from penstock.storage.store import Store
+from penstock.model.run import Run, message_bytes
+from penstock.store.meta import Change
+from penstock.store.store import Store
 
 logger = logging.getLogger(__name__)
 

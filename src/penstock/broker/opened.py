@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final
 
-from penstock.batch import Batch
 from penstock.health import Usage
-from penstock.run import Run, open_batch
+from penstock.model.batch import Batch
+from penstock.model.run import Run, open_batch
 
 # A batch with more of either is large: it is opened in another thread, and its readers get it in parts. The other
 # readers of the broker wait for one part, some milliseconds, and not for all of it, which can be seconds.

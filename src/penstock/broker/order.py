@@ -22,7 +22,7 @@ from penstock.broker.partition import LiveQueue, Partition, Waiting
 from penstock.broker.topic import Target
 from penstock.broker.trail import Trail
 from penstock.health import Health
-from penstock.subject import matches
+from penstock.model.subject import matches
 
 
 class Publisher:

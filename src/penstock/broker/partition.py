@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from penstock.batch import Batch
 from penstock.broker.cursor import Cursor, ReadAhead
 from penstock.broker.opened import Opened, is_large
 from penstock.clock import Clock
+from penstock.log.appender import LogState
+from penstock.log.log import Log
+from penstock.log.policy import OnDamage, Policy
+from penstock.model.batch import Batch
+from penstock.model.run import Run, batch_bytes
 from penstock.outcome import Outcome
-from penstock.run import Run, batch_bytes
-from penstock.storage.appender import LogState
-from penstock.storage.log import Log
-from penstock.storage.policy import OnDamage, Policy
 
 
 class Order(Protocol):

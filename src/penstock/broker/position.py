@@ -20,8 +20,8 @@ from penstock.broker.flow import Backlog
 from penstock.broker.inflight import Inflight, PositionRecord, weight
 from penstock.broker.member import Place
 from penstock.errors import LogDamaged
-from penstock.run import Run
-from penstock.storage.policy import OnDamage, Policy
+from penstock.log.policy import OnDamage, Policy
+from penstock.model.run import Run
 
 # The id of a topic, and the number of a partition.
 PartitionId = tuple[int, int]

@@ -18,8 +18,8 @@ from penstock.broker.position import Position
 from penstock.broker.subscription import Loop
 from penstock.errors import PenstockError
 from penstock.outcome import Outcome
-from penstock.storage.meta import Change
-from penstock.storage.state import Addition, StoreState
+from penstock.store.meta import Change
+from penstock.store.state import Addition, StoreState
 
 logger = logging.getLogger(__name__)
 

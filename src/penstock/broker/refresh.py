@@ -34,8 +34,8 @@ from penstock.broker.sources import sleep
 from penstock.broker.subscription import Loop
 from penstock.broker.topic import ServedTopic, Topics
 from penstock.errors import PenstockError, RefreshAborted, RefreshConflict, UnknownTopic
-from penstock.storage.meta import Change
-from penstock.storage.store import Store
+from penstock.store.meta import Change
+from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.broker.groups import Groups

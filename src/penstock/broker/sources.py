@@ -21,9 +21,9 @@ from penstock.broker.subscription import Loop
 from penstock.clock import Clock
 from penstock.errors import BrokerError, PenstockError
 from penstock.health import Health
+from penstock.model.run import Run, message_bytes
 from penstock.outcome import Outcome
-from penstock.run import Run, message_bytes
-from penstock.storage.store import Store
+from penstock.store.store import Store
 
 # The most messages of a decision, and about the most bytes; a larger message has a decision of its own.
 DECISION_MESSAGES_MAX: Final = 1000

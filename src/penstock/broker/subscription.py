@@ -30,8 +30,8 @@ from penstock.broker.trail import CatchUpTurns, Trail
 from penstock.clock import Clock
 from penstock.errors import PenstockError
 from penstock.health import Health
-from penstock.run import Run
-from penstock.subject import matches
+from penstock.model.run import Run
+from penstock.model.subject import matches
 
 logger = logging.getLogger(__name__)
 

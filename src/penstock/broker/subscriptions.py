@@ -11,7 +11,6 @@ from itertools import chain, count, groupby
 from operator import itemgetter
 from typing import Final, Protocol
 
-from penstock.batch import Batch
 from penstock.broker.figures import Figures
 from penstock.broker.interest import Interest
 from penstock.broker.member import Member, Sink
@@ -23,8 +22,9 @@ from penstock.broker.subscription import Loop, Queue, Subscription, choose_reade
 from penstock.broker.topic import RESERVED, Target, Topics
 from penstock.errors import PenstockError, TooManySubscriptions
 from penstock.health import Usage
-from penstock.run import Run, open_batch
-from penstock.subject import is_literal, meets
+from penstock.model.batch import Batch
+from penstock.model.run import Run, open_batch
+from penstock.model.subject import is_literal, meets
 
 # Each allowed subscription adds this much to the limit on the bytes of all patterns, IDs and queue names.
 _NAME_BYTES_EACH: Final = 512

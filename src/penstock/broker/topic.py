@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from heapq import heapreplace
 from typing import Final
 
-from penstock import headers
-from penstock.batch import Batch, Columns
 from penstock.broker.dedup import DedupWindow
 from penstock.broker.memo import Memo
 from penstock.broker.partition import LivePartition, Partition
@@ -26,11 +24,13 @@ from penstock.errors import (
     TopicConflict,
     UnknownTopic,
 )
-from penstock.headers import hash_key
 from penstock.health import Usage
-from penstock.storage.policy import Dedup as DedupMode
-from penstock.storage.policy import Topic
-from penstock.subject import is_subject, meets, owns
+from penstock.log.policy import Dedup as DedupMode
+from penstock.log.policy import Topic
+from penstock.model import headers
+from penstock.model.batch import Batch, Columns
+from penstock.model.headers import hash_key
+from penstock.model.subject import is_subject, meets, owns
 
 # Topics whose names begin so are the broker's own.
 RESERVED: Final = b"$"

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from penstock.awaiting import settled
-from penstock.batch import Batch
 from penstock.broker.partition import Partition
 from penstock.broker.position import PartitionId
 from penstock.broker.sources import expected, sleep, source_number
@@ -44,13 +43,14 @@ from penstock.errors import (
     UnknownTopic,
 )
 from penstock.health import Usage
+from penstock.log.appender import LogState
+from penstock.log.log import Log
+from penstock.model.batch import Batch
+from penstock.model.run import Run
+from penstock.model.subject import is_text
 from penstock.outcome import Outcome
-from penstock.run import Run
-from penstock.storage.appender import LogState
-from penstock.storage.log import Log
-from penstock.storage.meta import Change
-from penstock.storage.store import Store
-from penstock.subject import is_text
+from penstock.store.meta import Change
+from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.broker.intake import Intake

@@ -77,7 +77,7 @@ def main() -> None:
     except PenstockError as error:
         _fail(str(error))
     except OSError as error:
-        from penstock.storage.inspect import explain
+        from penstock.store.inspect import explain
 
         _fail(explain(error))
 

@@ -107,7 +107,7 @@ def _source(data: Path | None, at: ConnectionOptions) -> Iterator[BackupSource]:
             yield snapshot
         return
     from penstock.errors import BadDirectory
-    from penstock.storage.store import Store, StoreSettings
+    from penstock.store.store import Store, StoreSettings
 
     if not (data / "LOCK").exists():
         raise BadDirectory(f"{data} is not a data directory: a data directory has a LOCK file and topics/")

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import PenstockError
-from penstock.headers import ttl_us
-from penstock.run import MESSAGE_BYTES, Run, read_ttls
+from penstock.model.headers import ttl_us
+from penstock.model.run import MESSAGE_BYTES, Run, read_ttls
 
 if TYPE_CHECKING:
     from penstock.client.message import Message

@@ -12,14 +12,14 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.batch import HEADER_BYTES, NO_SEGMENT, Batch, parse, size_at
 from penstock.cli.text import Document, iso, put, shown
 from penstock.errors import CorruptBatch, LogDamaged, PenstockError, UnknownTopic
-from penstock.storage.examine import TornTail
-from penstock.storage.inspect import InspectedLog, Inspection, inspect, walk
-from penstock.storage.scan import Found
-from penstock.storage.segment import Segment
-from penstock.storage.state import STATE_TOPIC
+from penstock.log.examine import TornTail
+from penstock.log.scan import Found
+from penstock.log.segment import Segment
+from penstock.model.batch import HEADER_BYTES, NO_SEGMENT, Batch, parse, size_at
+from penstock.store.inspect import InspectedLog, Inspection, inspect, walk
+from penstock.store.state import STATE_TOPIC
 
 
 class DumpedMessage(NamedTuple):

@@ -11,7 +11,7 @@ import typer
 from penstock.cli.options import read_delay, seconds_of
 from penstock.client.values import Outgoing
 from penstock.errors import BadRequest
-from penstock.headers import TTL_FORMS
+from penstock.model.headers import TTL_FORMS
 
 _VALUES: Final = ("value", "value_base64", "json", "tombstone")
 _KEYS: Final = ("key", "key_base64")

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_type_hints
 
 import typer
 
-from penstock import headers, times
+from penstock import times
 from penstock.cli import contexts
 from penstock.clock import SystemClock
 from penstock.errors import BadHeader, NoBroker, PenstockError, Unauthorized
+from penstock.model import headers
 
 if TYPE_CHECKING:
     from penstock.client.sync import Client

@@ -15,7 +15,7 @@ try:
 except ImportError:
     raise PenstockError("Parquet needs pyarrow: pip install 'penstock[arrow]'") from None
 
-from penstock import arrow
+from penstock.model import arrow
 
 if TYPE_CHECKING:
     from penstock.cli.fetch import Span

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli import output
-from penstock.storage.repair import Quarantined, Repaired, repair
-from penstock.storage.state import STATE_TOPIC
-from penstock.subject import is_subject
+from penstock.model.subject import is_subject
+from penstock.store.repair import Quarantined, Repaired, repair
+from penstock.store.state import STATE_TOPIC
 
 
 def run(directory: Path, adopt: list[str], *, as_json: bool) -> bool:

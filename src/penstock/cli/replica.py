@@ -52,7 +52,7 @@ def _run(flags: dict[str, Any], user: str | None, password: str | None, token: s
     from penstock.errors import BadConfig, PenstockError
     from penstock.replica.config import load
     from penstock.replica.replica import Replica
-    from penstock.storage.inspect import explain
+    from penstock.store.inspect import explain
     from penstock.web.credentials import Credentials
 
     logs.configure()

@@ -22,7 +22,7 @@ from penstock.errors import BadConfig, PenstockError
 from penstock.server import cursus_names
 from penstock.server.config import load
 from penstock.server.server import Server
-from penstock.storage.inspect import explain
+from penstock.store.inspect import explain
 
 logger = logging.getLogger(__name__)
 

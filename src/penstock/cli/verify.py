@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli import output
-from penstock.storage.inspect import Inspection, LogHealth, Verdict, inspect, verify
-from penstock.storage.state import STATE_TOPIC
+from penstock.store.inspect import Inspection, LogHealth, Verdict, inspect, verify
+from penstock.store.state import STATE_TOPIC
 
 
 def run(directory: Path, *, as_json: bool) -> bool:

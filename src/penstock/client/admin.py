@@ -24,7 +24,7 @@ from penstock.client.values import (
     Topic,
 )
 from penstock.clock import Clock
-from penstock.subject import selection
+from penstock.model.subject import selection
 from penstock.times import read_moment, read_place
 
 

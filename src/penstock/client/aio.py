@@ -30,7 +30,7 @@ from penstock.client.transaction import AsyncStage, AsyncTransaction
 from penstock.client.values import TTL, Delay, Headers, Outgoing, Place, Receipt, Topic, arguments
 from penstock.clock import SystemClock
 from penstock.errors import BadRequest, PenstockError, ReadFailed
-from penstock.subject import selection
+from penstock.model.subject import selection
 from penstock.times import read_place
 
 SERVERS: Final = "127.0.0.1:4222"

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from penstock.batch import Compression
 from penstock.client.lane import BACKOFF_S, BatchState, PartitionLane, SealedBatch
 from penstock.client.ledger import Ledger
 from penstock.client.outgoing import Prepared, check_size
@@ -40,7 +39,8 @@ from penstock.errors import (
     TimedOut,
     UnknownTopic,
 )
-from penstock.run import MESSAGE_BYTES, Run, open_batch
+from penstock.model.batch import Compression
+from penstock.model.run import MESSAGE_BYTES, Run, open_batch
 
 # Subject, value and error of a message that was not stored.
 FailedMessage = tuple[str, bytes | None, PenstockError]

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from penstock.batch import Batch
 from penstock.client.aio import AsyncClient
 from penstock.client.feed import SHARED
 from penstock.client.loop_thread import LoopThread
@@ -32,6 +31,7 @@ from penstock.client.values import (
     SubjectOwner,
     Topic,
 )
+from penstock.model.batch import Batch
 
 
 class BlockingMethods:

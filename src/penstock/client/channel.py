@@ -19,7 +19,7 @@ from penstock.client.message import Message
 from penstock.client.servers import Servers
 from penstock.client.sync import Client, Subscription
 from penstock.errors import BadSubject, Closed, PenstockError, TimedOut
-from penstock.subject import is_subject
+from penstock.model.subject import is_subject
 
 TIMEOUT_S: Final = 5.0
 BUFFER: Final = 100

@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from penstock.batch import parse
 from penstock.client import tracing
 from penstock.client.message import Delivery, Message
 from penstock.client.outgoing import Prepared
 from penstock.client.settlements import COMMIT, Settlement, Settlements
 from penstock.client.unread import CREATED_MAX, RefreshNotice, Unread
 from penstock.errors import BadFrame, Closed, CorruptBatch, PenstockError, UnsupportedBatch
+from penstock.model.batch import parse
 from penstock.wire.binary import Messages, Verb, read_messages
 
 SHARED: Final = "shared"

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from penstock.batch import Batch, Compression
 from penstock.errors import PenstockError
-from penstock.run import Run
+from penstock.model.batch import Batch, Compression
+from penstock.model.run import Run
 
 if TYPE_CHECKING:
     from penstock.client.routes import TopicLanes

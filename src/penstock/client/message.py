@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock import headers
-from penstock.batch import Batch
 from penstock.client import tracing
 from penstock.client.outgoing import ABSENT, prepare_call
 from penstock.client.values import Headers, read_headers
 from penstock.errors import BadRequest
+from penstock.model import headers
+from penstock.model.batch import Batch
 from penstock.wire.binary import Verb
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Delivery:
         return [Message(self, index) for index in range(first, last)]
 
     def column(self, name: str) -> Sequence[Any] | None:
-        """Return a column of `penstock.batch.Columns` by name."""
+        """Return a column of `penstock.model.batch.Columns` by name."""
         opened = self._opened
         if name not in opened:
             opened[name] = getattr(self._columns, name)()

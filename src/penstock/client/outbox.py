@@ -12,7 +12,7 @@ from penstock.client.protocol import Answer, PendingRequest
 from penstock.client.values import Receipt
 from penstock.clock import Clock
 from penstock.errors import PenstockError, from_wire
-from penstock.run import MESSAGE_BYTES
+from penstock.model.run import MESSAGE_BYTES
 from penstock.wire.binary import Type, frame
 
 # A frame of this size is sent at once.

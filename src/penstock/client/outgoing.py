@@ -10,12 +10,12 @@ from datetime import datetime, timedelta
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
-from penstock.batch import Batch, encode
 from penstock.client.values import TTL, Delay, Headers
 from penstock.errors import BadHeader, BadSubject, BatchTooLarge
-from penstock.headers import DELAY_US_MAX, TTL_FORMS, TTL_US_MIN, read_ttl
-from penstock.run import Run
-from penstock.subject import is_subject
+from penstock.model.batch import Batch, encode
+from penstock.model.headers import DELAY_US_MAX, TTL_FORMS, TTL_US_MIN, read_ttl
+from penstock.model.run import Run
+from penstock.model.subject import is_subject
 from penstock.times import read_delay, read_moment
 
 # The default of `json=`, where None is a value.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple, Self
 
-from penstock.headers import hash_key
+from penstock.model.headers import hash_key
 
 # Messages that may go to any partition change partition after this many.
 PIECE_MESSAGES: Final = 16

@@ -11,7 +11,6 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from penstock.batch import BATCH_BYTES_MAX, Compression
 from penstock.client import tracing
 from penstock.client.batcher import Batcher
 from penstock.client.lane import SealedBatch
@@ -21,7 +20,8 @@ from penstock.client.routes import TopicLanes
 from penstock.client.values import TTL, Delay, Headers
 from penstock.client.wait import Bell, Within
 from penstock.errors import Closed, ConnectionLost, DeliveryFailed, PenstockError, UnknownTopic
-from penstock.subject import owns
+from penstock.model.batch import BATCH_BYTES_MAX, Compression
+from penstock.model.subject import owns
 from penstock.wire.binary import Append, append_frame
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from contextlib import aclosing
 from itertools import chain
 from typing import Any, Final
 
-from penstock.batch import Batch
 from penstock.client.link import Link
 from penstock.client.message import Delivery
 from penstock.client.protocol import Batches
 from penstock.errors import CorruptBatch
-from penstock.run import read_ttls
+from penstock.model.batch import Batch
+from penstock.model.run import read_ttls
 from penstock.wire.binary import Fetch, fetch_frame
 
 # The size of one FETCH: large enough that requests cost little, and two fit into memory anywhere.
@@ -67,7 +67,7 @@ class PartitionReader:
     ) -> AsyncGenerator[list[Any], None]:
         """Yield lists of Arrow record batches, as `messages` does. They share the bytes of the FETCH."""
         try:
-            from penstock import arrow
+            from penstock.model import arrow
         except ImportError as error:
             raise ImportError("arrow=True needs pyarrow: pip install 'penstock[arrow]'") from error
         names = tuple(arrow.TYPES) if columns is None else tuple(columns)

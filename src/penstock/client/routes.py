@@ -9,7 +9,7 @@ from typing import Final
 from penstock.client.lane import PartitionLane
 from penstock.client.outgoing import subject_bytes
 from penstock.client.partitioner import PIECE_MESSAGES, Layout
-from penstock.run import MESSAGE_BYTES
+from penstock.model.run import MESSAGE_BYTES
 
 # Routes to remember; beyond that the table starts again.
 _ROUTES_MAX: Final = 65_536

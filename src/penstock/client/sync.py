@@ -36,7 +36,7 @@ from penstock.client.subscription import AsyncSubscription, closed_subscription
 from penstock.client.unread import RefreshNotice
 from penstock.client.values import TTL, Delay, Headers, Outgoing, Place, arguments
 from penstock.errors import Closed, TimedOut
-from penstock.subject import selection
+from penstock.model.subject import selection
 
 # Called with the name of a topic.
 TopicCallback = Callable[[str], None]

@@ -6,7 +6,6 @@ import asyncio
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from penstock.batch import Batch
 from penstock.client import tracing
 from penstock.client.calls import Calls
 from penstock.client.link import Link
@@ -14,8 +13,9 @@ from penstock.client.outgoing import ABSENT, Prepared, check_size, prepare
 from penstock.client.partitioner import PIECE_MESSAGES, Layout
 from penstock.client.values import TTL, Headers
 from penstock.errors import BadRequest, Closed, StaleLayout
-from penstock.headers import hash_key
-from penstock.run import Run
+from penstock.model.batch import Batch
+from penstock.model.headers import hash_key
+from penstock.model.run import Run
 from penstock.wire.binary import Append, StageTarget, stage_frame
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from penstock.broker.member import Member, Place
     from penstock.errors import BadFrame, PenstockError
-    from penstock.run import Run
+    from penstock.model.run import Run
 
 # What `/connz` calls a connection.
 ConnectionType = Literal["nats", "websocket", "binary", "prefixed"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.clock import Clock
 from penstock.errors import PenstockError
-from penstock.subject import clean
+from penstock.model.subject import clean
 
 if TYPE_CHECKING:
     from penstock.doors.peer import Peer

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from penstock.batch import Buffer
 from penstock.doors.counters import Counters
 from penstock.doors.journal import Journal
 from penstock.doors.turns import TURN_WAITING_BYTES_MAX, Turns
+from penstock.model.batch import Buffer
 
 # With more bytes that its system has not taken, a peer gets no more messages than the last delivery until it reads.
 UNREAD_BYTES_MAX: Final = 64 << 10

@@ -15,7 +15,7 @@ from penstock.doors.dialect import Ending
 from penstock.doors.gate import HANDSHAKE_BYTES_MAX
 from penstock.doors.publishing import SLICE_MESSAGES
 from penstock.errors import BadSubject, Closed, PenstockError, Unauthorized, UnknownTopic
-from penstock.subject import is_subject
+from penstock.model.subject import is_subject
 from penstock.wire.prefixed import FRAME_BYTES_MAX, PrefixedReader
 
 if TYPE_CHECKING:

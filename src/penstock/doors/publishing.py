@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.broker.intake import Receipt, Refusals
 from penstock.errors import PenstockError
+from penstock.model.run import Run, payload_bytes
 from penstock.outcome import Outcome
-from penstock.run import Run, payload_bytes
 
 if TYPE_CHECKING:
     from penstock.doors.session import Session

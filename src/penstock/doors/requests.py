@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock import schema
-from penstock.batch import OFFSET_MAX
 from penstock.broker.group_state import Mode
 from penstock.broker.start import AtOffset, AtPositions, AtTime, Begin, Start
 from penstock.errors import BadRequest
+from penstock.model.batch import OFFSET_MAX
 from penstock.schema import NonNegative
 from penstock.times import read_moment
 

@@ -23,8 +23,8 @@ from penstock.doors.inbox import Inbox
 from penstock.doors.peer import Peer, Traffic
 from penstock.doors.replies import Replies
 from penstock.errors import BatchTooLarge, PenstockError
-from penstock.run import Run, batch_bytes
-from penstock.subject import clean
+from penstock.model.run import Run, batch_bytes
+from penstock.model.subject import clean
 
 if TYPE_CHECKING:
     from penstock.broker.member import Member, Place

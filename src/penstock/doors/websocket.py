@@ -21,7 +21,7 @@ from penstock.wire import websocket
 from penstock.wire.websocket import ControlFrame, Opcode, Status, WebSocketParser
 
 if TYPE_CHECKING:
-    from penstock.batch import Buffer
+    from penstock.model.batch import Buffer
 
 # What is handed to the session before others have a turn.
 FRAMES_MAX: Final = 512

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from penstock.batch import OFFSET_MAX, Batch, Buffer, size_at
 from penstock.broker.topic import check_stored_lines
 from penstock.errors import CorruptBatch
+from penstock.model.batch import OFFSET_MAX, Batch, Buffer, size_at
 
 CONTENT_TYPE: Final = "application/vnd.penstock.batches"
 

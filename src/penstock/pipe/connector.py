@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from penstock.batch import Batch
 from penstock.clock import Clock
+from penstock.model.batch import Batch
 from penstock.plugins import find
 
 GROUP: Final = "penstock.pipes"

@@ -16,7 +16,7 @@ from penstock.outcome import Outcome
 from penstock.pipe.batches import check_stored
 from penstock.pipe.connector import Piece, PipeConnector, RemoteTopic
 from penstock.pipe.gaps import Gaps
-from penstock.storage.store import Store
+from penstock.store.store import Store
 
 
 class OnGap(StrEnum):

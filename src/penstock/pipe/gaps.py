@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from penstock.clock import Clock
-from penstock.storage.meta import Change
-from penstock.storage.store import Store
+from penstock.store.meta import Change
+from penstock.store.store import Store
 
 logger = logging.getLogger(__name__)
 

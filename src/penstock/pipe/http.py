@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import httpx
 
-from penstock.batch import BATCH_BYTES_MAX, OFFSET_MAX, Batch
 from penstock.errors import (
     BadParent,
     ConnectionLost,
@@ -29,11 +28,12 @@ from penstock.errors import (
     TimedOut,
     from_wire,
 )
+from penstock.log.policy import PARTITIONS_MAX
+from penstock.model.batch import BATCH_BYTES_MAX, OFFSET_MAX, Batch
+from penstock.model.subject import is_literal
 from penstock.pipe import records
 from penstock.pipe.batches import CONTENT_TYPE, BatchSplitter, joined
 from penstock.pipe.connector import Caller, Piece, PipeConnector, PushSource, Remote, RemotePartition, RemoteTopic
-from penstock.storage.policy import PARTITIONS_MAX
-from penstock.subject import is_literal
 
 TIMEOUT_S: Final = 10.0
 # How long the parent may keep a stream open.

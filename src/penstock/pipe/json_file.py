@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.storage.files import Files, OsFiles
+from penstock.log.files import Files, OsFiles
 
 # Much larger than any document. A larger file is something else.
 BYTES_MAX: Final = 4 << 20

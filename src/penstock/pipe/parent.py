@@ -26,12 +26,12 @@ from penstock.errors import (
     TimedOut,
     Unauthorized,
 )
+from penstock.model.subject import covers, is_literal, meets
 from penstock.pipe.backoff import LONGEST_S, Backoff
 from penstock.pipe.connector import Caller, Connect, PipeConnector, PushSource, Remote, RemoteTopic
 from penstock.pipe.down import Down, PipeHost
 from penstock.pipe.topology import Topology, origin_of
 from penstock.pipe.up import Up
-from penstock.subject import covers, is_literal, meets
 
 logger = logging.getLogger(__name__)
 

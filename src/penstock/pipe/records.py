@@ -16,10 +16,10 @@ from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any, Final
 
-from penstock.batch import OFFSET_MAX, Batch, encode
 from penstock.errors import BadParent
-from penstock.headers import ttl_us
-from penstock.run import Run
+from penstock.model.batch import OFFSET_MAX, Batch, encode
+from penstock.model.headers import ttl_us
+from penstock.model.run import Run
 from penstock.times import iso_or_none
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)

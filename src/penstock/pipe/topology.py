@@ -13,8 +13,8 @@ from typing import Annotated, Any, Final
 
 from penstock import schema
 from penstock.errors import BadTopology
+from penstock.model.subject import is_pattern
 from penstock.schema import Form, Invalid, NonNegative, shown
-from penstock.subject import is_pattern
 
 NODE_ID_CHARACTERS_MAX: Final = 256
 URL_CHARACTERS_MAX: Final = 2048

@@ -11,8 +11,9 @@ from datetime import UTC, date, datetime
 from difflib import get_close_matches
 from typing import Any, Final
 
-from penstock import address, subject, times
+from penstock import address, times
 from penstock.clock import SystemClock
+from penstock.model import subject
 from penstock.pipelines.pipeline import SERVERS
 from penstock.times import Place
 

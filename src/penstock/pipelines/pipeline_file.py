@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
 
-from penstock import subject
 from penstock.errors import BadConfig
+from penstock.model import subject
 from penstock.pipelines import key_types
 from penstock.pipelines.pipeline import (
     KINDS,

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final
 
 from penstock.address import bare, is_loopback, join
 from penstock.errors import BadConfig
+from penstock.log.policy import SegmentBytes
+from penstock.model.subject import is_pattern
 from penstock.schema import Field, Form, Invalid, Port, Text, about, declared, make
-from penstock.storage.policy import SegmentBytes
-from penstock.subject import is_pattern
 from penstock.web.credentials import Credentials
 
 

@@ -1,6 +1,6 @@
 """The copies in a data directory: one that is read and, during a refresh, one that is being built.
 
-    <data>/…               a store (see storage/store.py), in which each copy is a topic
+    <data>/…               a store (see store/store.py), in which each copy is a topic
     <data>/index-<id>.db   the index of the copy with that topic ID
 
 A value in the store's state topic names the current copies. It changes atomically, so a crash at any moment leaves
@@ -20,14 +20,14 @@ from typing import Any, Final, NamedTuple
 
 from penstock.clock import Clock
 from penstock.errors import BadDirectory, PenstockError
+from penstock.log.files import Files
+from penstock.log.policy import Policy
+from penstock.model.run import Run
 from penstock.outcome import Outcome
 from penstock.replica.copy import Copy
 from penstock.replica.index import remove_index
-from penstock.run import Run
-from penstock.storage.files import Files
-from penstock.storage.meta import Change, Meta
-from penstock.storage.policy import Policy
-from penstock.storage.store import Store, StoreSettings
+from penstock.store.meta import Change, Meta
+from penstock.store.store import Store, StoreSettings
 
 logger = logging.getLogger(__name__)
 

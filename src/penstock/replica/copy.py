@@ -1,6 +1,6 @@
 """A copy of a topic: the broker's stored batches in logs of a store, and an index of them.
 
-Each partition is a piped log (see storage/log.py), so messages have the same offsets as at the broker. Messages are
+Each partition is a piped log (see log/log.py), so messages have the same offsets as at the broker. Messages are
 stored once their log is synced. The index is updated by reading the logs, and is rebuilt from them if it is missing.
 """
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from penstock.batch import Batch
 from penstock.client.values import read_headers
 from penstock.errors import LogDamaged, OffsetOutOfRange
+from penstock.log.log import Log
+from penstock.log.policy import Topic
+from penstock.log.segment import Segment
+from penstock.model.batch import Batch
+from penstock.model.run import Run, open_batch, split
 from penstock.outcome import Outcome
 from penstock.replica.index import CopiedSegment, ReplicaIndex, Totals
-from penstock.run import Run, open_batch, split
-from penstock.storage.log import Log
-from penstock.storage.policy import Topic
-from penstock.storage.segment import Segment
-from penstock.storage.store import Store
+from penstock.store.store import Store
 from penstock.times import iso
 
 # Bytes to read at once, to update the index and to answer a range.

@@ -12,9 +12,9 @@ from typing import Final, TypeVar
 
 from penstock.client.message import Message
 from penstock.errors import DiskError
+from penstock.model.run import Run
 from penstock.replica.config import OnError
 from penstock.replica.copies import Copies, OriginTopic
-from penstock.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from penstock.broker.refresh import RefreshState, TopicRefresh
 from penstock.broker.topic import ServedTopic
 from penstock.doors.requests import begin, read
 from penstock.errors import BadRequest, UnknownTopic
+from penstock.log.policy import Policy
+from penstock.model.subject import is_subject
 from penstock.outcome import Outcome
 from penstock.schema import did_you_mean, shown
 from penstock.server import requests
 from penstock.server.rows import Rows
-from penstock.storage.policy import Policy
-from penstock.subject import is_subject
 from penstock.web.endpoints import Nothing
 
 Json = dict[str, Any]

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from msgspec import Meta
 
 from penstock import schema
+from penstock.log.policy import Dedup, Durability
 from penstock.schema import DURATIONS_MS, Field, Form, Positive
 from penstock.server import cursus_names
 from penstock.server.settings import SETTINGS
-from penstock.storage.policy import Dedup, Durability
 
 
 class Target(NamedTuple):

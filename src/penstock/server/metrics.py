@@ -28,10 +28,10 @@ from penstock.broker.partition import Partition
 from penstock.broker.position import Position
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PenstockError
+from penstock.log.log import Log
 from penstock.server.settings import Config
 from penstock.server.stalls import Stalls
-from penstock.storage.histogram import Histogram
-from penstock.storage.log import Log
+from penstock.store.histogram import Histogram
 
 if TYPE_CHECKING:
     from penstock.doors.counters import Counters

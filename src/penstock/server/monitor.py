@@ -16,12 +16,12 @@ from penstock.broker.broker import Broker
 from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
+from penstock.log.damage import DAMAGE_REMEDY
 from penstock.schema import NonNegative, about
 from penstock.server.calls import Json
 from penstock.server.metrics import Metrics
 from penstock.server.rows import Answers, Rows
-from penstock.storage.catalogue import ORPHAN_REMEDY
-from penstock.storage.damage import DAMAGE_REMEDY
+from penstock.store.catalogue import ORPHAN_REMEDY
 from penstock.times import elapsed, iso
 from penstock.web.endpoints import Endpoint, Nothing
 

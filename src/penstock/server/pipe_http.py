@@ -24,7 +24,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.awaiting import settled
-from penstock.batch import Batch
 from penstock.broker.broker import Broker
 from penstock.broker.opened import is_large
 from penstock.broker.partition import Partition
@@ -39,15 +38,16 @@ from penstock.errors import (
     PenstockError,
     UnknownTopic,
 )
+from penstock.log.appender import LogState
+from penstock.log.policy import Partitions
+from penstock.model.batch import Batch
+from penstock.model.run import Run, open_batch
 from penstock.outcome import Outcome
 from penstock.pipe.batches import CONTENT_TYPE, BatchSplitter, check_stored, joined
 from penstock.pipe.pipes import Pipes
 from penstock.pipe.records import stored_record
 from penstock.pipe.topology import NODE_ID_CHARACTERS_MAX
-from penstock.run import Run, open_batch
 from penstock.schema import Form, Text, about
-from penstock.storage.appender import LogState
-from penstock.storage.policy import Partitions
 from penstock.web.endpoints import Endpoint, Nothing
 
 # Bytes that are read from a log at once, unless a batch is larger; and of one answer.

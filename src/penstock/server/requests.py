@@ -11,9 +11,9 @@ from penstock.broker import deadletters, delay
 from penstock.broker.group_state import Mode
 from penstock.doors.requests import Position
 from penstock.errors import BadRequest
+from penstock.log.policy import Partitions, Policy
+from penstock.model.subject import whole_topic
 from penstock.schema import Form, NonNegative, about
-from penstock.storage.policy import Partitions, Policy
-from penstock.subject import whole_topic
 
 # Rows of dead letters or delayed messages in one answer.
 ROWS_MAX: Final = 10_000

@@ -30,6 +30,7 @@ from penstock.doors.tasks import Tasks
 from penstock.doors.turns import Turns
 from penstock.errors import DiskError
 from penstock.health import Usage
+from penstock.log.files import Files
 from penstock.pipe.connector import Connect, find_connector
 from penstock.pipe.down import OnGap
 from penstock.pipe.parent import ParentCredentials
@@ -52,8 +53,7 @@ from penstock.server.rows import Answers
 from penstock.server.settings import Config, TopicConfig
 from penstock.server.stalls import Stalls
 from penstock.server.statistics import Statistics, addresses
-from penstock.storage.files import Files
-from penstock.storage.store import Store, StoreSettings
+from penstock.store.store import Store, StoreSettings
 from penstock.web.credentials import Credentials
 from penstock.web.port import WebPort
 

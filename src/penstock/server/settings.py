@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from msgspec import Meta
 
+from penstock.log.policy import Partitions, Policy
 from penstock.schema import Field, Form, NonNegative, Port, Positive, Text, about, declared, make
-from penstock.storage.policy import Partitions, Policy
 
 # A name or an IPv4 address, or an IPv6 address. The port is a setting of its own.
 _HOST: Final = r"([^\s,/@:\[\]]+|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}(%[^\s,\]]+)?\]?)"

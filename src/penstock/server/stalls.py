@@ -11,7 +11,7 @@ import asyncio
 from typing import Any, Final
 
 from penstock.clock import Clock
-from penstock.storage.histogram import Histogram
+from penstock.store.histogram import Histogram
 
 INTERVAL_US: Final = 10_000
 INTERVAL_US_MAX: Final = 50_000

@@ -20,11 +20,11 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from penstock import headers
 from penstock.awaiting import settled
 from penstock.broker.broker import Broker
 from penstock.errors import BadRequest, BatchTooLarge, PenstockError
-from penstock.run import Run
+from penstock.model import headers
+from penstock.model.run import Run
 from penstock.schema import Form, Text, about
 from penstock.server.calls import Callee, Json
 from penstock.server.settings import ServerConfig

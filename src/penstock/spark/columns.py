@@ -14,7 +14,7 @@ import pyarrow
 from pyarrow import compute
 
 from penstock.client.values import read_headers
-from penstock.subject import matches
+from penstock.model.subject import matches
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, NoReturn
 from penstock import times
 from penstock.client.sync import Client
 from penstock.clock import SystemClock
+from penstock.model.subject import is_pattern
 from penstock.spark import connection
-from penstock.subject import is_pattern
 
 # How long the broker may be unreachable, or take to reply.
 TIMEOUT_S: Final = connection.TIMEOUT_S

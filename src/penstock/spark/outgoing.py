@@ -21,11 +21,11 @@ from typing import Any, Final, NamedTuple
 import pyarrow
 from pyarrow import compute
 
-from penstock import arrow
-from penstock.batch import Batch, Compression
 from penstock.errors import BadHeader, BadSubject, UnknownTopic
-from penstock.headers import hash_key
-from penstock.subject import is_subject
+from penstock.model import arrow
+from penstock.model.batch import Batch, Compression
+from penstock.model.headers import hash_key
+from penstock.model.subject import is_subject
 
 # The size of a batch: large enough that its header and its request cost nothing, and with all columns smaller than the
 # default limit of a payload (1 MiB), because in a larger one the broker must check the size of every message, which is

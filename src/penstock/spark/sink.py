@@ -38,12 +38,12 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from penstock.batch import Compression
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
+from penstock.model.batch import Compression
+from penstock.model.subject import is_subject
 from penstock.spark import options
 from penstock.spark.outgoing import Router
-from penstock.subject import is_subject
 
 OPTIONS: Final = (*options.CONNECTION, "topic", "txnId", "txnVersion", "compression")
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from penstock.batch import Buffer
 from penstock.errors import DirectoryInUse
-from penstock.storage.files import File
+from penstock.log.files import File
+from penstock.model.batch import Buffer
 from penstock.testing.file_tree import FileTree, error_at
 from penstock.testing.inodes import Directory, Inode, Node, PendingTruncate, PendingWrite
 

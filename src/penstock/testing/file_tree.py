@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from penstock.batch import Buffer
+from penstock.model.batch import Buffer
 from penstock.testing.inodes import Directory, Inode, NameChange, Node, PendingTruncate, PendingWrite
 
 

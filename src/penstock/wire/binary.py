@@ -23,7 +23,7 @@ and gets ERROR instead of DISCONNECT on a failure. `id` matches a reply to its r
                  · the reason of the failure, in UTF-8                                   → RESULT: those refused
     CALL         JSON: `call` and its arguments                                          → RESULT
     SNAPSHOT     JSON: empty, or `end`, the number of a snapshot to release              → RESULT: its number, and the
-                 number and bytes of the file with its listing (see storage/snapshot.py)
+                 number and bytes of the file with its listing (see store/snapshot.py)
     READ         u64 snapshot · u32 file · u64 position · u32 bytes_max                  → BYTES
     ACK          for a RESET or READY, with its id                                       no reply
 
@@ -48,8 +48,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, NoReturn
 
-from penstock.batch import BATCH_BYTES_MAX, Buffer
 from penstock.errors import BadFrame, BadRequest
+from penstock.model.batch import BATCH_BYTES_MAX, Buffer
 
 HEAD: Final = struct.Struct("!BQI")
 # Limits of JSON requests, in bytes (unless they carry a message) and values: decoding cannot be interrupted.

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import lz4.frame
 
 from penstock.errors import BadFrame, BadRequest
-from penstock.run import Run
+from penstock.model.run import Run
 from penstock.wire.prefixed import frame
 from penstock.wire.qb import LENGTH
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from penstock.run import Run
+from penstock.model.run import Run
 
 
 class Connect(NamedTuple):

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Final
 
-from penstock.headers import named
-from penstock.run import MESSAGE_BYTES, RUN_BYTES, Run
-from penstock.subject import is_pattern, is_route, is_subject, is_text
+from penstock.model.headers import named
+from penstock.model.run import MESSAGE_BYTES, RUN_BYTES, Run
+from penstock.model.subject import is_pattern, is_route, is_subject, is_text
 from penstock.wire.events import (
     Ack,
     Call,

@@ -8,7 +8,6 @@ from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.batch import BATCH_BYTES_MAX
 from penstock.broker.flow import Flow
 from penstock.broker.group import Group
 from penstock.broker.group_state import Mode
@@ -23,8 +22,9 @@ from penstock.doors.dialect import ConnectionType, Ending
 from penstock.doors.gate import credentials
 from penstock.doors.requests import OpenSubscription, begin, read
 from penstock.errors import BadFrame, BadRequest, BadSubject, GroupConflict, PenstockError, Unauthorized
-from penstock.run import Run, split
-from penstock.subject import is_readable
+from penstock.model.batch import BATCH_BYTES_MAX
+from penstock.model.run import Run, split
+from penstock.model.subject import is_readable
 from penstock.wire import binary
 from penstock.wire.binary import Frame, Type
 

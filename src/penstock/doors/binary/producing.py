@@ -12,16 +12,16 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from penstock import headers
-from penstock.batch import HEADER_BYTES, Batch, Buffer, accept_columns
 from penstock.broker.intake import Receipt, Refusals, Stored
 from penstock.broker.topic import RESERVED, ServedTopic, check_lines
 from penstock.doors.binary.frames import error_fields
 from penstock.doors.publishing import SLICE_MESSAGES, publish, track
 from penstock.errors import BadHeader, BadRequest, BadSubject, BatchTooLarge, NoResponders, PenstockError
+from penstock.model import headers
+from penstock.model.batch import HEADER_BYTES, Batch, Buffer, accept_columns
+from penstock.model.run import Run, open_batch
+from penstock.model.subject import is_subject
 from penstock.outcome import Outcome
-from penstock.run import Run, open_batch
-from penstock.subject import is_subject
 from penstock.wire import binary
 from penstock.wire.binary import Type
 

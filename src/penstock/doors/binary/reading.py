@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.batch import Batch
 from penstock.broker.partition import Partition
 from penstock.doors.requests import SnapshotRequest, read
 from penstock.errors import BadRequest, UnknownTopic
-from penstock.storage.snapshot import Snapshot
+from penstock.model.batch import Batch
+from penstock.store.snapshot import Snapshot
 from penstock.wire import binary
 from penstock.wire.binary import Type
 

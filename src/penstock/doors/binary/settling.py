@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock import headers
 from penstock.broker.group import Group
 from penstock.errors import BadRequest, PenstockError
+from penstock.model import headers
 from penstock.outcome import Outcome
 from penstock.wire import binary
 from penstock.wire.binary import Verb

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from penstock.errors import BadRequest
-from penstock.storage.policy import PARTITIONS_MAX
+from penstock.log.policy import PARTITIONS_MAX
 
 
 def needed(arguments: Mapping[str, str], name: str) -> str:

@@ -14,7 +14,7 @@ from penstock.doors.cursus.arguments import group_name, needed, number, offset_o
 from penstock.doors.cursus.groups import Groups
 from penstock.doors.prefixed import topic_of
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
-from penstock.run import Run, payload_bytes
+from penstock.model.run import Run, payload_bytes
 from penstock.wire import cursus
 from penstock.wire.cursus import Command, Packing
 from penstock.wire.prefixed import frame

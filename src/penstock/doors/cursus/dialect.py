@@ -23,9 +23,9 @@ from penstock.doors.gate import credentials
 from penstock.doors.prefixed import Memberships, admit, disconnect, open_reader, topic_of
 from penstock.doors.session import Session
 from penstock.errors import BadRequest, PenstockError, StaleCommit, Unauthorized, UnknownTopic
+from penstock.log.policy import PARTITIONS_MAX
+from penstock.model.run import Run, payload_bytes
 from penstock.outcome import Outcome
-from penstock.run import Run, payload_bytes
-from penstock.storage.policy import PARTITIONS_MAX
 from penstock.wire import cursus
 from penstock.wire.cursus import Command, Packing, Records
 from penstock.wire.prefixed import frame

@@ -17,8 +17,8 @@ from penstock.doors.cursus.arguments import group_name, needed, number
 from penstock.doors.prefixed import Memberships, topic_of
 from penstock.doors.session import Session
 from penstock.errors import BadRequest, OffsetOutOfRange, StaleCommit
+from penstock.log.policy import PARTITIONS_MAX
 from penstock.outcome import Outcome
-from penstock.storage.policy import PARTITIONS_MAX
 from penstock.wire.cursus import Command
 
 DEFAULT_GROUP: Final = "default-group"

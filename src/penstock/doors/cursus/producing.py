@@ -14,8 +14,8 @@ from penstock.doors.cursus.arguments import needed, number
 from penstock.doors.prefixed import topic_of
 from penstock.doors.publishing import SLICE_MESSAGES, publish
 from penstock.errors import BadRequest, PenstockError
-from penstock.headers import lines
-from penstock.run import Run
+from penstock.model.headers import lines
+from penstock.model.run import Run
 from penstock.wire import cursus
 from penstock.wire.cursus import Command, Records
 

@@ -16,10 +16,10 @@ from penstock.doors.binary.frames import Frames
 from penstock.doors.binary.producing import publish_run
 from penstock.doors.dialect import ConnectionType, Ending
 from penstock.errors import BadFrame, BadRequest, BadSubject, PenstockError, UnknownGroup
+from penstock.model.run import Run, payload_bytes
+from penstock.model.subject import is_pattern
 from penstock.outcome import Outcome
 from penstock.pipe import records
-from penstock.run import Run, payload_bytes
-from penstock.subject import is_pattern
 from penstock.wire import binary
 from penstock.wire.binary import Frame, Type
 

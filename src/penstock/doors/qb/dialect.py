@@ -9,7 +9,6 @@ from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any, Final
 
-from penstock import headers
 from penstock.broker.group import Group
 from penstock.broker.group_state import Mode
 from penstock.broker.intake import Receipt, Stored
@@ -21,9 +20,10 @@ from penstock.doors.prefixed import Memberships, admit, disconnect, open_reader,
 from penstock.doors.publishing import SLICE_MESSAGES, publish
 from penstock.doors.session import Session
 from penstock.errors import BadRequest, GroupConflict, PenstockError, TopicConflict, UnknownGroup, UnknownTopic
+from penstock.model import headers
+from penstock.model.run import Run, payload_bytes
+from penstock.model.subject import is_pattern
 from penstock.outcome import Outcome
-from penstock.run import Run, payload_bytes
-from penstock.subject import is_pattern
 from penstock.wire import qb
 from penstock.wire.qb import Kind, QbMessage
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from penstock import headers
 from penstock.broker.group import Group
 from penstock.doors.replies import Reply
 from penstock.errors import PenstockError
+from penstock.model import headers
+from penstock.model.run import Run
 from penstock.outcome import Outcome
-from penstock.run import Run
 from penstock.wire import text
 from penstock.wire.events import Ack, Call
 

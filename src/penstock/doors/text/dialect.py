@@ -17,7 +17,7 @@ from penstock.doors.text.input import Input
 from penstock.doors.text.publisher import TextPublisher
 from penstock.doors.text.reading import Reading
 from penstock.errors import PenstockError
-from penstock.run import Run
+from penstock.model.run import Run
 from penstock.wire import text
 from penstock.wire.events import (
     Ack,

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.batch import OFFSET_MAX
 from penstock.broker.intake import Receipt, Refusals
 from penstock.broker.member import Place
 from penstock.broker.order import Publisher
 from penstock.broker.subscription import Subscription
 from penstock.doors.publishing import is_long, slices
 from penstock.errors import PenstockError
-from penstock.run import Run
-from penstock.subject import is_literal, is_route, matches
+from penstock.model.batch import OFFSET_MAX
+from penstock.model.run import Run
+from penstock.model.subject import is_literal, is_route, matches
 from penstock.wire import text
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock import headers
 from penstock.broker.cursor import select_matching
 from penstock.broker.flow import Flow, Overflow
 from penstock.broker.group import Group
@@ -21,7 +20,8 @@ from penstock.broker.topic import RESERVED
 from penstock.doors.replies import Reply
 from penstock.doors.text import info
 from penstock.errors import BadRequest, BadSubject, PenstockError, TooManySubscriptions
-from penstock.run import Run, payload_bytes
+from penstock.model import headers
+from penstock.model.run import Run, payload_bytes
 from penstock.wire import text
 from penstock.wire.events import FlowControl, Pull, Replay, ReplayStart, Stats, Subscribe, Unsubscribe
 

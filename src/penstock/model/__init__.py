@@ -1,0 +1,1 @@
+"""Messages: subjects, headers, runs of messages, and batches, which are runs as bytes. No I/O."""

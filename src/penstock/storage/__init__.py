@@ -1,1 +1,0 @@
-"""The log: segments of batches, their recovery, and the flush rounds that make them durable."""

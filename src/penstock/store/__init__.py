@@ -1,0 +1,1 @@
+"""A data directory: the catalogue of its topics, the flush rounds of all logs, upkeep, snapshots and repair."""
