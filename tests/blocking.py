@@ -46,7 +46,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from penstock.model.batch import Batch
 from penstock.client.aio import AsyncClient
 from penstock.client.feed import SHARED
 from penstock.client.loop_thread import LoopThread
@@ -62,6 +61,7 @@ from penstock.client.values import (
     Headers,
     LetterFilter,
     Moment,
+    PipelineStatus,
     Place,
     Receipt,
     Redriven,
@@ -69,6 +69,7 @@ from penstock.client.values import (
     SubjectOwner,
     Topic,
 )
+from penstock.model.batch import Batch
 '''
 
 

@@ -49,12 +49,13 @@ gc.disable()
 
 # The files with the longest tests, of up to a minute each.
 _LONG: Final = {
-    "test_bench",
-    "test_cli_pipeline",
-    "test_demo",
-    "test_docs",
-    "test_spark_clusters",
-    "test_spark_session",
+    "tests/test_bench.py",
+    "tests/test_docs.py",
+    "tests/cli/test_demo.py",
+    "tests/cli/test_pipeline.py",
+    "tests/cli/test_pipelines.py",
+    "tests/spark/test_clusters.py",
+    "tests/spark/test_session.py",
 }
 
 
@@ -76,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     short: list[pytest.Item] = []
     for item in items:
         needs_spark = "spark" in getattr(item, "fixturenames", ())
-        (in_spark if needs_spark else long if item.path.stem in _LONG else short).append(item)
+        (in_spark if needs_spark else long if item.nodeid.partition("::")[0] in _LONG else short).append(item)
     first = max(0, len(items) // workers - len(in_spark)) if workers > 1 else 0
     items[:] = [*in_spark, *short[:first], *long, *short[first:]]
 

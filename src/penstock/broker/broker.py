@@ -30,6 +30,7 @@ from penstock.broker.intake import Intake
 from penstock.broker.member import Sink
 from penstock.broker.opened import Opened
 from penstock.broker.partition import LivePartition, Partition
+from penstock.broker.pipeline_reports import PipelineReports
 from penstock.broker.position_budget import PositionBudget
 from penstock.broker.refresh import Refreshes, TopicRefresh
 from penstock.broker.subscriptions import Members, Subscriptions
@@ -107,6 +108,7 @@ class Broker:
         for name, value in store.state.items("group"):
             self.groups.restore(name, value)
         self.refreshes = Refreshes(self)
+        self.pipeline_reports = PipelineReports(clock)
         self.epochs = Epochs(store)
 
     # Its life.
@@ -185,6 +187,7 @@ class Broker:
             **self.intake.usage(),
             **self.epochs.usage(),
             "groups": self.groups.usage,
+            "pipelines": self.pipeline_reports.usage,
             "position_bytes": self.position_budget.usage,
             **self.members.usage(),
         }

@@ -41,6 +41,7 @@ MODULES: Final = {
     "topology": (_CLIENT, "Show the tree of brokers with roles, health and lag."),
     "replica": (_CLIENT, "Keep a local copy of a topic and serve queries over HTTP."),
     "pipeline": (_CLIENT, "Process topics with Spark: transform, aggregate, archive, replay and more."),
+    "pipelines": (_CLIENT, "Run a directory of pipelines as a service, and show the pipelines of a broker."),
     "bench": (_CLIENT, "Measure the throughput and latency of a broker."),
 }
 

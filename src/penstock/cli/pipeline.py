@@ -116,7 +116,10 @@ def validate(
         from penstock.pipelines.execution import opened
         from penstock.pipelines.validation import check
 
-        with _showing("starting Spark …", shown=not json), opened(pipeline.name, config=_logging(verbose)) as spark:
+        with (
+            _showing("starting Spark …", shown=not json),
+            opened(pipeline.name, config=spark_logging(verbose)) as spark,
+        ):
             check(spark, pipeline)
     if json:
         from penstock.cli import output
@@ -174,7 +177,7 @@ def run(
                     master=master,
                     follow=follow,
                     flush=flush,
-                    config=_logging(verbose),
+                    config=spark_logging(verbose),
                     on_batch=on_batch,
                     show=_print_rows if json else _print_table,
                     warn=lambda what: print(safe(what), file=sys.stderr),
@@ -260,7 +263,7 @@ def _load(path: Path) -> Pipeline:
     return pipeline
 
 
-def _logging(verbose: bool) -> dict[str, str]:
+def spark_logging(verbose: bool) -> dict[str, str]:
     """Return the Spark settings for logging. Errors are printed by this command, not by Spark."""
     from pyspark.logger import PySparkLogger
 

@@ -17,6 +17,7 @@ from penstock.client.values import (
     Group,
     LetterFilter,
     Moment,
+    PipelineStatus,
     Place,
     Redriven,
     Refresh,
@@ -203,6 +204,14 @@ class AsyncAdmin:
         chosen = None if offsets is None else list(offsets)
         found = await self._calls.change("cancel_delayed", pattern=pattern, message_id=message_id, offsets=chosen)
         return int(found["cancelled"])
+
+    async def pipelines(self) -> list[PipelineStatus]:
+        """Return the pipelines that report to this broker, with their state and progress."""
+        return [PipelineStatus.from_json(each) for each in await self._calls.read_rows("pipelines")]
+
+    async def report_pipeline(self, **report: Any) -> None:
+        """Report the state of a pipeline, as its runner does every few seconds: fields of PipelineStatus."""
+        await self._calls.read("report_pipeline", **report)
 
     async def statistics(self) -> dict[str, Any]:
         """Return the statistics of the broker."""

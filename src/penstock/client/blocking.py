@@ -24,6 +24,7 @@ from penstock.client.values import (
     Headers,
     LetterFilter,
     Moment,
+    PipelineStatus,
     Place,
     Receipt,
     Redriven,
@@ -313,6 +314,14 @@ class BlockingMethods:
         """Cancel delayed messages, so that they are never published, and return how many. `offsets`: as `delayed`
         returns them."""
         return self._loop.run(self._async.cancel_delayed(pattern, message_id=message_id, offsets=offsets))
+
+    def pipelines(self) -> list[PipelineStatus]:
+        """Return the pipelines that report to this broker, with their state and progress."""
+        return self._loop.run(self._async.pipelines())
+
+    def report_pipeline(self, **report: Any) -> None:
+        """Report the state of a pipeline, as its runner does every few seconds: fields of PipelineStatus."""
+        self._loop.run(self._async.report_pipeline(**report))
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of the broker."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Self, TypedDict
 
@@ -263,6 +263,36 @@ class Redriven:
     count: int
     skipped: int
     reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStatus:
+    """The last report of a pipeline. Times are in µs since 1970. `state`: starting, running, retrying, done, stopped,
+    failed, invalid, or silent if it has not reported for half a minute. `runner`: the host and the process that run it.
+    `lag` and `batch` are None if they are unknown."""
+
+    name: str
+    kind: str
+    state: str
+    file: str
+    runner: str
+    started_us: int
+    updated_us: int
+    heard_us: int
+    batches: int
+    batch: int | None
+    rows: int
+    rows_per_second: float
+    late_rows: int
+    lag: int | None
+    watermark: str | None
+    failures: int
+    reason: str | None
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls)}
+        return cls(**known)
 
 
 @dataclass(frozen=True, slots=True)

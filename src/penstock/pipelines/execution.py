@@ -10,6 +10,7 @@ import logging
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # How long a stop, a failure or a batch may go unnoticed.
 POLL_S: Final = 0.2
+_FINISH_POLL_S: Final = 0.02
 
 _FAILED: Final = "pipeline {} failed; the next run continues where it stopped"
 
@@ -40,6 +42,10 @@ Warn = Callable[[str], None]
 Show = Callable[[Sequence[str], Sequence[Sequence[Any]]], None]
 # Rows in a table that is shown.
 ROWS_MAX: Final = 1000
+
+
+class SparkDied(PenstockError):
+    """The Java process of Spark has ended: no query of this process goes on."""
 
 
 def run(
@@ -56,6 +62,7 @@ def run(
     show: Show | None = None,
     warn: Warn | None = None,
     stop: threading.Event | None = None,
+    finish_s: float = 0.0,
 ) -> PipelineProgress:
     """Run a pipeline until it has processed all messages, or with `follow` until it is stopped. Return its progress.
 
@@ -66,8 +73,9 @@ def run(
 
     `spark` is a session to use; it is not stopped. Without it a session is opened on `master` with `config`. `on_batch`
     is called after each batch. `show` gets the table of dead letters if the pipeline has no sink. `stop` ends the run,
-    as SIGINT and SIGTERM do in the main thread. Raise BadConfig if Spark rejects the file, and PenstockError, with one
-    sentence, if a query fails.
+    as SIGINT and SIGTERM do in the main thread; a batch that is being processed has `finish_s` seconds to end, else the
+    next run repeats it. Raise BadConfig if Spark rejects the file, SparkDied if its Java process ends, and
+    PenstockError, with one sentence, if a query fails.
     """
     from penstock.pipelines import resumption, window_flush
 
@@ -85,9 +93,11 @@ def run(
             state.refuse_moved_state(pipeline)
         state.identify(pipeline)
         resumption.check(pipeline, state)
-        execution = _Execution(pipeline, state, on_batch or (lambda _: None), show or (lambda _, __: None), stop)
+        execution = _Execution(
+            pipeline, state, on_batch or (lambda _: None), show or (lambda _, __: None), stop, finish_s
+        )
         using = nullcontext(spark) if spark is not None else opened(pipeline.name, master=master, config=config)
-        with using as session, _until_signal(stop):
+        with using as session, until_signal(stop):
             return execution.run(session, _trigger(pipeline, follow), flush=flush)
 
 
@@ -114,7 +124,7 @@ def opened(name: str, *, master: str | None = None, config: Mapping[str, str] | 
 
 
 @contextmanager
-def _until_signal(stop: threading.Event) -> Iterator[None]:
+def until_signal(stop: threading.Event) -> Iterator[None]:
     """Set `stop` on SIGINT and SIGTERM. A second signal interrupts at once.
 
     This replaces Spark's own handler, which cancels the jobs: queries would fail instead of stopping.
@@ -145,13 +155,20 @@ def _trigger(pipeline: Pipeline, follow: bool) -> dict[str, Any]:
 
 class _Execution:
     def __init__(
-        self, pipeline: Pipeline, state: StateDirectory, on_batch: OnBatch, show: Show, stop: threading.Event
+        self,
+        pipeline: Pipeline,
+        state: StateDirectory,
+        on_batch: OnBatch,
+        show: Show,
+        stop: threading.Event,
+        finish_s: float,
     ) -> None:
         self._pipeline = pipeline
         self._state = state
         self._on_batch = on_batch
         self._show = show
         self._stop = stop
+        self._finish_s = finish_s
         self._reports = Reports()
         self._progress = begin(pipeline.name, pipeline.kind, pipeline.path, state.before())
 
@@ -219,7 +236,9 @@ class _Execution:
             self._collect(queries)
             if any(query.exception() is not None for query in queries):
                 break
+        until = time.monotonic() + self._finish_s
         for query in queries:
+            _finish_batch(query, until)
             # The next run repeats a batch that this interrupts.
             query.stop()
         self._collect(queries)
@@ -277,6 +296,23 @@ class _Execution:
         self._state.save(self._progress)
 
 
+def _finish_batch(query: StreamingQuery, until: float) -> None:
+    """Wait until a query has ended the batch that it processes now, if any."""
+    batch = _last_batch(query)
+    while query.isActive and time.monotonic() < until:
+        status = query.status
+        if not (status["isTriggerActive"] and status["isDataAvailable"]):
+            return
+        if _last_batch(query) != batch:
+            return
+        time.sleep(_FINISH_POLL_S)
+
+
+def _last_batch(query: StreamingQuery) -> int | None:
+    progress = query.lastProgress
+    return None if progress is None else int(progress["batchId"])
+
+
 @contextmanager
 def _while_spark_lives(name: str) -> Iterator[None]:
     """Turn the death of the Java process, such as by the OOM killer, into a PenstockError."""
@@ -285,7 +321,7 @@ def _while_spark_lives(name: str) -> Iterator[None]:
     try:
         yield
     except (Py4JNetworkError, ConnectionError) as error:
-        raise PenstockError(f"{_FAILED.format(name)}: the Java process of Spark has ended") from error
+        raise SparkDied(f"{_FAILED.format(name)}: the Java process of Spark has ended") from error
 
 
 def committed(checkpoint: Path) -> list[dict[str, Any]]:

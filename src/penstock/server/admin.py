@@ -65,6 +65,7 @@ def endpoints(callee: Callee, settings: Mapping[str, Any]) -> list[Endpoint]:
     return [
         listing("/admin/topics", "The topics, with their policies and positions", "topics"),
         listing("/admin/groups", "The groups, with their members, positions and lag", "groups"),
+        listing("/admin/pipelines", "The pipelines that report to this broker, with their state and lag", "pipelines"),
         *(_endpoint(broker, *each) for each in _CALLS),
         Endpoint(
             method="POST",

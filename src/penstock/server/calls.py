@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, Final, NamedTuple, Protocol
 
 from penstock.awaiting import settled
@@ -16,6 +17,7 @@ from penstock.broker.deadletters import DeadLetter, Redriven
 from penstock.broker.delay import Delayed
 from penstock.broker.group import Group
 from penstock.broker.partition import Partition
+from penstock.broker.pipeline_reports import Heard, PipelineReport
 from penstock.broker.refresh import RefreshState, TopicRefresh
 from penstock.broker.topic import ServedTopic
 from penstock.doors.requests import begin, read
@@ -258,6 +260,22 @@ async def _cancel_delayed(broker: Broker, asked: requests.CancelDelayed) -> Json
     return {"cancelled": 0 if broker.delays is None else await broker.delays.cancel(wanted)}
 
 
+# Pipelines.
+
+
+async def _report_pipeline(broker: Broker, asked: PipelineReport) -> Json:
+    broker.pipeline_reports.add(asked)
+    return {}
+
+
+async def _pipelines(broker: Broker, asked: requests.Page) -> Json:
+    def describe(heard: Heard) -> Json:
+        return asdict(heard.report) | {"state": reports.state(heard), "heard_us": heard.time_us}
+
+    reports = broker.pipeline_reports
+    return {"pipelines": Rows(map(describe, list(reports)[asked.rows])), "total": len(reports)}
+
+
 CALLS: Final[dict[str, Call]] = {
     "resolve": Call(requests.Resolve, _resolve),
     "topics": Call(requests.Page, _topics),
@@ -285,6 +303,8 @@ CALLS: Final[dict[str, Call]] = {
     "purge_dead_letters": Call(requests.PurgeDeadLetters, _purge_dead_letters),
     "delayed": Call(requests.DelayedMessages, _delayed),
     "cancel_delayed": Call(requests.CancelDelayed, _cancel_delayed),
+    "report_pipeline": Call(PipelineReport, _report_pipeline),
+    "pipelines": Call(requests.Page, _pipelines),
 }
 
 

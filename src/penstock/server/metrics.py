@@ -25,6 +25,7 @@ from prometheus_client.exposition import choose_encoder
 
 from penstock.broker.broker import Broker
 from penstock.broker.partition import Partition
+from penstock.broker.pipeline_reports import PIPELINES_MAX, PipelineReports
 from penstock.broker.position import Position
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PenstockError
@@ -75,7 +76,8 @@ class Metrics:
         """Return all metrics, encoded."""
         server = self._server
         ages = _Ages(server.broker.clock.now_us())
-        tables = [*await _topics(server.broker), *await _groups(server.broker, ages)]
+        broker = server.broker
+        tables = [*await _topics(broker), *await _groups(broker, ages), _pipelines(broker.pipeline_reports)]
         families = [
             *_rounds(server.broker),
             *_health(server),
@@ -396,6 +398,28 @@ class _Ages:
         for labels, time_us in self._oldest.items():
             table.add(labels, ((self._now_us - time_us) / 1e6,))
         return table
+
+
+# Pipelines.
+
+_PIPELINE: Final = (
+    _Figure(GaugeMetricFamily, "broker_pipeline_running", "1 if the pipeline is running, else 0."),
+    _Figure(CounterMetricFamily, "broker_pipeline_rows", "Rows read since the pipeline was started."),
+    _Figure(CounterMetricFamily, "broker_pipeline_late_rows", "Rows dropped because they came after the watermark."),
+    _Figure(GaugeMetricFamily, "broker_pipeline_rows_per_second", "Rows read per second in the last batch."),
+    _Figure(GaugeMetricFamily, "broker_pipeline_lag", "Messages that are not processed yet; -1 if unknown."),
+    _Figure(GaugeMetricFamily, "broker_pipeline_failures", "Failures in a row."),
+)
+
+
+def _pipelines(reports: PipelineReports) -> _Table:
+    table = _Table(["pipeline", "kind"], PIPELINES_MAX, _PIPELINE)
+    for heard in reports:
+        report = heard.report
+        lag = -1 if report.lag is None else report.lag
+        numbers = (reports.state(heard) == "running", report.rows, report.late_rows, report.rows_per_second)
+        table.add((report.name, report.kind), (*map(float, numbers), lag, report.failures))
+    return table
 
 
 # Pipes.
