@@ -23,7 +23,7 @@ from penstock.web.credentials import Credentials
 from penstock.web.guard import Guard, local_names
 from penstock.web.port import HEADER_BYTES_MAX
 from tests.support.server import Raw, Serve
-from tests.support.web import ask, get
+from tests.support.web import ask, get, metrics
 
 
 class Guarded:
@@ -236,3 +236,36 @@ def test_a_page_cannot_reach_a_broker_by_another_name_or_change_it(tmp_path: Pat
             assert (answer.status, answer.code) == (403, "FORBIDDEN")
         assert get(server, "/admin/topics", Host="broker.example:80").json["topics"] == []
         assert get(server, "/admin/topics", Host=socket.gethostname()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("request_line", "chunks", "status"),
+    [
+        ("POST /admin/topics", ["zz\r\n"], "400"),
+        ("POST /admin/topics", ["1\r\n{\r\n", "zz\r\n"], "400"),
+        ("POST /admin/topics", ["1\r\n{}\r\n0\r\n\r\n"], "400"),
+        ("POST /pipe/push?topic=t&partition=0&node=x", ["zz\r\n"], "400"),
+        # These are answered before the body is read.
+        ("GET /healthz", ["", "zz\r\n"], "200"),
+        ("POST /nothing", ["", "1\r\n{\r\n", "zz\r\n"], "404"),
+    ],
+)
+def test_a_bad_chunk_is_an_error_of_the_client(
+    tmp_path: Path, request_line: str, chunks: list[str], status: str
+) -> None:
+    head = "Host: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with Serve(tmp_path) as server:
+        before = metrics(server)
+        with Raw(server.ports["http"]) as client:
+            client.send(f"{request_line} HTTP/1.1\r\n{head}{chunks[0]}")
+            first = client.line() if status != "400" else ""
+            for chunk in chunks[1:]:
+                client.send(chunk)
+            told = first + client.rest()
+
+        assert told.split()[1] == status
+        assert told.count("HTTP/1.1 ") == 1
+        after = metrics(server)
+        assert after["broker_protocol_errors_total"] == before["broker_protocol_errors_total"] + 1
+        assert not [name for name in after if name.startswith("broker_faults_total")]
+    # `Serve` has checked that there is no traceback in the log.

@@ -49,13 +49,16 @@ class LimitedLines:
 class Journal:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._logins, self._publishes, self._consumers = (LimitedLines(clock) for _ in range(3))
+        self._logins, self._publishes, self._consumers, self._http = (LimitedLines(clock) for _ in range(4))
         # Connections that take nothing now, and since when; those for which this was logged.
         self._paused: dict[Peer, int] = {}
         self._slow: dict[Peer, None] = {}
 
     def failed_login(self, door: str, address: str) -> None:
         self._logins.log(logging.WARNING, "login failed: %s client %s", door, address or "in this process")
+
+    def invalid_http(self, address: str) -> None:
+        self._http.log(logging.WARNING, "invalid HTTP request: client %s", address)
 
     def refused_publish(self, session: Session, count: int, error: PenstockError | str) -> None:
         self._publishes.log(

@@ -42,12 +42,18 @@ class Error(msgspec.Struct):
 
 def http_port(server: HttpServer, more: Iterable[Route]) -> WebPort:
     config = server.config.server
+
+    def invalid(address: str) -> None:
+        server.counters.protocol_errors += 1
+        server.journal.invalid_http(address)
+
     return WebPort(
         guarded(server, more),
         config.host,
         config.http_port,
         idle_s=config.handshake_s,
         connections_max=config.http_connections_max,
+        on_invalid=invalid,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -37,6 +38,11 @@ _TOO_LONG: Final = (
     b"the request line and headers are longer than 16384 bytes: send less\n"
 )
 
+_INVALID: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\nContent-Length: 21\r\n\r\n"
+    b"invalid HTTP request\n"
+)
+
 # An ASGI extension of requests that ask for WebSocket: it hands the connection over (`_Connection.upgrade`).
 UPGRADE: Final = "penstock.upgrade"
 
@@ -45,19 +51,30 @@ class WebPort:
     """uvicorn in the running loop. It leaves signals to the caller."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, *, idle_s: float, connections_max: int = CONNECTIONS_MAX
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        idle_s: float,
+        connections_max: int = CONNECTIONS_MAX,
+        on_invalid: Callable[[str], None] = lambda address: None,
     ) -> None:
         """Listen, and accept no connection before `run`. `host` may have several, separated by commas. `idle_s` is how
-        long a client may take to send a request, or to read more of an answer."""
+        long a client may take to send a request, or to read more of an answer. `on_invalid` is called with the address
+        of a client that sent an invalid request."""
         self._sockets = address.bind(address.hosts(host), port)
         self.port: int = self._sockets[0].getsockname()[1]
         self._connections_max = connections_max
         config = uvicorn.Config(
             app,
-            http=partial(_Connection, idle_s=idle_s, connections_max=connections_max),  # type: ignore[arg-type]
+            http=partial(  # type: ignore[arg-type]
+                _Connection, idle_s=idle_s, connections_max=connections_max, on_invalid=on_invalid
+            ),
             # It must not change the logging of the process.
             log_config=None,
-            log_level="warning",
+            # Any client can cause its warnings, as often as it likes. `on_invalid` replaces them.
+            log_level="error",
             lifespan="off",
             ws="none",
             server_header=False,
@@ -120,9 +137,12 @@ class WebPort:
 class _Connection(H11Protocol):
     """uvicorn's connection has one timeout only: from an answer to the next byte. This adds the others."""
 
-    def __init__(self, *arguments: Any, idle_s: float, connections_max: int, **more: Any) -> None:
+    def __init__(
+        self, *arguments: Any, idle_s: float, connections_max: int, on_invalid: Callable[[str], None], **more: Any
+    ) -> None:
         super().__init__(*arguments, **more)
         self._idle_s = idle_s
+        self._on_invalid = on_invalid
         self._connections_max = connections_max
         self._received = 0
         # What the client must do next, with its progress; and since when.
@@ -176,17 +196,28 @@ class _Connection(H11Protocol):
         return line + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._refuse_head()
+        self._refuse(_TOO_LONG)
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is None and len(self.conn.trailing_data[0]) > HEADER_BYTES_MAX:
-            self._refuse_head()
-        else:
-            super().send_400_response(msg)
+        is_head = self.cycle is None and len(self.conn.trailing_data[0]) > HEADER_BYTES_MAX
+        self._refuse(_TOO_LONG if is_head else _INVALID)
 
-    def _refuse_head(self) -> None:
-        self.transport.write(_TOO_LONG)
+    def _refuse(self, answer: bytes) -> None:
+        """Answer an invalid request, unless its answer has begun, and close. h11 cannot be used: it allows one answer
+        to a request, and the application may be about to send another, or have sent it before the body ended."""
+        self._on_invalid(f"{self.client[0]}:{self.client[1]}" if self.client else "")
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application waits for no more of the body, and sends nothing.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(answer)
         self.transport.close()
+
+    def shutdown(self) -> None:
+        # h11 refuses to close in the middle of a request, which was refused above.
+        if not self.transport.is_closing():
+            super().shutdown()
 
     def look(self, now: float) -> None:
         """Close the connection if its client has been idle for too long."""
