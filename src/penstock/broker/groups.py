@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from penstock.awaiting import settled
 from penstock.broker.group import Group, GroupHost
@@ -28,7 +28,7 @@ from penstock.errors import (
     UnknownTopic,
 )
 from penstock.health import Usage
-from penstock.model.subject import is_readable, is_text, matches
+from penstock.model.subject import check_group_name, is_readable, matches
 from penstock.outcome import Outcome
 from penstock.store.meta import Change
 
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# Groups are limited in number, so their names are limited in size.
-_NAME_BYTES_MAX: Final = 4096
 
 
 class GroupsHost(GroupHost, Protocol):
@@ -164,10 +161,7 @@ class Groups:
         """Create a group that is remembered, with its positions."""
         if not is_readable(pattern):
             raise BadSubject(f"{pattern.decode(errors='replace')!r} is not a pattern")
-        if not is_text(name):
-            raise BadSubject(f"a group cannot be named {name!r}")
-        if len(name) > _NAME_BYTES_MAX:
-            raise BadSubject(f"a group name of {len(name)} bytes is too long: at most {_NAME_BYTES_MAX}")
+        check_group_name(name)
         if name in self._named or name in self._creating:
             raise GroupConflict(f"there is a group {name.decode()} already")
         count = len(self._named) + len(self._creating)

@@ -12,8 +12,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from penstock.errors import BadSubject
+
 SUBJECT_BYTES_MAX: Final = 1024
 LABEL_CHARS_MAX: Final = 256
+# Groups are limited in number, so their names are limited in size.
+GROUP_BYTES_MAX: Final = 4096
 
 # A token has no dots, blanks and control characters.
 _TOKENS: Final = re.compile(rb"[^\x00-\x20\x7f.]+(?:\.[^\x00-\x20\x7f.]+)*")
@@ -102,6 +106,16 @@ def covers(pattern: bytes, topic: bytes) -> bool:
 def owns(topic: bytes, subject: bytes) -> bool:
     """Return whether the subject is the topic's name or below it."""
     return subject.startswith(topic) and (len(subject) == len(topic) or subject[len(topic)] == ord("."))
+
+
+def check_group_name(name: bytes) -> None:
+    """Raise BadSubject unless a group can have this name."""
+    if not name:
+        raise BadSubject("a group name must not be empty")
+    if len(name) > GROUP_BYTES_MAX:
+        raise BadSubject(f"a group name of {len(name)} bytes is too long: at most {GROUP_BYTES_MAX}")
+    if not is_text(name) or _UNPRINTABLE.search(name.decode()):
+        raise BadSubject(f"invalid group name {name!r}: it must be UTF-8 without control characters")
 
 
 def is_text(subject: bytes) -> bool:

@@ -53,6 +53,8 @@ class Groups:
 
     async def register(self, topic: str, name: str, start: Start) -> Group:
         topic_of(self._session, topic.encode())
+        if not name:
+            raise BadRequest("missing group parameter")
         full = group_name(topic, name).encode()
         group = self._broker.groups.get(full)
         if group is None:
