@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 from penstock.errors import BadConfig
 from penstock.toml_lines import Key, KeyLines, scan
 
 _TOML_PLACE: Final = re.compile(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", re.DOTALL)
+# The values that aliases may repeat. Ten short lines of YAML can stand for billions.
+REPEATED_MAX: Final = 10_000
 _JSON_PLACE: Final = re.compile(r"(.*): line (\d+) column \d+ \(char \d+\)")
 
 
@@ -69,31 +73,80 @@ def _read_toml(path: Path, text: str) -> TableFile:
         found = _TOML_PLACE.fullmatch(str(error))
         end = text.count("\n", 0, len(text.rstrip())) + 1
         raise _SyntaxError("TOML", found[1] if found else str(error), int((found and found[2]) or end)) from None
+    except ValueError as error:
+        # An integer with thousands of digits.
+        raise _SyntaxError("TOML", str(error), None) from None
     return TableFile(path, tables, scan(text))
 
 
 def _read_json(path: Path, text: str) -> TableFile:
+    import yaml
+
     try:
-        tables = json.loads(text)
+        file = TableFile(path, _tables(path, json.loads(text)))
     except ValueError as error:
         found = _JSON_PLACE.fullmatch(str(error))
         raise _SyntaxError("JSON", found[1] if found else str(error), int(found[2]) if found else None) from None
-    # JSON is YAML, except for its tabs.
-    return _with_yaml_lines(path, tables, text.replace("\t", " "))
+    # JSON is YAML, except for its tabs. Nothing but line numbers is lost if PyYAML cannot read it.
+    with contextlib.suppress(yaml.YAMLError):
+        _note(file, yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader), ())
+    return file
 
 
 def _read_yaml(path: Path, text: str) -> TableFile:
     import yaml
 
     try:
-        tables = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return TableFile(path, {})
+        _check_aliases(root)
+        # Before the values are made: that changes the nodes, where tables are merged.
+        noted = TableFile(path, {})
+        _note(noted, root, ())
+        return replace(noted, tables=_tables(path, loader.construct_document(root)))
     except yaml.YAMLError as error:
         # Its whole text quotes the file, and there may be a password in it.
         mark = getattr(error, "problem_mark", None)
         raise _SyntaxError(
             "YAML", getattr(error, "problem", None) or "unexpected characters", mark.line + 1 if mark else None
         ) from None
-    return _with_yaml_lines(path, tables, text)
+    except (ValueError, LookupError, AttributeError, TypeError):
+        # PyYAML does not check values that look like a date or that a tag announces: 2026-13-01, !!bool maybe.
+        raise _SyntaxError("YAML", "a date, number or tagged value is invalid", None) from None
+
+
+def _check_aliases(root: Any) -> None:
+    """Raise _SyntaxError if aliases repeat too many values, or a value contains itself."""
+    import yaml
+
+    # The number of values in a node, with repetitions. None: it is being counted.
+    counts: dict[int, int | None] = {}
+
+    def count(node: Any) -> int:
+        known = counts.setdefault(id(node), 0)
+        if known is None:
+            raise _SyntaxError("YAML", "an alias refers to a value that contains it", node.start_mark.line + 1)
+        if known:
+            return known
+        counts[id(node)] = None
+        if isinstance(node, yaml.MappingNode):
+            total = 1 + sum(count(each) for pair in node.value for each in pair)
+        else:
+            total = 1 + sum(map(count, node.value)) if isinstance(node, yaml.SequenceNode) else 1
+        counts[id(node)] = total
+        if total - len(counts) > REPEATED_MAX:
+            raise _SyntaxError("YAML", f"aliases repeat more than {REPEATED_MAX} values", node.start_mark.line + 1)
+        return total
+
+    count(root)
+
+
+def _tables(path: Path, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise BadConfig([f"{path}: the file must contain tables, not {_KINDS.get(type(value), 'a number or time')}"])
+    return value
 
 
 _READERS: Final[Mapping[str, Callable[[Path, str], TableFile]]] = {
@@ -104,20 +157,7 @@ _READERS: Final[Mapping[str, Callable[[Path, str], TableFile]]] = {
 }
 
 
-def _with_yaml_lines(path: Path, tables: Any, text: str) -> TableFile:
-    import yaml
-
-    if not isinstance(tables, dict | None):
-        raise BadConfig([f"{path}: the file must contain tables"])
-    file = TableFile(path, tables or {})
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
-        # Nothing but line numbers is lost.
-        return file
-    if root is not None:
-        _note(file, root, ())
-    return file
+_KINDS: Final = {NoneType: "null", list: "a list", str: "text", bool: "true or false"}
 
 
 def _note(file: TableFile, node: Any, key: Key) -> None:

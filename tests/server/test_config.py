@@ -16,6 +16,7 @@ import pytest
 import yaml
 from msgspec.inspect import StrType
 
+from penstock import table_file
 from penstock.errors import BadConfig, PenstockError
 from penstock.schema import shown
 from penstock.server import config_names, cursus_names
@@ -461,6 +462,12 @@ def test_an_empty_file_or_table_sets_nothing(place: Place, suffix: str, content:
     assert changed(place.load(content, suffix=suffix)) == {}
 
 
+def _aliases(form: str) -> str:
+    """Forty values, each twice the one before."""
+    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {form.format(f'a{n - 1}')}" for n in range(1, 40))]
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("suffix", "content", "problem"),
     [
@@ -469,8 +476,28 @@ def test_an_empty_file_or_table_sets_nothing(place: Place, suffix: str, content:
         (".toml", "port = ", "FILE:1: invalid TOML: Invalid value"),
         (".yaml", "a: [1\nauth: {password: hush}", "FILE:2: invalid YAML: expected ',' or ']', but got ':'"),
         (".yaml", "a: \x00", "FILE: invalid YAML: unexpected characters"),
-        (".json", "[1]", "FILE: the file must contain tables"),
-        (".yaml", "text", "FILE: the file must contain tables"),
+        (".json", "[1]", "FILE: the file must contain tables, not a list"),
+        (".json", "null", "FILE: the file must contain tables, not null"),
+        (".json", "7", "FILE: the file must contain tables, not a number or time"),
+        (".json", '{"a": 1' + "0" * 5000 + "}", "FILE: invalid JSON: Exceeds the limit"),
+        (".json", "[" * 100_000, "FILE: too many nested tables"),
+        (".toml", "a = 1" + "0" * 5000, "FILE: invalid TOML: Exceeds the limit"),
+        (".toml", "a = " + "[" * 100_000, "FILE: too many nested tables"),
+        (".yaml", "text", "FILE: the file must contain tables, not text"),
+        (".yaml", "null", "FILE: the file must contain tables, not null"),
+        (".yaml", "- 1", "FILE: the file must contain tables, not a list"),
+        (".yaml", "true", "FILE: the file must contain tables, not true or false"),
+        (".yaml", "3.5", "FILE: the file must contain tables, not a number or time"),
+        (".yaml", "[" * 100_000, "FILE: too many nested tables"),
+        (".yaml", "a: 2026-13-01", "FILE: invalid YAML: a date, number or tagged value is invalid"),
+        (".yaml", "a: !!bool maybe", "FILE: invalid YAML: a date, number or tagged value is invalid"),
+        (".yaml", "a: !!timestamp now", "FILE: invalid YAML: a date, number or tagged value is invalid"),
+        (".yaml", "a: !!int ''", "FILE: invalid YAML: a date, number or tagged value is invalid"),
+        (".yaml", "a: !!python/object:os.system {}", "FILE:1: invalid YAML: could not determine a constructor"),
+        (".yaml", "a: 1\nb: &b\n  c: *b", "FILE:2: invalid YAML: an alias refers to a value that contains it"),
+        (".yaml", _aliases("[*{0},*{0}]"), "FILE:13: invalid YAML: aliases repeat more than 10000 values"),
+        (".yaml", _aliases("{{x: *{0}, y: *{0}}}"), "FILE:12: invalid YAML: aliases repeat more than 10000 values"),
+        (".yaml", _aliases("{{<<: [*{0},*{0}]}}"), "FILE:12: invalid YAML: aliases repeat more than 10000 values"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_its_name(
@@ -479,6 +506,14 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_name(
     [found] = place.problems(content, suffix=suffix)
     assert found.startswith(problem)
     assert "hush" not in found
+
+
+def test_aliases_and_merged_tables_are_understood() -> None:
+    content = "base: &base {port: 1, http_port: 2}\nserver: {<<: *base, port: 3}"
+
+    merged = table_file.parse(Path("f.yaml"), content.encode())
+    assert merged.tables["server"] == {"port": 3, "http_port": 2}
+    assert (merged.lines.of(("server", "port")), merged.repeated) == (2, [])
 
 
 def test_a_file_that_is_not_there_is_refused_with_its_name(tmp_path: Path) -> None:
