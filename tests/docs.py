@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -42,7 +43,8 @@ from penstock.client.values import (
     Topic,
 )
 from penstock.embedded import Broker
-from penstock.schema import Field
+from penstock.pipelines.pipeline import TABLES
+from penstock.schema import Field, declared
 from penstock.server.config_names import NO_EFFECT
 from penstock.server.settings import SETTINGS
 from tests.nats.differences import CLIENT_DIFFERENCES, DIFFERENCES
@@ -213,6 +215,17 @@ def _allowed(setting: Field) -> str:
     return ", ".join(words)
 
 
+# Pipelines.
+
+
+def _tell_keys(table: str) -> Iterator[str]:
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, key in declared(TABLES[table]).items():
+        default = f"`{key.default}`" if key.default else ""
+        rows.append(f"| `{name}` | {'required' if key.is_required else default} | {key.about} |")
+    yield "\n".join(rows)
+
+
 # Classes.
 
 
@@ -315,6 +328,7 @@ _PARTS: Final[dict[str, Callable[[], Iterator[str]]]] = {
     "no_effect": _tell_no_effect,
     "classes": _tell_classes,
     "nats": _tell_nats,
+    **{f"pipeline_{table}": partial(_tell_keys, table) for table in TABLES},
 }
 
 

@@ -177,7 +177,9 @@ class Field:
             raise
         except ValueError:
             allowed = self.allowed if is_lenient else self._allowed("")
-            raise Invalid(f"is {self.show(value)}: it must be {allowed}") from None
+            words = [choice for choice in self.choices if isinstance(choice, str)]
+            hint = did_you_mean(value, words) if isinstance(value, str) else ""
+            raise Invalid(f"is {self.show(value)}{hint}: it must be {allowed}") from None
 
     def _lenient(self, value: Any) -> Any:
         # TOML, the environment and queries have no null. Text is taken as it is: a password may be "none".

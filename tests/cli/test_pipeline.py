@@ -453,7 +453,7 @@ def test_a_file_that_is_wrong_is_refused_before_spark_starts(tmp_path: Path) -> 
         assert done.code == 1
         assert done.err.splitlines() == [
             f"error: {path}:1: [source] needs one of topic, topics, pattern",
-            f"error: {path}:1: [sink] topic is missing",
+            f"error: {path}:1: [sink] topic is missing: a topic, or a subject of one",
         ]
 
 

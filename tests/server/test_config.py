@@ -1087,7 +1087,7 @@ def test_a_value_may_be_written_in_several_ways(place: Place, key: str, value: A
         ("server.stop_s", ["500ms", "1.5s", "0s"]),
         ("storage.tail_bytes_max", ["64M", "64mb", "1Mb", "1.5B", "5s", -1, "none"]),
         ("topic.dead_letters", ["yes", "", 1, 0, None, "off"]),
-        ("topic.durability", ["sync", "", None, True, False, 1]),
+        ("topic.durability", ["never", "", None, True, False, 1]),
         ("topic.dedup", ["on", True]),
         ("server.host", ["", None, 1, True]),
         ("auth.token", ["", 1234]),
@@ -1100,6 +1100,12 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(place: Place, key: str, v
     for value in values:
         text = "***" if key == "auth.token" else shown(value)
         assert place.problems({key: value}) == [f"{key} (file FILE:1) is {text}: it must be {SETTINGS[key].allowed}"]
+
+
+def test_a_choice_that_is_nearly_right_is_suggested(place: Place) -> None:
+    assert place.problems({"topic.durability": "sync"}) == [
+        "topic.durability (file FILE:1) is 'sync' (did you mean fsync?): it must be fsync or flush"
+    ]
 
 
 @pytest.mark.parametrize(

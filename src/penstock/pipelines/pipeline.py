@@ -1,91 +1,88 @@
 """A pipeline as its file describes it: source, kind and settings, sink.
 
 The dataclasses below are the only list of the keys in a file: each table of the file is one of them, and `KINDS` says
-what each kind needs. `pipeline_file` reads them.
+what each kind needs. `pipeline_file` reads them, and the reference in docs/pipelines.md is made from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields, replace
-from datetime import datetime
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+from penstock.pipelines.key_types import (
+    SERVERS,
+    AnyPlace,
+    Code,
+    Columns,
+    Duration,
+    FixedPlace,
+    Measures,
+    Name,
+    Options,
+    Patterns,
+    Regex,
+    Servers,
+    SomeColumns,
+    Text,
+    Topic,
+    Topics,
+)
+from penstock.schema import Form, Positive, about, declared
 from penstock.toml_lines import KeyLines
 
-SERVERS: Final = "127.0.0.1:4222"
-
-# Keys at the top of a file, outside of any table.
-TOP_KEYS: Final = ("name", "kind")
+Kind = Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join"]
 
 
-def _about(meaning: str, reads: str = "text") -> dict[str, str]:
-    """Return the metadata of a key: its meaning, and its type in `key_types.READERS`."""
-    return {"meaning": meaning, "reads": reads}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineHead:
+    """The keys at the top of a file, outside of any table."""
+
+    name: Annotated[Name, about("the name of the pipeline")]
+    kind: Annotated[Kind, about("what the pipeline does")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSource:
     """What is read. A valid one has exactly one of `topic`, `topics` and `pattern`."""
 
-    servers: str = field(default=SERVERS, metadata=_about("where the broker is, `host:port[,host:port]`", "servers"))
-    topic: str | None = field(default=None, metadata=_about("the topic to read", "topic"))
-    topics: tuple[str, ...] = field(default=(), metadata=_about("or several", "topics"))
-    pattern: str | None = field(
-        default=None, metadata=_about("or all topics whose names match this regular expression", "regex")
+    servers: Annotated[Servers, about("where the broker is, `host:port[,host:port]`")] = SERVERS
+    topic: Annotated[Topic | None, about("the topic to read")] = None
+    topics: Annotated[Topics, about("or several")] = ()
+    pattern: Annotated[Regex | None, about("or all topics whose names match this regular expression")] = None
+    subjects: Annotated[Patterns, about("only these subjects; wildcards `*` and `>`")] = ()
+    start: Annotated[AnyPlace, about("where the first run begins: `earliest`, `latest`, an offset or a time")] = (
+        "earliest"
     )
-    subjects: tuple[str, ...] = field(
-        default=(), metadata=_about("only these subjects; wildcards `*` and `>`", "patterns")
-    )
-    start: str | int | datetime = field(
-        default="earliest",
-        metadata=_about("where the first run begins: `earliest`, `latest`, an offset or a time", "place"),
-    )
-    end: str | int | datetime | None = field(
-        default=None, metadata=_about("for a replay: where it ends, an offset or a time", "fixed place")
-    )
-    schema: str | None = field(
-        default=None, metadata=_about("the columns of the JSON values: `id string, amount double`")
-    )
-    archive: str | None = field(
-        default=None, metadata=_about("an archive with the messages that the topic no longer retains", "path")
-    )
-    options: Mapping[str, str] = field(
-        default_factory=dict, metadata=_about("other options of the Spark source", "options")
-    )
+    end: Annotated[FixedPlace, about("for a replay: where it ends, an offset or a time")] = None
+    schema: Annotated[Text | None, about("the columns of the JSON values: `id string, amount double`")] = None
+    archive: Annotated[Text | None, about("an archive with the messages that the topic no longer retains")] = None
+    options: Annotated[Options, about("other options of the Spark source")] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSink:
     """Where rows are written. A valid one has exactly one of `topic`, `parquet` and `archive`."""
 
-    servers: str | None = field(default=None, metadata=_about("a broker other than the source's", "servers"))
-    topic: str | None = field(default=None, metadata=_about("a topic, or a subject of one", "topic"))
-    parquet: str | None = field(
-        default=None, metadata=_about("a directory of Parquet files, as Spark writes them", "path")
+    servers: Annotated[Servers | None, about("a broker other than the source's")] = None
+    topic: Annotated[Topic | None, about("a topic, or a subject of one")] = None
+    parquet: Annotated[Text | None, about("a directory of Parquet files, as Spark writes them")] = None
+    archive: Annotated[Text | None, about("the directory of an archive")] = None
+    format: Annotated[Literal["parquet", "delta"], about("for an archive: `parquet` or `delta`")] = "parquet"
+    partition: Annotated[Literal["hour", "day"], about("for an archive: a directory for each `hour` or `day`")] = "hour"
+    key: Annotated[Text | None, about("for a topic: the key, a column or a SQL expression; by default unchanged")] = (
+        None
     )
-    archive: str | None = field(default=None, metadata=_about("the directory of an archive", "path"))
-    format: Literal["parquet", "delta"] = field(
-        default="parquet", metadata=_about("for an archive: `parquet` or `delta`", "choice")
-    )
-    partition: Literal["hour", "day"] = field(
-        default="hour", metadata=_about("for an archive: a directory for each `hour` or `day`", "choice")
-    )
-    key: str | None = field(
-        default=None, metadata=_about("for a topic: the key, a column or a SQL expression; by default unchanged")
-    )
-    subject: str | None = field(
-        default=None, metadata=_about("for a topic: the subject, a column or a SQL expression; by default the topic")
-    )
-    options: Mapping[str, str] = field(
-        default_factory=dict, metadata=_about("other options of the Spark sink", "options")
-    )
+    subject: Annotated[
+        Text | None, about("for a topic: the subject, a column or a SQL expression; by default the topic")
+    ] = None
+    options: Annotated[Options, about("other options of the Spark sink")] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trigger:
-    interval: str = field(default="1 second", metadata=_about("with `--follow`: the time between batches", "duration"))
+    interval: Annotated[Duration, about("with `--follow`: the time between batches")] = "1 second"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,60 +94,52 @@ class ArchiveSettings:
 class TransformSettings:
     """A valid one has exactly one of the two."""
 
-    sql: str | None = field(default=None, metadata=_about("a query over the view `source`"))
-    python: str | None = field(
-        default=None, metadata=_about("or a function from a DataFrame to a DataFrame, `module:function`", "code")
-    )
+    sql: Annotated[Text | None, about("a query over the view `source`")] = None
+    python: Annotated[Code | None, about("or a function from a DataFrame to a DataFrame, `module:function`")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregateSettings:
-    time: str = field(metadata=_about("the column with the time of the event"))
-    window: str = field(metadata=_about("how long a window is", "duration"))
-    slide: str | None = field(
-        default=None, metadata=_about("the time between window starts; by default windows do not overlap", "duration")
-    )
-    watermark: str = field(metadata=_about("how late a row may be and still count", "duration"))
-    by: tuple[str, ...] = field(default=(), metadata=_about("the columns to group by", "texts"))
-    measures: Mapping[str, str] = field(
-        metadata=_about('the measures to compute: `revenue = "sum(amount)"`', "measures")
-    )
-    mode: Literal["append", "update"] = field(
-        default="append",
-        metadata=_about(
-            "`append`: write a window once, when it is closed; `update`: whenever it changes, only to a topic", "choice"
-        ),
-    )
+    time: Annotated[Text, about("the column with the time of the event")]
+    window: Annotated[Duration, about("how long a window is")]
+    slide: Annotated[Duration | None, about("the time between window starts; by default windows do not overlap")] = None
+    watermark: Annotated[Duration, about("how late a row may be and still count")]
+    by: Annotated[Columns, about("the columns to group by")] = ()
+    measures: Annotated[Measures, about('the measures to compute: `revenue = "sum(amount)"`')]
+    mode: Annotated[
+        Literal["append", "update"],
+        about("`append`: write a window once, when it is closed; `update`: whenever it changes, only to a topic"),
+    ] = "append"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeduplicateSettings:
-    by: tuple[str, ...] = field(metadata=_about("rows with equal values in these columns are duplicates", "some_texts"))
-    time: str = field(metadata=_about("the column with the time of the event"))
-    watermark: str = field(metadata=_about("how far apart duplicates may be and still be dropped", "duration"))
+    by: Annotated[SomeColumns, about("rows with equal values in these columns are duplicates")]
+    time: Annotated[Text, about("the column with the time of the event")]
+    watermark: Annotated[Duration, about("how far apart duplicates may be and still be dropped")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    rate: int | None = field(default=None, metadata=_about("rows per second; by default as fast as possible", "count"))
+    rate: Annotated[
+        Positive | None, Form(allowed="a positive integer"), about("rows per second; by default as fast as possible")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterSettings:
-    redrive: str | None = field(
-        default=None, metadata=_about("a SQL condition: dead letters that match are published again")
-    )
+    redrive: Annotated[Text | None, about("a SQL condition: dead letters that match are published again")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinSettings:
-    on: tuple[str, ...] = field(metadata=_about("the columns that are equal on both sides", "some_texts"))
-    time: str = field(metadata=_about("the column with the time of the event, on the left"))
-    right_time: str | None = field(default=None, metadata=_about("the same on the right, if it has another name"))
-    within: str = field(metadata=_about("how far apart the two times may be", "duration"))
-    watermark: str = field(metadata=_about("how late a row may be and still be joined", "duration"))
-    how: Literal["inner", "left"] = field(
-        default="inner", metadata=_about("`inner`, or `left`: also rows without a match on the right", "choice")
+    on: Annotated[SomeColumns, about("the columns that are equal on both sides")]
+    time: Annotated[Text, about("the column with the time of the event, on the left")]
+    right_time: Annotated[Text | None, about("the same on the right, if it has another name")] = None
+    within: Annotated[Duration, about("how far apart the two times may be")]
+    watermark: Annotated[Duration, about("how late a row may be and still be joined")]
+    how: Annotated[Literal["inner", "left"], about("`inner`, or `left`: also rows without a match on the right")] = (
+        "inner"
     )
 
 
@@ -177,7 +166,7 @@ class PipelineKind:
     sources: tuple[str, ...] = ("source",)
 
 
-KINDS: Final = {
+KINDS: Final[Mapping[str, PipelineKind]] = {
     "archive": PipelineKind(settings=ArchiveSettings, sinks=("archive",), is_typed=False),
     "transform": PipelineKind(settings=TransformSettings, sinks=("topic",)),
     "aggregate": PipelineKind(settings=AggregateSettings, sinks=("topic", "parquet")),
@@ -185,6 +174,14 @@ KINDS: Final = {
     "replay": PipelineKind(settings=ReplaySettings, sinks=("topic",), is_typed=False),
     "dead_letters": PipelineKind(settings=DeadLetterSettings, sinks=("parquet",), needs_sink=False, is_typed=False),
     "join": PipelineKind(settings=JoinSettings, sinks=("topic", "parquet"), sources=("left", "right")),
+}
+
+# The tables of a file, by their names. A join has left and right instead of source.
+TABLES: Final[Mapping[str, type[Any]]] = {
+    "source": PipelineSource,
+    "sink": PipelineSink,
+    "trigger": Trigger,
+    **{name: kind.settings for name, kind in KINDS.items()},
 }
 
 
@@ -245,18 +242,10 @@ class Pipeline:
         }
 
 
-def keys() -> Iterator[tuple[str, str, Field[Any]]]:
-    """Yield every key that a file may have: its table, its name and its field."""
-    for table, kind in [("source", PipelineSource), ("sink", PipelineSink), ("trigger", Trigger)]:
-        yield from ((table, each.name, each) for each in fields(kind))
-    for name, each_kind in KINDS.items():
-        yield from ((name, each.name, each) for each in fields(each_kind.settings))
-
-
 def key_name(key: tuple[str, ...]) -> str:
     """Return a key as error messages show it: `[sink] topic`, `[sink]` or `name`."""
     if len(key) == 1:
-        return key[0] if key[0] in TOP_KEYS else f"[{key[0]}]"
+        return key[0] if key[0] in declared(PipelineHead) else f"[{key[0]}]"
     return f"[{key[0]}] {'.'.join(key[1:])}" if key else "the file"
 
 

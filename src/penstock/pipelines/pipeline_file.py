@@ -1,4 +1,4 @@
-"""Reading a pipeline file, a small TOML file, into a checked `Pipeline`.
+"""Reading a pipeline file, a small file of tables, into a checked `Pipeline`.
 
 All problems are reported at once, each with file, line and key. `validation` checks what only Spark can tell, such as
 whether the SQL fits the schema.
@@ -8,22 +8,21 @@ Paths in a file are relative to the file, so that it can be run from any directo
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, get_args, get_type_hints
+from typing import Any, Final
 
+from penstock import table_file
 from penstock.errors import BadConfig
 from penstock.model import subject
-from penstock.pipelines import key_types
 from penstock.pipelines.pipeline import (
     KINDS,
-    TOP_KEYS,
+    TABLES,
     AggregateSettings,
     Pipeline,
+    PipelineHead,
     PipelineSink,
     PipelineSource,
     Settings,
@@ -31,60 +30,47 @@ from penstock.pipelines.pipeline import (
     Trigger,
     key_name,
 )
-from penstock.toml_lines import KeyLines, scan
+from penstock.schema import Invalid, declared, did_you_mean, make, shown
+from penstock.table_file import TableFile
 
 Key = tuple[str, ...]
 
 DEAD_LETTERS: Final = "DLQ"
 
-_SYNTAX: Final = re.compile(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", re.DOTALL)
-_MISSING: Final = object()
+_HEAD: Final = declared(PipelineHead)
+_PATHS: Final = ("archive", "parquet")
 
 
 def load(path: str | Path) -> Pipeline:
     """Read a pipeline file. Raise BadConfig with all of its problems."""
     path = Path(path)
-    try:
-        text = path.read_bytes().decode()
-        tables = tomllib.loads(text)
-    except FileNotFoundError:
-        raise BadConfig([f"{path}: no such file; `penstock pipeline init` writes one"]) from None
-    except UnicodeDecodeError:
-        raise BadConfig([f"{path}: invalid TOML: not UTF-8 text"]) from None
-    except tomllib.TOMLDecodeError as error:
-        raise BadConfig([_syntax(path, text, str(error))]) from None
-    reading = _FileReader(path, tables, scan(text))
+    if not path.exists():
+        raise BadConfig([f"{path}: no such file; `penstock pipeline init` writes one"])
+    reading = _FileReader(table_file.read(path))
     pipeline = reading.pipeline()
-    if reading.problems:
+    if pipeline is None:
         raise BadConfig([problem for _, problem in sorted(reading.problems, key=lambda each: each[0])])
-    assert pipeline is not None, "a problem was reported"
     return pipeline
-
-
-def _syntax(path: Path, text: str, message: str) -> str:
-    found = _SYNTAX.fullmatch(message)
-    if found is None:
-        return f"{path}: invalid TOML: {message}"
-    line = found[2] or text.count("\n", 0, len(text.rstrip())) + 1
-    return f"{path}:{line}: invalid TOML: {found[1]}"
 
 
 class _FileReader:
     """Continues after a problem, so that all are reported at once."""
 
-    def __init__(self, path: Path, tables: dict[str, Any], lines: KeyLines) -> None:
-        self._path = path
-        self._tables = tables
-        self._lines = lines
+    def __init__(self, file: TableFile) -> None:
+        self._file = file
+        self._tables = file.tables
         self._reported: set[Key] = set()
-        self.problems: list[tuple[int, str]] = []
+        self.problems: list[tuple[int, str]] = [
+            (line, f"{file.path}:{line}: {shown(key)} is repeated: keep one of them") for key, line in file.repeated
+        ]
 
     def pipeline(self) -> Pipeline | None:
-        kind = self._kind()
-        name = self._value(self._tables, "name", (), key_types.name, _MISSING, needed=True)
+        """Return None if there are problems."""
+        head = self._values(self._tables, PipelineHead, ())
+        kind = head["kind"]
         if kind is None:
             return None
-        known = (*TOP_KEYS, *KINDS[kind].sources, kind, "sink", "trigger")
+        known = (*_HEAD, *KINDS[kind].sources, kind, "sink", "trigger")
         self._refuse_unknown(self._tables, known, (), f"a pipeline of kind {kind} has")
         sources = tuple(self._table(table, PipelineSource) for table in KINDS[kind].sources)
         settings = self._table(kind, KINDS[kind].settings)
@@ -99,71 +85,52 @@ class _FileReader:
         if self.problems:
             return None
         return Pipeline(
-            name=name,
-            kind=kind,
+            **head,
             sources=sources,
             settings=settings,
             sink=sink,
             trigger=trigger,
-            path=self._path,
-            lines=self._lines,
+            path=self._file.path,
+            lines=self._file.lines,
         )
-
-    def _kind(self) -> str | None:
-        kind = self._tables.get("kind", _MISSING)
-        if isinstance(kind, str) and kind in KINDS:
-            return kind
-        allowed = ", ".join(KINDS)
-        if kind is _MISSING:
-            self._report(("kind",), f"is missing: it must be one of {allowed}")
-        else:
-            self._report(("kind",), f"is {kind!r}{key_types.suggestion(str(kind), KINDS)}: it must be one of {allowed}")
-        return None
 
     def _table(self, name: str, kind: type[Any]) -> Any:
         """Read a table of the file into `kind`. Report what cannot be read."""
-        table = self._tables.get(name, {})
+        table = self._tables.get(name) or {}
         if not isinstance(table, dict):
             self._report((name,), f"is a table: write [{name}], and its keys below")
             table = {}
-        self._refuse_unknown(table, [each.name for each in fields(kind)], (name,), "it has")
-        hints = get_type_hints(kind)
-        values = {each.name: self._field(table, name, each, hints[each.name]) for each in fields(kind)}
-        return kind(**values)
+        self._refuse_unknown(table, declared(kind), (name,), "it has")
+        values = self._values(table, kind, (name,))
+        for key in _PATHS:
+            if isinstance(path := values.get(key), str) and "://" not in path:
+                values[key] = str((self._file.path.resolve().parent / path).resolve())
+        return make(kind, values)
 
-    def _field(self, table: dict[str, Any], name: str, each: Field[Any], hint: Any) -> Any:
-        reads = each.metadata["reads"]
-        read = key_types.choice(get_args(hint)) if reads == "choice" else key_types.READERS[reads]
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        found = self._value(table, each.name, (name,), read, default, needed=default is MISSING)
-        return self._absolute(found) if reads == "path" and found is not None else found
+    def _values(self, table: Mapping[str, Any], kind: type[Any], above: Key) -> dict[str, Any]:
+        """Return the values of the keys that are given or required; None for those that are invalid or missing."""
+        values: dict[str, Any] = {}
+        for key, each in declared(kind).items():
+            if key not in table and not each.is_required:
+                continue
+            values[key] = None
+            try:
+                if key not in table:
+                    raise Invalid(f"is missing: {f'it must be {each.allowed}' if each.choices else each.about}")
+                values[key] = each.read(table[key])
+            except Invalid as problem:
+                self._report((*above, key), str(problem))
+        return values
 
-    def _value(
-        self, table: dict[str, Any], key: str, above: Key, read: Callable[[Any], Any], default: Any, *, needed: bool
-    ) -> Any:
-        if key not in table:
-            if needed:
-                self._report((*above, key), "is missing")
-                return None
-            return default
-        try:
-            return read(table[key])
-        except ValueError as error:
-            self._report((*above, key), str(error))
-            return None
-
-    def _refuse_unknown(self, table: dict[str, Any], known: Iterable[str], above: Key, there: str) -> None:
-        known = list(known)
+    def _refuse_unknown(self, table: Mapping[str, Any], known: Collection[str], above: Key, there: str) -> None:
         for key in table:
             if key in known:
                 continue
-            if not above and key in ("source", "left", "right", *KINDS):
+            if not above and key in ("left", "right", *TABLES):
                 self._report((key,), f"does not belong here: {there} {', '.join(known)}")
             else:
-                self._report(
-                    (*above, key),
-                    f"is unknown{key_types.suggestion(key, known)}: {there} {', '.join(known) or 'no keys'}",
-                )
+                hint = did_you_mean(str(key), known)
+                self._report((*above, str(key)), f"is unknown{hint}: {there} {', '.join(known) or 'no keys'}")
 
     def _with_dead_letters(self, source: PipelineSource) -> PipelineSource:
         return source if source.topic or source.topics or source.pattern else replace(source, topic=DEAD_LETTERS)
@@ -174,7 +141,7 @@ class _FileReader:
         for name, source in zip(KINDS[kind].sources, sources, strict=True):
             self._need_one(name, source, ("topic", "topics", "pattern"))
             if KINDS[kind].is_typed and source.schema is None and not self._is_reported(name, "schema"):
-                self._report((name, "schema"), "is missing: the columns of the JSON values, such as 'id string'")
+                self._report_missing(name, "schema")
             if not KINDS[kind].is_typed and source.schema is not None:
                 self._report((name, "schema"), f"is not for kind {kind}, which does not parse values")
             if source.end == "earliest":
@@ -234,7 +201,7 @@ class _FileReader:
         if len(given) == 1:
             return
         if len(names) == 1:
-            self._report((table, names[0]), "is missing")
+            self._report_missing(table, names[0])
         elif given:
             self._report((table, given[1]), f"contradicts {given[0]}: give one of {', '.join(names)}")
         else:
@@ -243,10 +210,10 @@ class _FileReader:
     def _is_reported(self, *key: str) -> bool:
         return key in self._reported
 
-    def _absolute(self, path: str) -> str:
-        return path if "://" in path else str((self._path.resolve().parent / path).resolve())
+    def _report_missing(self, table: str, key: str) -> None:
+        self._report((table, key), f"is missing: {declared(TABLES.get(table, PipelineSource))[key].about}")
 
     def _report(self, key: Key, what: str) -> None:
-        line = self._lines.of(key)
+        line = self._file.lines.of(key)
         self._reported.add(key)
-        self.problems.append((line, f"{self._path}:{line}: {key_name(key)} {what}"))
+        self.problems.append((line, f"{self._file.path}:{line}: {key_name(key)} {what}"))
