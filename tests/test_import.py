@@ -17,7 +17,7 @@ from penstock.cli.imports import Import
 from penstock.client.sync import Client
 from penstock.client.values import Outgoing
 from penstock.errors import BadRequest
-from tests.cli.test_broker import Penstock, client, penstock, server  # noqa: F401
+from tests.support.commands import Penstock, client, penstock, server  # noqa: F401
 
 ORDERS = [{"id": 1, "country": "de", "amount": 9.5}, {"id": 2, "country": "fr", "amount": 7}]
 

@@ -17,8 +17,8 @@ from penstock.errors import BadSubject, GroupConflict, UnknownGroup, UnknownTopi
 from penstock.log.policy import Durability, Policy
 from penstock.outcome import Outcome
 from penstock.testing import FaultyFiles
-from tests.broker.test_group import End, ends
 from tests.support.brokers import SECOND, Life, Recorder, in_loop, run_of
+from tests.support.ends import End, ends
 
 VALUES: Final = [b"%d" % number for number in range(6)]
 

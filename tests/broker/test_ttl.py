@@ -24,8 +24,8 @@ from penstock.log.policy import Cleanup, Policy
 from penstock.model import headers
 from penstock.model.run import Run
 from penstock.testing import FaultyFiles, ManualClock
-from tests.broker.test_group import End, ends
 from tests.support.brokers import SECOND, Life, Recorder, in_loop, run_of
+from tests.support.ends import End, ends
 
 TTL = b"Nats-TTL: 10\r\n"
 

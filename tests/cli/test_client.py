@@ -19,7 +19,7 @@ import pytest
 
 from penstock.client.qb import BrokerClient, BrokerMessage
 from penstock.client.sync import Client
-from tests.cli.test_broker import NOBODY, Done, Penstock, interrupt, line_of, wrong_usage
+from tests.support.commands import NOBODY, Done, Penstock, interrupt, line_of, wrong_usage
 from tests.support.server import PATIENCE_S, Serve, clean_environment
 
 PUBLISHER: Final = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_broker import Done, Penstock
+from tests.support.commands import Done, Penstock
 from tests.support.server import Serve
 
 NOBODY = "127.0.0.1:1"

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.wire.cursus import VERBS, usage
-from tests.cli.test_broker import NOBODY, Done, Penstock, at_terminal, interrupt, line_of
+from tests.support.commands import NOBODY, Done, Penstock, at_terminal, interrupt, line_of
 from tests.support.server import PATIENCE_S, Serve
 
 TRIES: Final = 20

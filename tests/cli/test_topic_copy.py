@@ -12,11 +12,11 @@ from penstock.client.message import Message
 from penstock.client.sync import Client
 from penstock.client.values import Topic
 from penstock.errors import PenstockError
-from tests.cli.test_broker import Penstock, client, penstock, server  # noqa: F401
+from tests.support.commands import Penstock
 from tests.support.server import Serve
 
 
-def content(client: Client, topic: str, source: str) -> list[list[object]]:  # noqa: F811
+def content(client: Client, topic: str, source: str) -> list[list[object]]:
     """All that a copy keeps, by partition."""
 
     def kept(message: Message) -> object:
@@ -27,7 +27,7 @@ def content(client: Client, topic: str, source: str) -> list[list[object]]:  # n
     return [[kept(each) for each in client.fetch(topic, number)] for number in range(client.topic(topic).partitions)]
 
 
-def fill(client: Client, topic: str) -> None:  # noqa: F811
+def fill(client: Client, topic: str) -> None:
     client.create_topic(topic, partitions=3, dedup="payload")
     for number in range(40):
         client.publish(
@@ -38,8 +38,8 @@ def fill(client: Client, topic: str) -> None:  # noqa: F811
 
 
 def test_a_copy_keeps_keys_headers_times_partitions_and_the_policy(
-    penstock: Penstock,  # noqa: F811
-    client: Client,  # noqa: F811
+    penstock: Penstock,
+    client: Client,
 ) -> None:
     fill(client, "kept")
 
@@ -51,8 +51,8 @@ def test_a_copy_keeps_keys_headers_times_partitions_and_the_policy(
 
 
 def test_the_same_command_goes_on_and_stores_nothing_twice(
-    penstock: Penstock,  # noqa: F811
-    client: Client,  # noqa: F811
+    penstock: Penstock,
+    client: Client,
 ) -> None:
     fill(client, "again")
     penstock("topic", "copy", "again", "again-copy")
@@ -66,7 +66,7 @@ def test_the_same_command_goes_on_and_stores_nothing_twice(
 
 @pytest.mark.parametrize("after", range(4))
 def test_a_copy_that_was_interrupted_anywhere_is_finished(
-    client: Client,  # noqa: F811
+    client: Client,
     monkeypatch: pytest.MonkeyPatch,
     after: int,
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_copy_that_was_interrupted_anywhere_is_finished(
     assert content(client, f"{topic}-copy", topic) == content(client, topic, topic)
 
 
-def run(client: Client, source: Topic, target: Topic, stop_after: int | None = None) -> copying.Copied:  # noqa: F811
+def run(client: Client, source: Topic, target: Topic, stop_after: int | None = None) -> copying.Copied:
     done, parts = copying.Copied(), 0
 
     def advance(count: int) -> None:
@@ -101,7 +101,7 @@ def run(client: Client, source: Topic, target: Topic, stop_after: int | None = N
     return done
 
 
-def test_to_another_broker(penstock: Penstock, client: Client, tmp_path: Path) -> None:  # noqa: F811
+def test_to_another_broker(penstock: Penstock, client: Client, tmp_path: Path) -> None:
     fill(client, "moved")
     with Serve(tmp_path, auth_token="secret") as other:
         url = f"nats://secret@127.0.0.1:{other.port}"
@@ -111,8 +111,8 @@ def test_to_another_broker(penstock: Penstock, client: Client, tmp_path: Path) -
 
 
 def test_a_target_with_other_messages_since_the_last_run_is_refused(
-    penstock: Penstock,  # noqa: F811
-    client: Client,  # noqa: F811
+    penstock: Penstock,
+    client: Client,
 ) -> None:
     fill(client, "foreign")
     penstock("topic", "copy", "foreign", "foreign-copy")
@@ -129,8 +129,8 @@ def test_a_target_with_other_messages_since_the_last_run_is_refused(
 
 
 def test_a_partition_that_the_copy_has_not_written_to_must_be_empty(
-    penstock: Penstock,  # noqa: F811
-    client: Client,  # noqa: F811
+    penstock: Penstock,
+    client: Client,
 ) -> None:
     client.create_topic("half", partitions=2)
     first = client.publish("half", b"a", key="k").partition
@@ -141,8 +141,8 @@ def test_a_partition_that_the_copy_has_not_written_to_must_be_empty(
 
 
 def test_a_copy_says_when_it_cannot_tell_whether_the_target_has_other_messages(
-    penstock: Penstock,  # noqa: F811
-    client: Client,  # noqa: F811
+    penstock: Penstock,
+    client: Client,
 ) -> None:
     for number in range(3):
         client.publish("purged", b"%d" % number)
@@ -157,7 +157,7 @@ def test_a_copy_says_when_it_cannot_tell_whether_the_target_has_other_messages(
     assert [each.value for each in client.fetch("purged-copy")] == [b"0", b"1", b"2", b"new"]
 
 
-def test_what_a_copy_would_mix_up_is_refused(penstock: Penstock, client: Client) -> None:  # noqa: F811
+def test_what_a_copy_would_mix_up_is_refused(penstock: Penstock, client: Client) -> None:
     fill(client, "mixed")
     client.create_topic("narrow", partitions=2)
     client.create_topic("taken", partitions=3)

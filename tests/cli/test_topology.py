@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.cli.test_broker import Penstock, at_terminal
+from tests.support.commands import Penstock, at_terminal
 from tests.support.registries import Answer, Answers, Registry, as_json
 
 NOBODY: Final = "http://127.0.0.1:1"

@@ -19,12 +19,12 @@ from penstock.client.values import Refresh
 from penstock.errors import BadFrame, Closed, NotOutstanding, RefreshAborted, RefreshConflict, TimedOut, UnknownTopic
 from penstock.wire import binary
 from penstock.wire.binary import Type, Verb, json_frame
-from tests.cli.test_broker import Penstock
-from tests.client.test_protocol import Wire, nothing
-from tests.client.test_protocol import delivered as delivery
-from tests.doors.test_provider import ACK, READY, RESET
-from tests.doors.test_provider import Client as ProvidersClient
+from tests.support.client_core import Wire, nothing
+from tests.support.client_core import delivered as delivery
+from tests.support.commands import Penstock
 from tests.support.frames import Frames, delivered, read_json
+from tests.support.provider_door import ACK, READY, RESET
+from tests.support.provider_door import Client as ProvidersClient
 from tests.support.server import PATIENCE_S, Serve
 from tests.support.shells import SHELLS, Shell, shell_of
 

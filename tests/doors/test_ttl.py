@@ -17,7 +17,7 @@ import pytest
 
 from penstock import AsyncClient, BrokerClient, Client, Outgoing
 from penstock.errors import BadHeader
-from tests.cli.test_broker import Penstock, client, penstock, server  # noqa: F401
+from tests.support.commands import Penstock, client, penstock, server  # noqa: F401
 from tests.support.lengths import consume
 from tests.support.server import PATIENCE_S, Flux, Nats, Serve, hpub
 

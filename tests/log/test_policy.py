@@ -13,7 +13,7 @@ from penstock.schema import shown
 from penstock.store.meta import Change, Meta
 from penstock.store.store import Store
 from penstock.testing import FaultyFiles, ManualClock
-from tests.store.test_store import DATA
+from tests.support.stores import DATA
 
 FULL = Policy(
     durability=Durability.FLUSH,

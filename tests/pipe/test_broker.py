@@ -402,8 +402,8 @@ async def test_records_that_name_another_topic_are_not_taken_for_those_of_this_o
 @in_loop
 async def test_a_parent_that_says_nothing_for_a_minute_is_told_and_so_is_one_that_never_did() -> None:
     async with Life(FaultyFiles()) as life:
-        tree = cast(Any, SimpleNamespace(broker=life.broker, node="child"))
-        parent = Parent(tree, Topology(node_id="child", role=Role.L2, parents=("http://root:8222",)))
+        node = cast(Any, SimpleNamespace(broker=life.broker, node="child"))
+        parent = Parent(node, Topology(node_id="child", role=Role.L2, parents=("http://root:8222",)))
         assert parent.health() == ("UNHEALTHY", "connecting to http://root:8222")
         parent.replied_us = life.clock.monotonic_us()
         # One request that took too long is no reason yet.

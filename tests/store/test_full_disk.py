@@ -15,9 +15,9 @@ from penstock.errors import AppendFailed, PenstockError
 from penstock.log.policy import Durability, Policy
 from penstock.outcome import Outcome
 from penstock.store.store import Store, StoreSettings
-from tests.store.test_store import append_flushed, batch, drive, running
 from tests.support.logs import values
 from tests.support.server import Nats, Serve
+from tests.support.stores import append_flushed, batch, drive, running
 from tests.support.web import get
 
 
