@@ -13,12 +13,13 @@ from typing import Any, Final
 import pytest
 
 from penstock.wire.websocket import Opcode
+from tests.nats.browser import NATS_WS, Page, serve_page
 from tests.nats.differences import CLIENT_DIFFERENCES, DIFFERENCES
 from tests.nats.python_client import CHECKS, run_check
 from tests.nats.run import NATS_SERVER, Peer, nats_server, penstock, run_both
 from tests.nats.scenarios import SCENARIOS
-from tests.nats.test_clients import install_nats_js, judge, of_nats_js
-from tests.support.server import PATIENCE_S
+from tests.nats.test_clients import FAILED, install_nats_js, judge, of_nats_js
+from tests.support.server import PATIENCE_S, Serve
 from tests.support.websocket import Frame, WebSocket, deflate, encode
 
 BINARY, PING, CLOSE = Opcode.BINARY, Opcode.PING, Opcode.CLOSE
@@ -70,12 +71,30 @@ def test_nats_py(websocket_peers: tuple[Peer, Peer], name: str) -> None:
     assert ours == real
 
 
-@pytest.mark.parametrize("package", ["nats.ws@1.30.3", NATS_CORE])
+@pytest.mark.parametrize("package", [NATS_WS, NATS_CORE])
 def test_nats_js(websocket_peers: tuple[Peer, Peer], tmp_path: Path, package: str) -> None:
     node = install_nats_js(tmp_path, package, "ws@8.18.0")
     real, ours = (of_nats_js(node, tmp_path, package, peer) for peer in websocket_peers)
     assert real.keys() == ours.keys()
     judge(real, ours)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with serve_page(tmp_path_factory.mktemp("page")) as page:
+        yield page
+
+
+def test_nats_ws_in_a_browser(websocket_peers: tuple[Peer, Peer], page: Page, tmp_path: Path) -> None:
+    real = page.run_checks(websocket_peers[0].url, next(_subjects))
+    with Serve(tmp_path, server_websocket_origins=page.origin) as server:
+        ours = page.run_checks(f"ws://127.0.0.1:{server.ports['http']}", next(_subjects))
+    judge(real, ours)
+
+
+def test_a_page_of_another_origin_cannot_connect(websocket_peers: tuple[Peer, Peer], page: Page) -> None:
+    found = page.run_checks(websocket_peers[1].url, next(_subjects))
+    assert {str(value).partition(": ")[0] + ": " for value in found.values()} == {FAILED}
 
 
 def _in_parts(payload: bytes, reserved: int = 0) -> bytes:
