@@ -172,6 +172,44 @@ async def test_who_leaves_gets_what_waits_and_who_comes_does_not() -> None:
 
 
 @in_loop
+@pytest.mark.parametrize("other", [None, b"_INBOX.*", b"_INBOX.>"])
+async def test_who_leaves_a_queue_changes_the_order_of_nobody(other: bytes | None) -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        everything, leaving, staying = listen(life, b">"), Recorder(), Recorder()
+        subscription, member = life.subscribe(INBOX, leaving, queue=b"q")
+        if other is not None:
+            life.subscribe(other, staying, queue=b"q")
+        publisher = Publisher()
+        publish(life, publisher, (b"a", b"1"), (INBOX, b"2"))
+        newcomer = Recorder()
+        life.subscribe(b"*.x", newcomer, queue=b"q")
+        life.broker.subscriptions.finish(subscription, member, lambda: None)
+        publish(life, publisher, (b"a", b"3"), (INBOX, b"4"))
+        await life.settle()
+        assert everything.values == [b"1", b"2", b"3", b"4"]
+        # Somebody of the queue who was there when it was published gets each message, once.
+        wanted = ([b"2"], [], [b"4"]) if other is None else ([], [b"2", b"4"], [])
+        assert (leaving.values, staying.values, newcomer.values) == wanted
+
+
+@in_loop
+@pytest.mark.parametrize(("after", "count"), [(1, 3), (3, 3), (4, 4), (6, 6), (9, 7)])
+async def test_a_maximum_changes_the_order_of_nobody_and_counts_what_waits(after: int, count: int) -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        everything, limited = listen(life, b">"), Recorder()
+        subscription, member = life.subscribe(b">", limited)
+        publisher = Publisher()
+        publish(life, publisher, (b"a", b"1"), (INBOX, b"2"), (b"b", b"3"))
+        life.broker.subscriptions.finish(subscription, member, lambda: None, after=after)
+        publish(life, publisher, (INBOX, b"4"), (b"a", b"5"), (INBOX, b"6"), (b"a", b"7"))
+        await life.settle()
+        assert everything.values == [b"%d" % number for number in range(1, 8)]
+        assert limited.values == everything.values[:count]
+
+
+@in_loop
 async def test_what_waits_and_is_not_stored_counts_with_what_waits_for_the_disk() -> None:
     async with Life(FaultyFiles(), unflushed_bytes_max=10_000) as life:
         await make_topics(life)

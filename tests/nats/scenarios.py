@@ -136,6 +136,34 @@ a PUB ~.x =event
   PUB _INBOX.# =reply
   UNSUB 2
 """,
+    "a reply does not overtake events though a queue group ends": """
+a SUB ~.> 1
+  SUB _INBOX.> 2
+  SUB _INBOX.* workers# 3
+a PUB ~.x =event
+  PUB _INBOX.# =reply
+  UNSUB 3
+""",
+    "a reply does not overtake events though its subscription gets a max": """
+a SUB ~.> 1
+  SUB _INBOX.> 2
+  SUB _INBOX.* 3
+a PUB ~.x =event
+  PUB _INBOX.# =reply
+  UNSUB 3 2
+  3x PUB _INBOX.# =reply%d
+""",
+    "a max counts stored and unstored messages in order": """
+a SUB > 1
+a PUB ~.x =0
+  PUB _INBOX.# =1
+  PUB ~.x =2
+  UNSUB 1 5
+  PUB _INBOX.# =3
+  PUB ~.x =4
+  PUB _INBOX.# =5
+  PUB ~.x =6
+""",
     "order between subscriptions": """
 a SUB ~.x 1
   SUB ~.* 2

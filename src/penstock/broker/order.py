@@ -131,11 +131,6 @@ class Order:
             if isinstance(target, LiveQueue) and any(matches(pattern, each) for each in target.waiting_subjects())
         ]
 
-    def release(self, pattern: bytes) -> None:
-        """Serve at once what matches and is not stored."""
-        for live in self.waiting_live(pattern):
-            self._serve(live, live.available)
-
     def serve(self) -> None:
         """Serve what may be served."""
         self._is_changed = True

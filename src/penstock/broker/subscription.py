@@ -10,7 +10,8 @@ for it. It reads the partitions in the order in which they were served (`broker/
 is stored before it has caught up with all of them.
 
 A member that leaves first gets what was published before, up to the ends that the logs had when it left: see `stop_at`.
-One of a queue is put behind where messages are on their way, so that it can tell which of them are its own.
+If others have its queue name, it is put behind where messages are on their way, so that it can tell which of them are
+its own.
 """
 
 from __future__ import annotations
@@ -84,15 +85,15 @@ class Queue:
         self._match = match
         self._all = all_
         # Of one that is not in the index any more: the patterns of the others at that time, and from where on each of
-        # them gets what it matches, in each partition. One that comes later gets nothing that was published before.
-        self._heirs: list[tuple[bytes, dict[Partition, int]]] | None = None
+        # them gets what it matches, in each place. One that comes later gets nothing that was published before.
+        self._heirs: list[tuple[bytes, dict[Waiting, int]]] | None = None
         # What older ones had before they ended: their patterns, and up to where in each partition.
-        self._taken: list[tuple[bytes, dict[Partition, int]]] = []
+        self._taken: list[tuple[bytes, dict[Waiting, int]]] = []
 
-    def leave(self, heirs: list[tuple[bytes, dict[Partition, int]]]) -> None:
+    def leave(self, heirs: list[tuple[bytes, dict[Waiting, int]]]) -> None:
         self._heirs = heirs
 
-    def take(self, pattern: bytes, ends: dict[Partition, int]) -> None:
+    def take(self, pattern: bytes, ends: dict[Waiting, int]) -> None:
         self._taken.append((pattern, ends))
 
     def pass_on(self, partition: Partition | LivePartition, run: Run) -> None:
@@ -108,21 +109,19 @@ class Queue:
         """Forget what others had: nothing of that is left to read."""
         self._taken.clear()
 
-    def select(self, partition: Partition, run: Run) -> Run:
+    def select(self, place: Waiting, run: Run) -> Run:
         """Return those of the messages that are the subscription's own."""
-        indices = [
-            index for index, subject in enumerate(run.subjects) if self._owns(partition, subject, run.offset(index))
-        ]
+        indices = [index for index, subject in enumerate(run.subjects) if self._owns(place, subject, run.offset(index))]
         if len(indices) == len(run):
             return run
         return run.select(indices) if indices else Run([], [])
 
-    def _owns(self, partition: Partition, subject: bytes, offset: int) -> bool:
-        if any(offset < ends.get(partition, 0) and matches(pattern, subject) for pattern, ends in self._taken):
+    def _owns(self, place: Waiting, subject: bytes, offset: int) -> bool:
+        if any(offset < ends.get(place, 0) and matches(pattern, subject) for pattern, ends in self._taken):
             return False
         if self._heirs is not None:
             return not any(
-                offset >= begins.get(partition, 0) and matches(pattern, subject) for pattern, begins in self._heirs
+                offset >= begins.get(place, 0) and matches(pattern, subject) for pattern, begins in self._heirs
             )
         others = (reader.queue for reader in self._match(subject) if reader.queue is not self)
         return not any(other is not None and other.name == self.name for other in others)
@@ -187,10 +186,23 @@ class Subscription:
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
         """Take a committed run, all of which matches. Return whether any of it went to a connection."""
-        if self._is_ending and self._stops is not None:
-            run = run.below(self._stops.get(partition, 0) if isinstance(partition, Waiting) else 0)
-            if not run.values:
-                return False
+        if self._stops is None:
+            return self._take(partition, run)
+        before = run.below(self._stops.get(partition, 0)) if isinstance(partition, Waiting) else Run([], [])
+        rest = range(len(before), len(run))
+        if self._is_ending and self.queue is not None and isinstance(partition, Waiting):
+            before = self.queue.select(partition, before)
+        was_sent = self._take(partition, before) if before.values else False
+        if self._is_ending or not rest:
+            return was_sent
+        if isinstance(partition, Partition):
+            self.fall_behind(partition, run.offset(rest[0]))
+            return was_sent
+        # Unstored messages cannot be read later. If what came before them was all that it waited for, it goes on now.
+        self._settle()
+        return (bool(self.members) and self._take(partition, run.select(rest))) or was_sent
+
+    def _take(self, partition: Partition | LivePartition, run: Run) -> bool:
         if self.behind and isinstance(partition, Partition):
             self.fall_behind(partition, run.offset(0))
             return False

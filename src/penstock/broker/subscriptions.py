@@ -188,21 +188,20 @@ class Subscriptions:
         if len(subscription.members) > 1:
             self._end(subscription, member, after, done)
             return
-        end = partial(self._end, subscription, member, after, done)
-        if after is None and subscription.queue is None:
+        if after is None and self._shares_queue(subscription):
+            for partition in self._on_the_way(subscription):
+                subscription.fall_behind(partition, partition.served)
+        ends = self._ends(subscription)
+        if after is None:
             self._withdraw(subscription)
             self._leaving[subscription] = None
             self._left.add(subscription.pattern, subscription)
-            subscription.stop_at(member, self._ends(subscription), end, is_final=True)
-            return
-        # One that goes on, or shares with others, gets unstored messages at once: they cannot be read later.
-        self.order.release(subscription.pattern)
-        for partition in self._on_the_way(subscription):
-            subscription.fall_behind(partition, partition.served)
-        ends: dict[Waiting, int] = {partition: partition.end for partition in subscription.behind}
-        if after is None:
-            self._withdraw(subscription)
+        end = partial(self._end, subscription, member, after, done)
         subscription.stop_at(member, ends, end, is_final=after is None)
+
+    def _shares_queue(self, subscription: Subscription) -> bool:
+        """Whether there are others with its queue name."""
+        return subscription.queue is not None and len(self._queues.get(subscription.queue.name, ())) > 1
 
     def _end(self, subscription: Subscription, member: Member, after: int | None, done: Callable[[], None]) -> None:
         if subscription in self._leaving:
@@ -241,19 +240,17 @@ class Subscriptions:
             self._leave_queue(subscription, subscription.queue)
 
     def _leave_queue(self, subscription: Subscription, queue: Queue) -> None:
-        """Let others with its queue name take over what they match, from where the partitions are served."""
+        """Let others with its queue name take over what they match, from where the places are served."""
         others = self._queues[queue.name]
         del others[subscription.pattern]
         if not others:
             del self._queues[queue.name]
         heirs = []
+        places: list[Waiting] = [*subscription.behind, *self.order.waiting_live(subscription.pattern)]
         for other in others.values():
             assert other.queue is not None, "it is in a queue"
             is_older = other.queue.number < queue.number
-            begins = {
-                partition: 0 if is_older else max(partition.served, partition.since.get(other, 0))
-                for partition in subscription.behind
-            }
+            begins = {place: 0 if is_older else max(place.served, place.since.get(other, 0)) for place in places}
             heirs.append((other.pattern, begins))
             if other.behind:
                 other.queue.take(subscription.pattern, {partition: partition.served for partition in other.behind})
