@@ -440,7 +440,83 @@ def test_every_example_is_right(kind: str, spark: SparkSession, tmp_path: Path) 
 
     done = penstock("validate", path)
 
-    assert done == Done(0, f"{path} is valid: {load(path).name}, of kind {kind}\n", "")
+    pipeline = load(path)
+    checked = ", ".join(["keys and values", *pipeline.checked_by_spark])
+    assert done == Done(0, f"{path} is valid: {pipeline.name}, of kind {kind}\nchecked: {checked}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "checked", "not_checked"),
+    [
+        ("archive", [], ["keys and values"], []),
+        ("replay", [], ["keys and values"], []),
+        ("transform", ["--no-spark"], ["keys and values"], ["schema", "SQL", "key"]),
+        ("aggregate", ["--no-spark"], ["keys and values"], ["schema", "columns", "measures", "key"]),
+    ],
+)
+def test_spark_is_not_started_for_what_does_not_need_it(
+    kind: str,
+    flags: list[str],
+    checked: list[str],
+    not_checked: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "example.toml"
+    penstock("init", kind, path)
+    monkeypatch.setattr("penstock.pipelines.execution.opened", None)
+
+    done = penstock("validate", path, "--json", *flags)
+
+    found = json.loads(done.out)
+    assert (found["checked"], found["not_checked"]) == (checked, not_checked)
+    shown = penstock("validate", path, *flags).out
+    assert ("not checked without Spark: " + ", ".join(not_checked) in shown) == bool(not_checked)
+
+
+# ---- on a sample
+
+
+def sample(directory: Path, *values: object) -> Path:
+    path = directory / "sample.jsonl"
+    path.write_text("".join(f"{value if isinstance(value, str) else json.dumps(value)}\n" for value in values))
+    return path
+
+
+def test_a_sample_is_run_without_a_broker(spark: SparkSession, tmp_path: Path) -> None:
+    penstock("init", "transform", tmp_path / "orders.toml")
+    path = sample(tmp_path, {"id": "a", "country": "de", "amount": 5.0}, "no order", {"id": "b", "amount": 0.5})
+
+    shown = penstock("test", tmp_path / "orders.toml", "--input", path)
+    done = penstock("test", tmp_path / "orders.toml", "--input", path, "--json")
+
+    found = json.loads(done.out)
+    [row], [letter] = found["rows"], found["dead_letters"]
+    assert (row["subject"], row["key"], row["headers"]) == ("orders-clean", "a", {})
+    assert row["value"] == {"id": "a", "customer": None, "country": "DE", "amount": 5.0, "tax": 1.0, "at": None}
+    assert letter == {"reason": "it is not JSON", "value": "no order", "subject": "orders", "offset": 1}
+    lines = [line.split() for line in shown.out.splitlines()]
+    assert lines[0] == ["1", "row"]
+    assert lines[1] == ["id", "customer", "country", "amount", "tax", "at", "_subject", "_key"]
+    assert lines[3] == ["a", "-", "DE", "5.0", "1.0", "-", "orders-clean", "a"]
+    assert ["1", "dead", "letter"] in lines
+
+
+def test_a_sample_that_is_not_there_and_a_kind_without_samples_are_told(spark: SparkSession, tmp_path: Path) -> None:
+    for kind in ("transform", "archive", "join"):
+        penstock("init", kind, tmp_path / f"{kind}.toml")
+    path = sample(tmp_path, {})
+
+    absent = penstock("test", tmp_path / "transform.toml", "--input", tmp_path / "none.jsonl")
+    archive = penstock("test", tmp_path / "archive.toml", "--input", path)
+    join = penstock("test", tmp_path / "join.toml", "--input", path)
+
+    assert absent.err == f"error: {tmp_path}/none.jsonl: No such file or directory\n"
+    assert archive.err == (
+        "error: a pipeline of kind archive cannot be run on a sample: transform, aggregate, deduplicate, replay, join "
+        "can\n"
+    )
+    assert join.err == "error: a pipeline of kind join needs a sample for [left], [right]: got 1\n"
 
 
 def test_a_file_that_is_wrong_is_refused_before_spark_starts(tmp_path: Path) -> None:
@@ -470,9 +546,13 @@ def test_without_spark_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
     penstock("init", "archive", tmp_path / "archive.toml")
     monkeypatch.setattr("penstock.cli.pipeline.find_spec", lambda name: None)
 
+    penstock("init", "join", tmp_path / "join.toml")
     done = penstock("run", tmp_path / "archive.toml")
+    validated = penstock("validate", tmp_path / "join.toml")
 
     assert (done.code, done.err) == (1, "error: Spark is not installed: pip install 'penstock[spark]'\n")
+    assert validated.code == 0
+    assert validated.out.endswith("not checked without Spark: schema, columns, key\n")
 
 
 # ---- what goes wrong while it runs

@@ -6,9 +6,9 @@ import json as json_text
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.pipelines.pipeline import Pipeline
     from penstock.pipelines.progress import PipelineProgress
+    from penstock.pipelines.sample import SampleRow
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -108,25 +109,70 @@ def validate(
     path: File,
     *,
     json: Json = False,
+    no_spark: Annotated[
+        bool, typer.Option("--no-spark", help="Check only keys and values, which takes less than a second.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the log of Spark.")] = False,
 ) -> None:
-    """Check a pipeline file: its keys, and with Spark its schema, SQL, columns and function. No broker is needed."""
-    with _problems_printed():
-        pipeline = _load(path)
-        from penstock.pipelines.execution import opened
-        from penstock.pipelines.validation import check
+    """Check a pipeline file. No broker is needed.
 
-        with (
-            _showing("starting Spark …", shown=not json),
-            opened(pipeline.name, config=spark_logging(verbose)) as spark,
-        ):
-            check(spark, pipeline)
+    Keys and values are checked at once. Spark then checks schema, SQL, columns and function, if the file has any.
+    """
+    checked, skipped = ["keys and values"], None
+    with _problems_printed():
+        pipeline = _loaded(path)
+        needing = pipeline.checked_by_spark
+        if not needing:
+            pass
+        elif no_spark or not _has_spark():
+            skipped = f"not checked without Spark: {', '.join(needing)}"
+        else:
+            _print_progress(f"keys and values are valid; checking {', '.join(needing)} with Spark …", shown=not json)
+            _check_with_spark(pipeline, verbose)
+            checked += needing
     if json:
         from penstock.cli import output
 
-        output.print_json({"name": pipeline.name, "kind": pipeline.kind, "file": str(path)})
-    else:
-        print(safe(f"{path} is valid: {pipeline.name}, of kind {pipeline.kind}"))
+        document = {"name": pipeline.name, "kind": pipeline.kind, "file": str(path), "checked": checked}
+        output.print_json(document | {"not_checked": needing if skipped else []})
+        return
+    print(safe(f"{path} is valid: {pipeline.name}, of kind {pipeline.kind}"))
+    print(safe(f"checked: {', '.join(checked)}"))
+    if skipped is not None:
+        print(safe(skipped))
+
+
+@app.command("test")
+@options
+def run_on_sample(
+    path: File,
+    *,
+    samples: Annotated[
+        list[Path],
+        typer.Option(
+            "--input", metavar="SAMPLE", help="Messages, a value per line. A join needs two: left, then right."
+        ),
+    ],
+    json: Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the log of Spark.")] = False,
+) -> None:
+    """Run a pipeline on a sample, without a broker, and print the rows it would write and its dead letters."""
+    with _problems_printed():
+        pipeline = _load(path)
+        from penstock.pipelines import sample
+        from penstock.pipelines.execution import opened
+
+        messages = [sample.read(each) for each in samples]
+        config = spark_logging(verbose) | sample.CONFIG
+        with _showing("starting Spark …", shown=not json), opened(pipeline.name, config=config) as spark:
+            found = sample.run(spark, pipeline, *messages)
+    from penstock.cli import output
+
+    if json:
+        output.print_json(asdict(found))
+        return
+    _print_sample(f"{counted(len(found.rows), 'row')}", [_sample_cells(row) for row in found.rows])
+    _print_sample(f"{counted(len(found.dead_letters), 'dead letter')}", [asdict(each) for each in found.dead_letters])
 
 
 # Long only by its options.
@@ -258,9 +304,21 @@ def _loaded(path: Path) -> Pipeline:
 
 def _load(path: Path) -> Pipeline:
     pipeline = _loaded(path)
-    if find_spec("pyspark") is None or find_spec("pyarrow") is None:
+    if not _has_spark():
         raise PenstockError("Spark is not installed: pip install 'penstock[spark]'")
     return pipeline
+
+
+def _has_spark() -> bool:
+    return find_spec("pyspark") is not None and find_spec("pyarrow") is not None
+
+
+def _check_with_spark(pipeline: Pipeline, verbose: bool) -> None:
+    from penstock.pipelines.execution import opened
+    from penstock.pipelines.validation import check
+
+    with opened(pipeline.name, config=spark_logging(verbose)) as spark:
+        check(spark, pipeline)
 
 
 def spark_logging(verbose: bool) -> dict[str, str]:
@@ -304,6 +362,29 @@ def _print_rows(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     for row in rows:
         document = {name: str(cell) for name, cell in zip(names, row, strict=True)}
         print(json_text.dumps({"event": "row", **document}), flush=True)
+
+
+def _print_progress(text: str, *, shown: bool) -> None:
+    """Print a line for people who wait."""
+    if shown and sys.stderr.isatty():
+        print(safe(text), file=sys.stderr)
+
+
+def _sample_cells(row: SampleRow) -> dict[str, Any]:
+    """Return a row of a sample as cells: the fields of its value, then what else it has."""
+    fields = row.value if isinstance(row.value, dict) else {"value": row.value}
+    rest = {"_subject": row.subject, "_key": row.key, "_headers": row.headers or None}
+    return {**fields, **{name: cell for name, cell in rest.items() if cell is not None}}
+
+
+def _print_sample(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    from penstock.cli import output
+
+    print(title)
+    if rows:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        cells = [["-" if row.get(name) is None else str(row[name]) for name in names] for row in rows]
+        output.console().print(output.table(names, cells))
 
 
 def _print_table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -223,6 +223,27 @@ class Pipeline:
             sink = replace(sink, options={**sink.options, **login})
         return replace(self, sources=sources, sink=sink)
 
+    @property
+    def checked_by_spark(self) -> list[str]:
+        """Return what only Spark can check in the file, in words."""
+        found = []
+        if KINDS[self.kind].is_typed:
+            found.append("schema")
+        match self.settings:
+            case TransformSettings(python=None):
+                found.append("SQL")
+            case TransformSettings():
+                found.append("function")
+            case AggregateSettings():
+                found += ["columns", "measures"]
+            case DeduplicateSettings() | JoinSettings():
+                found.append("columns")
+            case DeadLetterSettings(redrive=str()):
+                found.append("redrive condition")
+        if self.sink is not None and self.sink.topic is not None:
+            found += [name for name in ("key", "subject") if getattr(self.sink, name) is not None]
+        return found
+
     def where(self, *key: str) -> str:
         """Return the start of an error message about a key: file, line and key."""
         return f"{self.path}:{self.lines.of(key)}: {key_name(key)}"

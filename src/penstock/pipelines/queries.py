@@ -30,17 +30,13 @@ from penstock.pipelines.pipeline import (
     AggregateSettings,
     ArchiveSettings,
     DeadLetterSettings,
-    DeduplicateSettings,
-    JoinSettings,
     Pipeline,
     PipelineSink,
     PipelineSource,
     ReplaySettings,
-    TransformSettings,
 )
 from penstock.spark import connection
 from penstock.spark import options as source_options
-from penstock.spark.json_topics import RESERVED, parse_json
 from penstock.times import Place
 
 # Dead letters in one redrive request, and how long that may take.
@@ -134,18 +130,12 @@ class _QueryBuilder:
         match self.pipeline.settings:
             case ArchiveSettings():
                 self._archive()
-            case TransformSettings():
-                self._transform()
-            case AggregateSettings() as settings:
-                self._aggregate(settings)
-            case DeduplicateSettings() as settings:
-                self._deduplicate(settings)
-            case JoinSettings() as settings:
-                self._join(settings)
             case ReplaySettings() as settings:
                 self._replay(settings)
             case DeadLetterSettings() as settings:
                 self._dead_letters(settings)
+            case _:
+                self._process()
 
     # One method for each kind.
 
@@ -156,32 +146,17 @@ class _QueryBuilder:
         rows = self._read(self.pipeline.source, includeHeaders="true")
         self._run("rows", _to(rows, options | dict(sink.options)))
 
-    def _transform(self) -> None:
-        parsed = self._parsed(0)
-        self._store(transformations.transform(frames.good(parsed), self.pipeline), [parsed])
-
-    def _aggregate(self, settings: AggregateSettings) -> None:
-        parsed = self._parsed(0)
-        rows = transformations.aggregate(frames.good(parsed), settings)
-        self._store(rows, [parsed], mode=settings.mode)
-
-    def _deduplicate(self, settings: DeduplicateSettings) -> None:
-        parsed = self._parsed(0)
-        rows = transformations.deduplicate(frames.good(parsed), settings)
-        # Values stay as they were published.
-        self._store(rows, [parsed], shape=frames.raw)
-
-    def _join(self, settings: JoinSettings) -> None:
-        left, right = self._parsed(0), self._parsed(1)
-        rows = transformations.join(frames.good(left), frames.good(right), settings)
-        self._store(rows, [left, right])
+    def _process(self) -> None:
+        """Write what parsed as the kind transforms it, and the rest as dead letters."""
+        sources = [self._parsed(side) for side in range(len(self.pipeline.sources))]
+        rows = transformations.transformed([frames.good(source) for source in sources], self.pipeline)
+        settings = self.pipeline.settings
+        self._store(rows, sources, mode=settings.mode if isinstance(settings, AggregateSettings) else "append")
 
     def _replay(self, settings: ReplaySettings) -> None:
-        sink = self._sink
-        assert sink.topic is not None
         rate = {} if settings.rate is None else {"maxOffsetsPerTrigger": str(settings.rate)}
         source = self._read(self.pipeline.source, includeHeaders="true", **rate)
-        rows = frames.replay(source, topic=sink.topic, key=sink.key, subject=sink.subject)
+        rows = transformations.messages(source, self.pipeline)
         if settings.rate is None:
             self._run("rows", _to(rows, self._sink_options))
         else:
@@ -214,10 +189,8 @@ class _QueryBuilder:
         return self.spark.readStream.format("penstock").options(**given).load()
 
     def _parsed(self, side: int, **more: str) -> DataFrame:
-        source = self.pipeline.sources[side]
-        assert source.schema is not None
-        rows = self._read(source, includeHeaders="true", **more)
-        return parse_json(rows, source.schema, required=_required(self.pipeline)[side])
+        rows = self._read(self.pipeline.sources[side], includeHeaders="true", **more)
+        return transformations.parsed(rows, self.pipeline, side)
 
     # Writing.
 
@@ -230,25 +203,17 @@ class _QueryBuilder:
     def _sink_options(self) -> dict[str, str]:
         return {"servers": self._sink.servers or self.pipeline.source.servers, **self._sink.options}
 
-    def _store(
-        self,
-        rows: DataFrame,
-        parsed: list[DataFrame],
-        *,
-        mode: str = "append",
-        shape: Callable[..., DataFrame] = frames.to_json,
-    ) -> None:
+    def _store(self, rows: DataFrame, parsed: list[DataFrame], *, mode: str) -> None:
         """Write rows to the sink, and those that did not parse to the dead-letter topic."""
         sink = self._sink
         if sink.parquet is not None:
-            fields = [name for name in rows.columns if name not in RESERVED]
-            writer = rows.select(*map(frames.named, fields)).writeStream.format("parquet").outputMode(mode)
+            writer = transformations.fields(rows).writeStream.format("parquet").outputMode(mode)
             self._run("rows", writer.options(**sink.options).option("path", sink.parquet))
             return self._store_letters()
-        out = shape(rows, topic=sink.topic, key=sink.key, subject=sink.subject)
+        out = transformations.messages(rows, self.pipeline)
         is_one_broker = {source.servers for source in self.pipeline.sources} == {self._sink_options["servers"]}
         if is_one_broker:
-            out = reduce(DataFrame.unionByName, (self._letters_of(each) for each in parsed), out)
+            out = reduce(DataFrame.unionByName, (transformations.letters(each, self.pipeline) for each in parsed), out)
         if mode == "append":
             self._run("rows", _to(out, self._sink_options))
         else:
@@ -260,12 +225,9 @@ class _QueryBuilder:
     def _store_letters(self) -> None:
         """Write dead letters with separate queries, to the brokers of their sources."""
         for side, source in enumerate(self.pipeline.sources):
-            letters = self._letters_of(self._parsed(side, group=""))
+            letters = transformations.letters(self._parsed(side, group=""), self.pipeline)
             name = "letters" if len(self.pipeline.sources) == 1 else f"letters-{side}"
             self._run(name, _to(letters, _login(source.options) | {"servers": source.servers}))
-
-    def _letters_of(self, parsed: DataFrame) -> DataFrame:
-        return frames.dead_letters_of(parsed, group=self.pipeline.name)
 
     def _run(self, name: str, writer: DataStreamWriter) -> None:
         named = writer.queryName(self.pipeline.name if name == "rows" else f"{self.pipeline.name} {name}")
@@ -274,22 +236,6 @@ class _QueryBuilder:
 
 
 # Sources.
-
-
-def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
-    """Return the columns that rows need besides those of the schema, for each source. Without them rows would vanish.
-
-    A row without a time belongs to no window, rows without a key are not duplicates of each other, and a row without a
-    join column never matches.
-    """
-    match pipeline.settings:
-        case AggregateSettings(time=time):
-            return [(time,)]
-        case DeduplicateSettings(time=time, by=by):
-            return [(time, *by)]
-        case JoinSettings(time=time, right_time=right_time, on=on):
-            return [(time, *on), (right_time or time, *on)]
-    return [()]
 
 
 def _subscribed(source: PipelineSource) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import BadConfig
@@ -14,46 +14,78 @@ from penstock.pipelines.pipeline import (
     DeduplicateSettings,
     JoinSettings,
     Pipeline,
+    ReplaySettings,
     TransformSettings,
 )
+from penstock.spark.json_topics import RESERVED, parse_json
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def transform(rows: DataFrame, pipeline: Pipeline) -> DataFrame:
-    assert isinstance(pipeline.settings, TransformSettings)
-    sql = pipeline.settings.sql
-    return frames.transform(rows, sql if sql is not None else function_of(pipeline))
+def parsed(rows: DataFrame, pipeline: Pipeline, side: int) -> DataFrame:
+    """Parse the rows of a source, which has a schema. `side` is its number in the pipeline."""
+    schema = pipeline.sources[side].schema
+    assert schema is not None
+    return parse_json(rows, schema, required=_required(pipeline)[side])
 
 
-def aggregate(rows: DataFrame, settings: AggregateSettings) -> DataFrame:
-    return frames.aggregate(
-        rows,
-        time=settings.time,
-        window=settings.window,
-        slide=settings.slide,
-        watermark=settings.watermark,
-        by=settings.by,
-        measures=settings.measures,
-    )
+def transformed(tables: Sequence[DataFrame], pipeline: Pipeline) -> DataFrame:
+    """Do what the kind does to the rows that parsed, one table for each source."""
+    settings, (rows, *more) = pipeline.settings, tables
+    match settings:
+        case TransformSettings():
+            return frames.transform(rows, settings.sql if settings.sql is not None else function_of(pipeline))
+        case AggregateSettings():
+            return frames.aggregate(
+                rows,
+                time=settings.time,
+                window=settings.window,
+                slide=settings.slide,
+                watermark=settings.watermark,
+                by=settings.by,
+                measures=settings.measures,
+            )
+        case DeduplicateSettings():
+            return frames.deduplicate(rows, by=settings.by, time=settings.time, watermark=settings.watermark)
+        case JoinSettings():
+            return frames.join(
+                rows,
+                more[0],
+                on=settings.on,
+                within=settings.within,
+                watermark=settings.watermark,
+                left_time=settings.time,
+                right_time=settings.right_time or settings.time,
+                how="inner" if settings.how == "inner" else "left_outer",
+            )
+    raise AssertionError(f"kind {pipeline.kind} does not parse rows")
 
 
-def deduplicate(rows: DataFrame, settings: DeduplicateSettings) -> DataFrame:
-    return frames.deduplicate(rows, by=settings.by, time=settings.time, watermark=settings.watermark)
+def messages(rows: DataFrame, pipeline: Pipeline) -> DataFrame:
+    """Return what the kind writes to the topic of the sink."""
+    sink = pipeline.sink
+    assert sink is not None
+    assert sink.topic is not None
+    match pipeline.settings:
+        case ReplaySettings():
+            shape = frames.replay
+        case DeduplicateSettings():
+            # Values stay as they were published.
+            shape = frames.raw
+        case _:
+            shape = frames.to_json
+    return shape(rows, topic=sink.topic, key=sink.key, subject=sink.subject)
 
 
-def join(left: DataFrame, right: DataFrame, settings: JoinSettings) -> DataFrame:
-    return frames.join(
-        left,
-        right,
-        on=settings.on,
-        within=settings.within,
-        watermark=settings.watermark,
-        left_time=settings.time,
-        right_time=settings.right_time or settings.time,
-        how="inner" if settings.how == "inner" else "left_outer",
-    )
+def fields(rows: DataFrame) -> DataFrame:
+    """Return the columns that the kind writes to Parquet files."""
+    return rows.select(*(frames.named(name) for name in rows.columns if name not in RESERVED))
+
+
+def letters(table: DataFrame, pipeline: Pipeline) -> DataFrame:
+    """Return the rows that did not parse as dead letters."""
+    return frames.dead_letters_of(table, group=pipeline.name)
 
 
 def function_of(pipeline: Pipeline) -> Callable[[DataFrame], DataFrame]:
@@ -79,3 +111,19 @@ def function_of(pipeline: Pipeline) -> Callable[[DataFrame], DataFrame]:
     if not callable(found):
         raise BadConfig([f"{where}: the module {module_name} has no function {name!r}"])
     return found  # type: ignore[no-any-return]
+
+
+def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
+    """Return the columns that rows need besides those of the schema, for each source. Without them rows would vanish.
+
+    A row without a time belongs to no window, rows without a key are not duplicates of each other, and a row without a
+    join column never matches.
+    """
+    match pipeline.settings:
+        case AggregateSettings(time=time):
+            return [(time,)]
+        case DeduplicateSettings(time=time, by=by):
+            return [(time, *by)]
+        case JoinSettings(time=time, right_time=right_time, on=on):
+            return [(time, *on), (right_time or time, *on)]
+    return [()]

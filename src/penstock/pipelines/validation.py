@@ -30,7 +30,7 @@ from penstock.spark.json_topics import RESERVED, parse_json
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_SOURCE: Final = (
+SOURCE: Final = (
     "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary, subject string, "
     "headers map<string,string>"
 )
@@ -52,7 +52,7 @@ class _Validator:
 
     def run(self) -> None:
         kind = KINDS[self._pipeline.kind]
-        rows = self._spark.createDataFrame([], _SOURCE)
+        rows = self._spark.createDataFrame([], SOURCE)
         tables = []
         for name, source in zip(kind.sources, self._pipeline.sources, strict=True):
             tables.append(self._parsed(rows, name, source) if kind.is_typed else rows)
@@ -114,7 +114,7 @@ class _Validator:
                 table.groupBy().agg(expr(sql))
         if len(self.problems) == before:
             with self._reporting("aggregate"):
-                return transformations.aggregate(table, settings)
+                return transformations.transformed([table], self._pipeline)
         return None
 
     def _joined(self, left: DataFrame, right: DataFrame, settings: JoinSettings) -> DataFrame | None:
@@ -126,7 +126,7 @@ class _Validator:
         self._check_time(right, right_time, "join", "right_time" if settings.right_time else "time", side="right")
         if len(self.problems) == before:
             with self._reporting("join"):
-                return transformations.join(left, right, settings)
+                return transformations.transformed([left, right], self._pipeline)
         return None
 
     def _check_letters(self, table: DataFrame, settings: DeadLetterSettings) -> None:
