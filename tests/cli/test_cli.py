@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from penstock.cli import MODULES
 from tests.support.data_directories import penstock
 
 
@@ -23,6 +24,14 @@ def test_version_and_help() -> None:
     assert "demo" in listed
     assert "log" in listed
     assert penstock("log", "verify").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["", "serve", "config", "demo", "worker", *MODULES])
+def test_an_unknown_option_is_wrong_usage(command: str) -> None:
+    done = penstock(*command.split(), "--bogusflag")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--bogusflag" in done.stderr
 
 
 @pytest.mark.parametrize(

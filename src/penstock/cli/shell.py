@@ -43,7 +43,7 @@ _EXIT_COMMANDS: Final = ("EXIT", "QUIT")
 _ERROR: Final = b"ERROR: "
 
 
-@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_interspersed_args": False})
 def shell(
     command: Annotated[
         list[str] | None,
