@@ -254,6 +254,11 @@ def test_a_directory_that_holds_no_backups_is_refused(store: Store, tmp_path: Pa
     for data in ("data", "restored"):
         with pytest.raises(BadDirectory, match=f"{tmp_path}/{data} is the data directory of a broker: choose another"):
             open_target(f"{scheme}{tmp_path}/{data}", is_new=True)
+        for inside in ("backups", "topics/backups"):
+            with pytest.raises(
+                BadDirectory, match=f"{inside} is inside {tmp_path}/{data}, the data directory of a broker"
+            ):
+                open_target(f"{scheme}{tmp_path}/{data}/{inside}", is_new=True)
     with pytest.raises(BadDirectory, match=f"{tmp_path}/none does not exist"):
         open_target(f"{scheme}{tmp_path}/none")
     (tmp_path / "b.tar").touch()

@@ -664,6 +664,12 @@ def test_a_rate_of_flux_counts_only_where_its_limit_is_enabled(place: Place) -> 
     assert changed(place.load({"flow_control": flow})) == {}
 
 
+@pytest.mark.parametrize("name", ["default_rate_limit", "default_rate_burst"])
+def test_a_rate_of_flux_is_checked_where_its_limit_is_disabled_too(place: Place, name: str) -> None:
+    [problem] = place.problems({"flow_control": {"enable_rate_limit": False, name: -1}})
+    assert problem.startswith(f"flow_control.{name} (file FILE:1) is -1: it must be ")
+
+
 def test_a_cluster_of_flux_is_refused(place: Place) -> None:
     assert place.problems(FLUX | {"cluster": FLUX["cluster"] | {"enabled": True}}) == [
         "cluster.enabled (file FILE:1) is true: it must be false: clustering is not available yet"

@@ -357,10 +357,19 @@ def open_target(place: str, *, is_new: bool = False) -> Target:
 
 
 def _check_directory(path: Path, *, is_new: bool) -> None:
-    names = set(os.listdir(path)) if path.is_dir() else set[str]()
-    if FORMAT_NAME in names or RESTORING_NAME in names or {"LOCK", "topics"} <= names:
-        raise BadDirectory(f"{path} is the data directory of a broker: choose another directory")
+    whole = path.resolve()
+    for each in (whole, *whole.parents):
+        if _is_data_directory(each):
+            where = f"{path} is" if each == whole else f"{path} is inside {each},"
+            raise BadDirectory(f"{where} the data directory of a broker: choose another directory")
     if path.exists() and not path.is_dir():
         raise BadDirectory(f"{path} is not a directory: to read a tar file, use - and stdin")
     if not is_new and not path.exists():
         raise BadDirectory(f"{path} does not exist")
+
+
+def _is_data_directory(path: Path) -> bool:
+    has_format, is_restoring, has_lock, has_topics = (
+        (path / name).exists() for name in (FORMAT_NAME, RESTORING_NAME, "LOCK", "topics")
+    )
+    return has_format or is_restoring or (has_lock and has_topics)

@@ -62,8 +62,10 @@ def backup(
         return
     from penstock.backup import prune
 
-    with prune.running(place) as flag:
-        done = _copy(place, data, at, _rate(rate), flag.refresh)
+    rate_bytes = _rate(rate)
+    # The source first: a backup that cannot begin must not create the target.
+    with _source(data, at) as source, prune.running(place) as flag:
+        done = _copy(source, place, rate_bytes, flag.refresh)
     removed = [] if keep is None else prune.prune(place, keep)
     if json:
         _print_json(done, removed)
@@ -76,26 +78,25 @@ def _to_stream(data: Path | None, at: ConnectionOptions, rate: int | None) -> No
     from penstock.backup.target import TarTarget
 
     tar = TarTarget(sys.stdout.buffer)
-    done = _copy(tar, data, at, rate, lambda: None)
+    with _source(data, at) as source:
+        done = _copy(source, tar, rate, lambda: None)
     tar.close()
     print(f"backup {done.manifest.id}: {_size(done.copied_bytes)}", file=sys.stderr)
     _warn_of_damage(done.manifest)
 
 
-def _copy(target: Target, data: Path | None, at: ConnectionOptions, rate: int | None, refresh: Any) -> Done:
+def _copy(source: BackupSource, target: Target, rate: int | None, refresh: Any) -> Done:
     from penstock.backup.create import Throttle, create, plan
     from penstock.cli import output, version
 
-    with _source(data, at) as source:
-        planned = plan(source, target)
-        with output.moving("copying", planned.bytes, in_bytes=True) as advance:
+    planned = plan(source, target)
+    with output.moving("copying", planned.bytes, in_bytes=True) as advance:
 
-            def progress(count: int) -> None:
-                refresh()
-                advance(count)
+        def progress(count: int) -> None:
+            refresh()
+            advance(count)
 
-            throttle = Throttle(rate)
-            return create(source, target, planned, penstock=version(), throttle=throttle, progress=progress)
+        return create(source, target, planned, penstock=version(), throttle=Throttle(rate), progress=progress)
 
 
 @contextmanager

@@ -200,13 +200,12 @@ def _from_file(
             for entry in entries
             if entry.key == "server.port"
         )
-    unlimited = any(
-        each.key == "flow_control.enable_rate_limit" and str(each.value).lower() == "false" for each in entries
-    )
+    if any(each.key == "flow_control.enable_rate_limit" and str(each.value).lower() == "false" for each in entries):
+        # Flux's rate counts only where its limit is enabled. It is still checked.
+        rates = ("flow_control.default_rate_limit", "flow_control.default_rate_burst")
+        targets = {**targets, **{name: targets[name]._replace(key=None) for name in rates}}
     for entry in entries:
-        # Flux's rate counts only where its limit is enabled.
-        if not (unlimited and entry.key in ("flow_control.default_rate_limit", "flow_control.default_rate_burst")):
-            yield from _from_entry(file, entry, targets, environ, notes)
+        yield from _from_entry(file, entry, targets, environ, notes)
 
 
 def _from_entry(
