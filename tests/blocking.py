@@ -134,7 +134,9 @@ def _body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     if returns.startswith("AsyncIterator"):
         # `_fetch` yields lists, so that the loop is woken once for each list.
         return f"return self._loop.iterate({call.replace('.fetch(', '._fetch(')})"
-    return f"self._loop.run({call})" if returns == "None" else f"return self._loop.run({call})"
+    # The loop's thread calls it, so that Ctrl-C in this one leaves no coroutine behind.
+    work = call.removesuffix("()") if call.endswith("()") else f"lambda: {call}"
+    return f"self._loop.run({work})" if returns == "None" else f"return self._loop.run({work})"
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[str]:

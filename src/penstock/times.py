@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from datetime import UTC, datetime, timedelta
+from numbers import Real
 from typing import Any, Final
 
 MOMENT_FORMS: Final = (
@@ -111,6 +112,12 @@ def _checked(time_us: int, given: object) -> int:
     if not _TIME_US_MIN <= time_us < _TIME_US_MAX:
         raise ValueError(f"{given!r} is not in the years 1 to 9999: give seconds since 1970, not milliseconds")
     return time_us
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise ValueError unless a value is a number. True is not a second."""
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise ValueError(f"invalid {name} {value!r}: it must be a number of seconds")
 
 
 def iso(time_us: int, timespec: str = "auto") -> str:

@@ -291,7 +291,7 @@ def test_a_snapshot_belongs_to_its_connection_and_ends_with_it(tmp_path: Path) -
                 return await other._async._link.ask(lambda number: read_frame(number, Read(1, file, 0, 10)), "steal")
 
             with pytest.raises(PenstockError, match="has no snapshot 1"):
-                other._loop.run(steal())
+                other._loop.run(steal)
         wait_until(lambda: not os.listdir(server.data / "snapshots"))
 
 
@@ -334,6 +334,9 @@ def test_a_target_or_source_that_is_none_is_refused(tmp_path: Path) -> None:
     for words, reason in (
         (("backup", tmp_path / "data", "--data", tmp_path / "data"), "is the data directory of a broker"),
         (("backup", "", "--data", tmp_path / "data"), "the target is empty"),
+        (("backup", tmp_path / "data" / "b", "--data", tmp_path / "data"), "the data directory of a broker"),
+        (("backup", tmp_path / "none", "--data", tmp_path), "is not a data directory"),
+        (("backup", tmp_path / "none", "--servers", "127.0.0.1:1"), "no broker"),
         (("backup", tmp_path / "none", "--list"), "none does not exist"),
         (("restore", tmp_path / "none", tmp_path / "new"), "none does not exist"),
         (("restore", "-", tmp_path / "new"), "the tar stream is damaged or truncated"),

@@ -20,6 +20,7 @@ from penstock.client.servers import Servers
 from penstock.client.subscription import AsyncSubscription
 from penstock.client.values import Place
 from penstock.model.subject import selection
+from penstock.times import check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class App:
         stop_timeout: float = 30.0,
     ) -> None:
         self.servers = servers
+        check_seconds("stop_timeout", stop_timeout)
         self.stop_timeout = stop_timeout
         self._connect = partial(AsyncClient, name=name, user=user, password=password, token=token, timeout=timeout)
         self._consumers: dict[str, Consumer] = {}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeVar
 
+from penstock.times import check_seconds
+
 T = TypeVar("T")
 
 # More doublings would exceed the range of a float.
@@ -37,6 +39,7 @@ class Retry:
     def __post_init__(self) -> None:
         for name in ("initial", "maximum", "then"):
             value = getattr(self, name)
+            check_seconds(name, value)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"invalid {name} {value!r}: it must be 0 or more seconds")
         if not 0 <= self.doublings <= _DOUBLINGS_MAX:

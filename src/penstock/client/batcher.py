@@ -41,6 +41,7 @@ from penstock.errors import (
 )
 from penstock.model.batch import Compression
 from penstock.model.run import MESSAGE_BYTES, Run, open_batch
+from penstock.times import check_seconds
 
 # Subject, value and error of a message that was not stored.
 FailedMessage = tuple[str, bytes | None, PenstockError]
@@ -62,6 +63,8 @@ class Batcher:
     ) -> None:
         """`draw` returns a random producer ID, `now_us` the time of messages. `wake` is called, with the lock held,
         when `pump` must be called."""
+        check_seconds("linger", linger)
+        check_seconds("timeout", timeout)
         # Bytes that are gathered and not stored.
         self.bytes = 0
         # Messages that are stored, and how many of them are duplicates.

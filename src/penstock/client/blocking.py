@@ -44,7 +44,7 @@ class BlockingMethods:
 
     def connect(self) -> None:
         """Connect now. Raise NoBroker if no broker answers."""
-        self._loop.run(self._async.connect())
+        self._loop.run(self._async.connect)
 
     def publish(
         self,
@@ -66,7 +66,7 @@ class BlockingMethods:
         deletes the key.
         """
         return self._loop.run(
-            self._async.publish(
+            lambda: self._async.publish(
                 subject,
                 value,
                 json=json,
@@ -94,7 +94,9 @@ class BlockingMethods:
         Raise NoResponders at once, and store nothing, if nobody is subscribed to the subject. Raise TimedOut if no
         reply arrives in time. Subscribers reply with `message.respond`; NATS clients reply as to any request.
         """
-        return self._loop.run(self._async.request(subject, value, json=json, key=key, headers=headers, timeout=timeout))
+        return self._loop.run(
+            lambda: self._async.request(subject, value, json=json, key=key, headers=headers, timeout=timeout)
+        )
 
     def transaction(self, name: str | None = None, number: int = 0) -> Transaction:
         """Return a transaction. Use it in `with`: its messages are stored together, or not at all.
@@ -172,41 +174,41 @@ class BlockingMethods:
 
     def last_transaction(self, name: str) -> int | None:
         """Return the number of the last committed transaction of this name, or None if there is none."""
-        return self._loop.run(self._async.last_transaction(name))
+        return self._loop.run(lambda: self._async.last_transaction(name))
 
     def commit_transaction(self, name: str, number: int, offsets: Sequence[int], *, once: bool = False) -> bool:
         """Make staged batches readable, all at once. Return False if the transaction was already committed.
 
         Raise StageLost, and store nothing, if a staged batch is missing. `once`: the name is not used again.
         """
-        return self._loop.run(self._async.commit_transaction(name, number, offsets, once=once))
+        return self._loop.run(lambda: self._async.commit_transaction(name, number, offsets, once=once))
 
     def abort_transaction(self, name: str, number: int) -> None:
         """Discard staged batches."""
-        self._loop.run(self._async.abort_transaction(name, number))
+        self._loop.run(lambda: self._async.abort_transaction(name, number))
 
     def resolve(self, subject: str) -> SubjectOwner:
         """Return the topic that stores a subject: its name, ID and number of partitions. Create it if it is missing."""
-        return self._loop.run(self._async.resolve(subject))
+        return self._loop.run(lambda: self._async.resolve(subject))
 
     def topics(self) -> list[Topic]:
         """Return all topics, with the positions of their partitions."""
-        return self._loop.run(self._async.topics())
+        return self._loop.run(self._async.topics)
 
     def topic(self, name: str) -> Topic:
         """Return a topic, with the positions of its partitions. Raise UnknownTopic if it does not exist."""
-        return self._loop.run(self._async.topic(name))
+        return self._loop.run(lambda: self._async.topic(name))
 
     def create_topic(self, name: str, *, partitions: int | None = None, **policy: Any) -> Topic:
         """Create a topic. `policy`: settings that differ from the broker's defaults, such as `durability="flush"`."""
-        return self._loop.run(self._async.create_topic(name, partitions=partitions, **policy))
+        return self._loop.run(lambda: self._async.create_topic(name, partitions=partitions, **policy))
 
     def alter_topic(self, name: str, *, partitions: int | None = None, **policy: Any) -> Topic:
         """Change the policy of a topic, or add partitions.
 
         More partitions move keys. `warning` of the returned topic says what this means for stored messages.
         """
-        return self._loop.run(self._async.alter_topic(name, partitions=partitions, **policy))
+        return self._loop.run(lambda: self._async.alter_topic(name, partitions=partitions, **policy))
 
     def purge_topic(self, name: str, before: Place, *, partition: int | None = None) -> Topic:
         """Delete the messages of a topic that were stored before a time, before an offset of one partition, or all
@@ -214,11 +216,11 @@ class BlockingMethods:
 
         Groups continue after the purged messages. The disk space is freed by whole segments.
         """
-        return self._loop.run(self._async.purge_topic(name, before, partition=partition))
+        return self._loop.run(lambda: self._async.purge_topic(name, before, partition=partition))
 
     def delete_topic(self, name: str) -> None:
         """Delete a topic and its messages."""
-        self._loop.run(self._async.delete_topic(name))
+        self._loop.run(lambda: self._async.delete_topic(name))
 
     def refresh_topic(self, topic: str) -> Refresh:
         """Start a refresh: groups that support it (`on_reset`) discard their copies and receive the whole topic again.
@@ -226,32 +228,32 @@ class BlockingMethods:
         Return when the refresh has started. If one is already running, return that one. Raise RefreshConflict if only
         some members of a group support it.
         """
-        return self._loop.run(self._async.refresh_topic(topic))
+        return self._loop.run(lambda: self._async.refresh_topic(topic))
 
     def refresh_status(self, topic: str) -> Refresh:
         """Return the state of the last refresh of a topic."""
-        return self._loop.run(self._async.refresh_status(topic))
+        return self._loop.run(lambda: self._async.refresh_status(topic))
 
     def offset_at(self, topic: str, partition: int, moment: Moment) -> int:
         """Return the first offset that was stored at or after a time."""
-        return self._loop.run(self._async.offset_at(topic, partition, moment))
+        return self._loop.run(lambda: self._async.offset_at(topic, partition, moment))
 
     def offset_after(self, topic: str, partition: int, offset: int, bytes: int) -> int:
         """Return the offset of the first batch that begins at least `bytes` bytes after `offset`, or the end."""
-        return self._loop.run(self._async.offset_after(topic, partition, offset, bytes))
+        return self._loop.run(lambda: self._async.offset_after(topic, partition, offset, bytes))
 
     def wait(self, positions: Iterable[tuple[int, int, int]], timeout: float) -> bool:
         """Wait until one of the positions (topic ID, partition, offset) has a message. Return False if none has one
         within `timeout` seconds. The broker waits 10 s at most."""
-        return self._loop.run(self._async.wait(positions, timeout))
+        return self._loop.run(lambda: self._async.wait(positions, timeout))
 
     def groups(self) -> list[Group]:
         """Return all groups, with their members and positions."""
-        return self._loop.run(self._async.groups())
+        return self._loop.run(self._async.groups)
 
     def group(self, name: str) -> Group:
         """Return a group, with its members and positions. Raise UnknownGroup if it does not exist."""
-        return self._loop.run(self._async.group(name))
+        return self._loop.run(lambda: self._async.group(name))
 
     def create_group(
         self,
@@ -263,30 +265,30 @@ class BlockingMethods:
         start: Place = "latest",
     ) -> Group:
         """Create a group of a pattern or a whole topic before its first member joins, so that it misses nothing."""
-        return self._loop.run(self._async.create_group(name, pattern, topic=topic, mode=mode, start=start))
+        return self._loop.run(lambda: self._async.create_group(name, pattern, topic=topic, mode=mode, start=start))
 
     def reset_group(self, name: str, start: Place, *, topic: str | None = None, partition: int | None = None) -> Group:
         """Move the position of a group: in everything that it reads, or in one topic or partition."""
-        return self._loop.run(self._async.reset_group(name, start, topic=topic, partition=partition))
+        return self._loop.run(lambda: self._async.reset_group(name, start, topic=topic, partition=partition))
 
     def delete_group(self, name: str) -> None:
         """Delete a group and its positions."""
-        self._loop.run(self._async.delete_group(name))
+        self._loop.run(lambda: self._async.delete_group(name))
 
     def commit(self, group: str, topic: str, partition: int, offset: int) -> None:
         """Set the position of a group that stores its positions outside the broker."""
-        self._loop.run(self._async.commit(group, topic, partition, offset))
+        self._loop.run(lambda: self._async.commit(group, topic, partition, offset))
 
     def lag(self, group: str) -> int:
         """Return the number of messages that a group has not completed."""
-        return self._loop.run(self._async.lag(group))
+        return self._loop.run(lambda: self._async.lag(group))
 
     def dead_letters(
         self, pattern: str = ">", *, limit: int = 100, redriven: bool = False, **wanted: Unpack[LetterFilter]
     ) -> list[DeadLetter]:
         """Return dead letters, oldest first; with `redriven`, also those that were redriven. Filter by `group`,
         `reason`, `since`, `until`, `partition` and `offsets`."""
-        return self._loop.run(self._async.dead_letters(pattern, limit=limit, redriven=redriven, **wanted))
+        return self._loop.run(lambda: self._async.dead_letters(pattern, limit=limit, redriven=redriven, **wanted))
 
     def redrive(
         self, pattern: str = ">", *, count: int | None = None, to_group: bool = False, **wanted: Unpack[LetterFilter]
@@ -295,37 +297,37 @@ class BlockingMethods:
         to the group that failed. Filter by `group`, `reason`, `since`, `until`, `partition` and `offsets`.
 
         Letters that cannot be redriven are skipped and stay in the list. Raise an error if none can be redriven."""
-        return self._loop.run(self._async.redrive(pattern, count=count, to_group=to_group, **wanted))
+        return self._loop.run(lambda: self._async.redrive(pattern, count=count, to_group=to_group, **wanted))
 
     def purge_dead_letters(
         self, pattern: str = ">", *, count: int | None = None, **wanted: Unpack[LetterFilter]
     ) -> int:
         """Delete dead letters, and return how many. Filter by `group`, `reason`, `since`, `until`, `partition` and
         `offsets`."""
-        return self._loop.run(self._async.purge_dead_letters(pattern, count=count, **wanted))
+        return self._loop.run(lambda: self._async.purge_dead_letters(pattern, count=count, **wanted))
 
     def delayed(self, pattern: str = ">", *, limit: int = 100, message_id: str | None = None) -> list[DelayedMessage]:
         """Return the delayed messages that are not due yet, in the order in which they will be."""
-        return self._loop.run(self._async.delayed(pattern, limit=limit, message_id=message_id))
+        return self._loop.run(lambda: self._async.delayed(pattern, limit=limit, message_id=message_id))
 
     def cancel_delayed(
         self, pattern: str, *, message_id: str | None = None, offsets: Sequence[int] | None = None
     ) -> int:
         """Cancel delayed messages, so that they are never published, and return how many. `offsets`: as `delayed`
         returns them."""
-        return self._loop.run(self._async.cancel_delayed(pattern, message_id=message_id, offsets=offsets))
+        return self._loop.run(lambda: self._async.cancel_delayed(pattern, message_id=message_id, offsets=offsets))
 
     def pipelines(self) -> list[PipelineStatus]:
         """Return the pipelines that report to this broker, with their state and progress."""
-        return self._loop.run(self._async.pipelines())
+        return self._loop.run(self._async.pipelines)
 
     def report_pipeline(self, **report: Any) -> None:
         """Report the state of a pipeline, as its runner does every few seconds: fields of PipelineStatus."""
-        self._loop.run(self._async.report_pipeline(**report))
+        self._loop.run(lambda: self._async.report_pipeline(**report))
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of the broker."""
-        return self._loop.run(self._async.statistics())
+        return self._loop.run(self._async.statistics)
 
 
 class Stage:
@@ -346,11 +348,11 @@ class Stage:
 
     def append(self, topic: str, partition: int, batch: Batch) -> None:
         """Stage a batch for a partition. Raise the broker's error if it refused an earlier batch."""
-        self._loop.run(self._async.append(topic, partition, batch))
+        self._loop.run(lambda: self._async.append(topic, partition, batch))
 
     def close(self) -> list[int]:
         """Wait until all batches are durable, and return the offsets where they are staged."""
-        return self._loop.run(self._async.close())
+        return self._loop.run(self._async.close)
 
 
 class Transaction:
@@ -372,7 +374,7 @@ class Transaction:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.run(self._async.__aexit__(kind, error, trace))
+        self._loop.run(lambda: self._async.__aexit__(kind, error, trace))
 
     def publish(
         self,
@@ -388,13 +390,15 @@ class Transaction:
         """Add a message. Its `message_id` deduplicates messages that are published later. The transaction itself is
         stored once in any case."""
         self._loop.run(
-            self._async.publish(subject, value, json=json, key=key, headers=headers, message_id=message_id, ttl=ttl)
+            lambda: self._async.publish(
+                subject, value, json=json, key=key, headers=headers, message_id=message_id, ttl=ttl
+            )
         )
 
     def commit(self) -> bool:
         """Store all messages. Return False if the transaction was already committed."""
-        return self._loop.run(self._async.commit())
+        return self._loop.run(self._async.commit)
 
     def abort(self) -> None:
         """Discard all messages."""
-        self._loop.run(self._async.abort())
+        self._loop.run(self._async.abort)

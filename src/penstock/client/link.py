@@ -15,6 +15,7 @@ from penstock.client.protocol import Answer, ClientConnection, Hello, PendingReq
 from penstock.client.servers import BrokerAddress, BrokerEndpoint, Servers, complete_credentials, read_servers
 from penstock.client.wait import Bell, Within
 from penstock.errors import BadFrame, Closed, ConnectionLost, NoBroker, PenstockError, TimedOut
+from penstock.times import check_seconds
 from penstock.wire.binary import SCRATCH_BYTES
 
 # How long one server may take to accept the connection and to answer HELLO.
@@ -45,6 +46,7 @@ class Link:
     """Every method is called in one loop, except `call_soon` and `check_open`."""
 
     def __init__(self, servers: Servers, credentials: Mapping[str, str], timeout_s: float) -> None:
+        check_seconds("timeout", timeout_s)
         self.timeout_s = timeout_s
         self._servers = read_servers(servers)
         self._credentials = complete_credentials(servers, credentials)
@@ -156,6 +158,7 @@ class Link:
     def within(self, timeout_s: float | None, what: str) -> Within:
         """Return a timeout; None means that of the client."""
         seconds = self.timeout_s if timeout_s is None else timeout_s
+        check_seconds("timeout", seconds)
 
         def describe() -> str:
             if self._socket is not None:

@@ -10,8 +10,8 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from concurrent.futures import CancelledError
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -43,21 +43,17 @@ class LoopThread:
     def is_closed(self) -> bool:
         return self._closed is not None
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop, and return its result. Called from other threads."""
-        try:
-            self._check_thread()
-        except RuntimeError:
-            work.close()
-            raise
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine in the loop, and return its result. Called from other threads. `work` makes the coroutine in
+        the loop: Ctrl-C can come at any moment here, and would leave a coroutine behind that is never awaited."""
+        self._check_thread()
         with self._lock:
             if self._closed is not None:
-                work.close()
                 raise Closed(self._closed)
             if self._loop is None:
                 self._start()
             assert self._loop is not None
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = _submit(work, self._loop)
         try:
             return future.result()
         except CancelledError:
@@ -70,12 +66,12 @@ class LoopThread:
         """Yield the items of lists that an async generator produces in the loop."""
         steps = _Steps(lists)
         try:
-            while (items := self.run(steps.next())) is not None:
+            while (items := self.run(steps.next)) is not None:
                 yield from items
         finally:
             # Closing the client ends the generator as well.
             with suppress(Closed):
-                self.run(steps.close())
+                self.run(steps.close)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the client, and end the thread."""
@@ -87,7 +83,7 @@ class LoopThread:
             return
         _RUNNING.discard(self)
         try:
-            asyncio.run_coroutine_threadsafe(self._client.close(), loop).result(timeout_s)
+            _submit(self._client.close, loop).result(timeout_s)
         finally:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
@@ -110,6 +106,36 @@ class LoopThread:
         self._thread = threading.Thread(target=_serve, args=(loop,), name="penstock client", daemon=True)
         self._thread.start()
         _RUNNING.add(self)
+
+
+def _submit(work: Callable[[], Coroutine[Any, Any, T]], loop: asyncio.AbstractEventLoop) -> Future[T]:
+    """Run a coroutine in a loop of another thread. Cancelling the future cancels the coroutine."""
+    future: Future[T] = Future()
+
+    def begin() -> None:
+        if future.cancelled():
+            return
+        try:
+            task = loop.create_task(work())
+        except Exception as error:  # noqa: BLE001 - the caller gets it: the arguments do not fit
+            future.set_exception(error)
+            return
+        task.add_done_callback(finish)
+        future.add_done_callback(lambda _: None if task.done() else loop.call_soon_threadsafe(task.cancel))
+
+    def finish(task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            future.cancel()
+        error = None if task.cancelled() else task.exception()
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
+
+    loop.call_soon_threadsafe(begin)
+    return future
 
 
 class _Steps:

@@ -18,6 +18,7 @@ from penstock.client.values import Headers, read_headers
 from penstock.errors import BadRequest
 from penstock.model import headers
 from penstock.model.batch import Batch
+from penstock.times import check_seconds
 from penstock.wire.binary import Verb
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ class Message:
 
     def nack(self, delay: float = 0, *, reason: str | BaseException = "") -> None:
         """Redeliver the message after `delay` seconds. If it becomes a dead letter, that has the reason."""
+        check_seconds("delay", delay)
         if delay < 0:
             raise ValueError(f"invalid delay {delay}: it must be 0 or more seconds")
         self._settle(_NACK, round(delay * 1_000_000), _describe(reason))

@@ -171,6 +171,8 @@ def _delay(delay: float | timedelta | datetime | str, now_us: int) -> tuple[str,
         if due_us > now_us + DELAY_US_MAX:
             raise BadHeader("invalid delay: a message can be delayed by one year at most")
         return "Deliver-At", f"{due_us // 1_000_000}.{due_us % 1_000_000:06}"
+    if isinstance(delay, bool):
+        raise BadHeader(f"invalid delay {delay}: it must be seconds, a duration or a time")
     if isinstance(delay, timedelta):
         delay_us = delay // timedelta(microseconds=1)
     else:

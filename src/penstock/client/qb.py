@@ -16,6 +16,7 @@ from penstock.address import bare, join
 from penstock.client.qb_connection import BrokerConnection, is_refusal
 from penstock.client.qb_deliveries import BrokerMessage, HandledSubscription, Handler, next_wait
 from penstock.errors import ConnectionLost, NoBroker, Unauthorized
+from penstock.times import check_seconds
 from penstock.wire.qb import Kind
 
 __all__ = ["RESERVED", "BrokerClient", "BrokerMessage"]
@@ -57,6 +58,8 @@ class BrokerClient:
         self.client_id = f"client-{secrets.token_hex(8)}" if client_id is None else client_id
         self.last_error: str | None = None
         self._timeout_s = request_timeout
+        check_seconds("heartbeat_interval", heartbeat_interval)
+        check_seconds("request_timeout", request_timeout)
         self._heartbeat_s = heartbeat_interval
         who = {"user": user, "password": password, "token": token}
         self._credentials = {name: value for name, value in who.items() if value is not None}

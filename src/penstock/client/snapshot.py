@@ -20,14 +20,14 @@ class RemoteSnapshot:
     def __init__(self, client: Client) -> None:
         """Begin a snapshot. The broker first finishes a running compaction, which may take minutes."""
         self._client = client
-        self._number, self._file, self._bytes = client._loop.run(self._begin())
+        self._number, self._file, self._bytes = client._loop.run(self._begin)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
         if kind is None:
-            self._client._loop.run(self._ask({"end": self._number}, "end a snapshot"))
+            self._client._loop.run(lambda: self._ask({"end": self._number}, "end a snapshot"))
 
     @property
     def listing(self) -> tuple[int, int]:
@@ -36,7 +36,7 @@ class RemoteSnapshot:
 
     def read(self, file: int, position: int, length: int) -> bytes:
         """Return `length` bytes of a file, fewer only at its end."""
-        return self._client._loop.run(self._read(file, position, length))
+        return self._client._loop.run(lambda: self._read(file, position, length))
 
     async def _begin(self) -> tuple[int, int, int]:
         found = await self._ask({}, "begin a snapshot")

@@ -171,7 +171,7 @@ class Client(BlockingMethods):
         callbacks = {"RESET": on_reset, "READY": on_ready}
         selected = selection(pattern, topic)
         opened = self._async._subscription(selected, group, mode, start, buffer, callbacks, deliveries_max)
-        self._loop.run(opened._begin())
+        self._loop.run(opened._begin)
         subscription = Subscription(self, opened)
         self._inherited.add(subscription)
         return subscription
@@ -261,7 +261,7 @@ class Subscription:
         """Wait until all acknowledgements so far are stored. Raise NotOutstanding if some were too late."""
         if self._foreign is not None:
             raise self._foreign
-        self._client._loop.run(self._async.flush(timeout))
+        self._client._loop.run(lambda: self._async.flush(timeout))
 
     def close(self) -> None:
         """Stop receiving: iteration ends. Unacknowledged messages go to other members of the group."""
@@ -270,7 +270,7 @@ class Subscription:
         elif not self._feed.is_closed:
             # A closed client has closed its subscriptions.
             with suppress(Closed):
-                self._client._loop.run(self._async.close())
+                self._client._loop.run(self._async.close)
 
     def _next_many(self, count_max: int | None, timeout: float | None) -> list[Message]:
         """Return messages; an empty list if the subscription is closed."""
@@ -304,7 +304,7 @@ class Subscription:
         except BaseException as error:
             # A closed client has closed its subscriptions.
             with suppress(Closed):
-                self._client._loop.run(self._async._fail(notice, error))
+                self._client._loop.run(partial(self._async._fail, notice, error))
             if not isinstance(error, Exception):
                 raise
         else:
@@ -372,16 +372,16 @@ class Producer:
         """
         left = self._async._add(subject, value, json, key, headers, message_id, delay, ttl)
         if left is not None:
-            self._client._loop.run(self._async._publish(left))
+            self._client._loop.run(lambda: self._async._publish(left))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all messages so far are stored. Raise DeliveryFailed with those that were not."""
-        self._client._loop.run(self._async.flush(timeout))
+        self._client._loop.run(lambda: self._async.flush(timeout))
 
     def close(self) -> None:
         """Flush, and accept no more messages."""
         if not self._async._batcher.is_closed:
-            self._client._loop.run(self._async.close())
+            self._client._loop.run(self._async.close)
 
     def _forked(self) -> None:
         """Start empty, under other producer IDs: the parent sends the messages that it has accepted."""

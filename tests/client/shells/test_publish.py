@@ -28,6 +28,24 @@ from tests.support.shells import Shell
 
 
 class TestPublish:
+    def test_a_boolean_is_not_a_number_of_seconds(self, client: Client, topic: str) -> None:
+        publishing: list[dict[str, Any]] = [{"delay": True}, {"delay": False}, {"ttl": True}, {"timeout": True}]
+        producing: list[dict[str, Any]] = [{"linger": True}, {"timeout": False}]
+        for options in publishing:
+            with pytest.raises((ValueError, BadHeader), match=f"invalid {next(iter(options))} (True|False): it must"):
+                client.publish(topic, b"x", **options)
+        for options in producing:
+            with pytest.raises(ValueError, match=f"invalid {next(iter(options))} (True|False): it must be"):
+                client.producer(**options)
+        with pytest.raises(ValueError, match="invalid timeout True"):
+            Client(timeout=True)
+        client.publish(topic, b"x")
+        with client.subscribe(topic, group=f"{topic}-g", start="earliest") as subscription:
+            message = next(iter(subscription))
+            with pytest.raises(ValueError, match="invalid delay True"):
+                message.nack(True)
+            message.ack()
+
     def test_a_receipt_tells_where_it_is(self, client: Client, topic: str) -> None:
         receipts = [client.publish(f"{topic}.eu", b"%d" % number) for number in range(2)]
 

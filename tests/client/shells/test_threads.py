@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import multiprocessing
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 
 import pytest
 import uvloop
 
 from penstock import AsyncClient, Client
 from penstock.client import loop_thread
+from penstock.client.blocking import BlockingMethods
 from penstock.errors import (
     Closed,
 )
@@ -227,6 +231,37 @@ client.producer(linger=60).publish({topic!r}, b"x")
         assert (done.returncode, done.stderr) == (0, "")
         with Client(address_of(server)) as client:
             assert fetched(client, topic) == [b"x"]
+
+    def test_an_interrupt_at_any_call_leaves_no_coroutine_behind(self, server: Serve) -> None:
+        files = {loop_thread.__file__, BlockingMethods.topics.__code__.co_filename}
+
+        def interrupt_at(step: int) -> bool:
+            """Raise when a function of the client is entered, where Python handles signals. Return whether there were
+            fewer calls."""
+            steps = itertools.count()
+
+            def trace(frame: FrameType, event: str, _: object) -> None:
+                if event == "call" and frame.f_code.co_filename in files and next(steps) == step:
+                    raise KeyboardInterrupt
+
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                opened.topics()
+            except KeyboardInterrupt:
+                return False
+            finally:
+                sys.settrace(before)
+            return True
+
+        with Client(f"127.0.0.1:{server.port}") as opened, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            opened.connect()
+            over = next(step for step in itertools.count() if interrupt_at(step))
+            assert over > 2
+            gc.collect()
+            opened.topics()
+        assert [str(each.message) for each in told] == []
 
     def test_a_key_that_interrupts_ends_a_wait(self, server: Serve) -> None:
         code = f"""
