@@ -76,6 +76,14 @@ def chunks_without_end(source: random.Random, target: Target) -> Iterator[Step]:
     yield b"ffffffffffffffff\r\n"
 
 
+def chunks_that_are_none(source: random.Random, target: Target) -> Iterator[Step]:
+    path = source.choice((b"/admin/topics", b"/pipe/push?topic=hostile&partition=0&node=x", b"/nothing", b"/healthz"))
+    yield _request(source, target, b"POST", path, b"", b"Content-Type: application/json", b"Transfer-Encoding: chunked")
+    if source.random() < 0.5:
+        yield b"1\r\n{\r\n"
+    yield source.choice((b"zz\r\n", b"-1\r\n", b"1\r\n{}\r\n", b"\r\n", source.randbytes(100)))
+
+
 def lengths_that_are_none(source: random.Random, target: Target) -> Iterator[Step]:
     announced = b"Content-Length: " + source.choice(NUMBERS)
     yield _request(source, target, b"POST", b"/admin/topics", b"", b"Content-Type: application/json", announced) + b"{}"
@@ -165,6 +173,7 @@ HTTP: Final = Door(
         Attack(body_at_its_limit, connections=3),
         Attack(body_that_never_comes, connections=100),
         Attack(chunks_without_end, connections=5),
+        Attack(chunks_that_are_none, connections=20),
         Attack(lengths_that_are_none, connections=20),
         Attack(json_that_hurts, connections=3),
         Attack(fields_of_all_kinds, connections=3),
