@@ -42,6 +42,9 @@ class Traffic(NamedTuple):
 
 
 class Peer:
+    """It has more than 25 methods because it is both directions of a socket: what is read and held, what is written,
+    waits or is unread."""
+
     def __init__(self, counters: Counters, journal: Journal, turns: Turns) -> None:
         self._counters = counters
         self._journal = journal

@@ -1,28 +1,26 @@
-"""A connection, in whichever dialect: all that does not depend on the protocol, and the guard around it.
+"""A connection, in any dialect: everything that does not depend on the protocol.
 
 A session reads bytes, lets its dialect turn them into events, and puts these into its inbox (inbox.py), which lets the
-dialect act on them. It sends what the dialect and the broker want the client to have.
-
-Code of a session runs when someone else calls it: the transport, the sweep of the server, the broker during a delivery
-or a commit, a task. Each of these entries is guarded. An unexpected exception is counted as a fault and closes this
-connection with "internal error", and the caller continues.
+dialect act on them. It sends the replies of the dialect and the messages of the broker. All calls into it are guarded
+(fault_guard.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from penstock.broker.group import Group
 from penstock.doors.arrivals import SMALL_BYTES
 from penstock.doors.dialect import ConnectionType, Dialect, Ending
+from penstock.doors.fault_guard import FaultGuard
 from penstock.doors.inbox import Inbox
-from penstock.doors.peer import Peer, Traffic
+from penstock.doors.peer import Peer
 from penstock.doors.replies import Replies
-from penstock.errors import BatchTooLarge, PenstockError
+from penstock.errors import PenstockError
 from penstock.model.run import Run, batch_bytes
 from penstock.model.subject import clean
 
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 END_STEPS: Final = 256
 
 WEBSOCKET: Final = "websocket"
-
-P = ParamSpec("P")
 
 
 class Arrival(NamedTuple):
@@ -55,6 +51,9 @@ def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Session(asyncio.Protocol):
+    """Its state is in its parts: peer, inbox, replies, guard. It has more than 25 methods because its callers meet
+    here: the transport (asyncio.Protocol), the dialect, the broker (member.Sink) and the server."""
+
     def __init__(
         self,
         shared: Shared,
@@ -69,6 +68,8 @@ class Session(asyncio.Protocol):
         self.broker = shared.broker
         self.type = type
         self.peer = Peer(shared.counters, shared.journal, shared.turns)
+        self.guard = FaultGuard(self)
+        self.call, self.spawn = self.guard.call, self.guard.spawn
         self.inbox = Inbox(self)
         self.replies = Replies(self.peer, self.read_on)
         # By a key that the dialect chooses.
@@ -88,7 +89,6 @@ class Session(asyncio.Protocol):
         self.echo = True
         self.has_published: Callable[[Place, int], bool] = _has_not_published
         self._name = ""
-        self._is_faulty = False
         # Whether no more events are handled: the connection ends when the replies that are due are sent.
         self.is_ending = False
         # The bytes of the large event that is arriving or being handled, if there is one.
@@ -113,10 +113,6 @@ class Session(asyncio.Protocol):
     def is_connected(self) -> bool:
         return self.peer.is_connected
 
-    @property
-    def traffic(self) -> Traffic:
-        return self.peer.traffic
-
     def summary(self) -> dict[str, Any]:
         """Return the row of `/connz`, without the subscriptions."""
         return {
@@ -124,7 +120,7 @@ class Session(asyncio.Protocol):
             "cid": self.id,
             "ip": self.address,
             "name": self.name,
-            **self.traffic._asdict(),
+            **self.peer.traffic._asdict(),
             "unanswered": len(self.replies) + self.inbox.requests,
         }
 
@@ -240,15 +236,6 @@ class Session(asyncio.Protocol):
         if length and not self.peer.is_closing:
             self.shared.arrivals.claim(self, length)
 
-    def check_size(self, *sizes: int) -> None:
-        """Raise BatchTooLarge if a message is too large. `sizes`: those of its value, its key and its headers."""
-        size, limit = sum(sizes), self.shared.settings.payload_bytes_max
-        if size > limit:
-            raise BatchTooLarge(
-                f"a message of {size} bytes (value, key and headers), {limit} are allowed: "
-                "send less, or raise server.payload_bytes_max"
-            )
-
     def refused_publishes(self, count: int, error: PenstockError | str) -> None:
         """Count messages that are not stored, and whose publisher is told."""
         self.shared.counters.failed_publishes += count
@@ -347,36 +334,6 @@ class Session(asyncio.Protocol):
 
     def abort(self) -> None:
         self.peer.abort()
-
-    # Faults.
-
-    def fault(self, error: Exception) -> None:
-        """Close the connection because of an unexpected exception in it."""
-        self.broker.store.health.fault("session", f"connection {self.id} from {self.address}", error)
-        if not self._is_faulty:
-            self._is_faulty = True
-            self.call(self.dialect.disconnect, Ending.FAULT)
-        self.peer.close()
-
-    def guard(self, callback: Callable[P, object]) -> Callable[P, None]:
-        """Return a callback for the broker that closes this connection if it raises."""
-        return partial(self.call, callback)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:  # noqa: BLE001 - this is the guard
-            self.fault(error)
-
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine of this connection as a task."""
-        return self.shared.tasks.spawn(self._supervise(coroutine))
-
-    async def _supervise(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        try:
-            await coroutine
-        except Exception as error:  # noqa: BLE001 - this is the guard
-            self.fault(error)
 
 
 def _has_not_published(_place: Place, _offset: int) -> bool:

@@ -69,7 +69,7 @@ class Sessions:
         """The traffic of all connections since the start."""
         total = self._past_traffic
         for session in self._sessions:
-            total += session.traffic
+            total += session.peer.traffic
         return total
 
     def usage(self) -> dict[str, Usage]:
@@ -91,7 +91,7 @@ class Sessions:
     def remove(self, session: Session) -> None:
         if session in self._sessions:
             del self._sessions[session]
-            self._past_traffic += session.traffic
+            self._past_traffic += session.peer.traffic
         self._gate.leave(session)
         self._claims.release(session)
         self._journal.resumed(session.peer)

@@ -17,6 +17,7 @@ from penstock.doors.peer import Peer
 from penstock.doors.sessions import Sessions
 from penstock.doors.tasks import Tasks
 from penstock.doors.turns import Turns
+from penstock.errors import BatchTooLarge
 from penstock.wire.binary import SCRATCH_BYTES
 
 
@@ -35,6 +36,15 @@ class DoorSettings:
     ack_deadline_ms: int
     # A Provider subscription starts when the client has answered READY.
     provider_ready: bool
+
+    def check_size(self, *sizes: int) -> None:
+        """Raise BatchTooLarge if a message is too large. `sizes`: those of its value, its key and its headers."""
+        size, limit = sum(sizes), self.payload_bytes_max
+        if size > limit:
+            raise BatchTooLarge(
+                f"a message of {size} bytes (value, key and headers), {limit} are allowed: "
+                "send less, or raise server.payload_bytes_max"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

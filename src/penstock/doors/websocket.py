@@ -31,6 +31,9 @@ _GONE: Final = select.POLLERR | select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 
 
 class WebSocket(asyncio.Transport, asyncio.Protocol):
+    """It has more than 25 methods because it implements two interfaces: a transport for the session, and a protocol for
+    the socket."""
+
     def __init__(self, shared: Shared, *, deflates: bool) -> None:
         super().__init__()
         self._shared = shared

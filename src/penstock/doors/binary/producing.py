@@ -187,7 +187,7 @@ class Producing:
         """Return a sound batch, and its messages if someone must examine them."""
         batch, columns = accept_columns(data)
         if batch.plain_length > self._session.shared.settings.payload_bytes_max:
-            self._session.check_size(columns.largest())
+            self._session.shared.settings.check_size(columns.largest())
         check_lines(batch, None if topic is None else topic.name, columns)
         if topic is None:
             if batch.count > PUBLISH_MESSAGES_MAX:

@@ -71,7 +71,7 @@ class Producing:
             topic_of(self._session, topic.encode())
             known[topic] = topic.encode()
         size = sum(len(arguments.get(name, "").encode()) for name in ("key", "producerId"))
-        self._session.check_size(len(command.message), size)
+        self._session.shared.settings.check_size(len(command.message), size)
         index = len(run)
         if command.is_named:
             self._add_named(run, index, arguments)
@@ -95,9 +95,9 @@ class Producing:
         """Store a producer's batch, and reply; raise the first error if a message is not stored."""
         topic_of(self._session, records.topic)
         if len(records.records) > SLICE_MESSAGES:
-            run, claim = await self._session.shared.tasks.work(_run, records, self._session.check_size)
+            run, claim = await self._session.shared.tasks.work(_run, records, self._session.shared.settings.check_size)
         else:
-            run, claim = _run(records, self._session.check_size)
+            run, claim = _run(records, self._session.shared.settings.check_size)
         stored = await self._store_as(claim, run) if run.values else []
         failure = next((each for each in stored if isinstance(each, PenstockError)), None)
         if failure is not None:

@@ -50,6 +50,8 @@ class _Sent(NamedTuple):
 
 
 class Provider:
+    """It has more than 25 methods: those of a dialect, and one for each frame in either direction."""
+
     type: ConnectionType = "binary"
 
     def __init__(self, session: Session) -> None:
@@ -193,7 +195,7 @@ class Provider:
             case _:
                 raise BadRequest(f"event_type is {event!r}, it must be MESSAGE or DELETE")
 
-        self._session.check_size(len(run.values[0]), len(run.keys.get(0, b"")))
+        self._session.shared.settings.check_size(len(run.values[0]), len(run.keys.get(0, b"")))
         receipt, waits = publish_run(self._session, run)
         receipt.outcome.then(self._session.guard(partial(self._settle, number)))
         return waits

@@ -43,6 +43,8 @@ _HOUR_MS: Final = 3_600_000
 
 
 class Qb:
+    """It has more than 25 methods: those of a dialect, and one for each command."""
+
     type: ConnectionType = "prefixed"
 
     def __init__(self, session: Session) -> None:
@@ -79,7 +81,7 @@ class Qb:
         if events[0].kind == Kind.PUBLISH:
             return self._publish(events)
         message = events.popleft()
-        self._session.check_size(len(message.properties))
+        self._session.shared.settings.check_size(len(message.properties))
         properties = qb.read_properties(message.properties)
         match message.kind:
             case Kind.CREATE_TOPIC:
@@ -195,7 +197,7 @@ class Qb:
             if message.kind != Kind.PUBLISH:
                 break
             try:
-                self._session.check_size(len(message.properties))
+                self._session.shared.settings.check_size(len(message.properties))
                 properties = qb.read_properties(message.properties)
                 if sequences and "partition" in properties:
                     break
@@ -224,7 +226,7 @@ class Qb:
             known[topic] = topic.encode()
         partition = _number(properties, "partition") if "partition" in properties else None
         block = b"".join([_header(name, value) for name, value in properties.items() if name not in _OWN])
-        self._session.check_size(len(message.body), len(block))
+        self._session.shared.settings.check_size(len(message.body), len(block))
         time_us = message.timestamp_ms * 1000
         if time_us > headers.TIME_US_MAX:
             raise BadRequest("Invalid timestamp: it is milliseconds since 1970")
