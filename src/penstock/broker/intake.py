@@ -46,7 +46,7 @@ Refusals = dict[bytes, PenstockError]
 
 
 class Stored(NamedTuple):
-    """Where a message of a run is. Partition and offset are -1 while it is delayed, or if it is not stored at all."""
+    """The place of a message of a run. Partition and offset are -1 while it is delayed, or if it is not stored."""
 
     topic: bytes
     partition: int
@@ -55,7 +55,7 @@ class Stored(NamedTuple):
 
 
 class Receipt:
-    """What becomes of the messages of a run that is published. Its `outcome` is settled when all of them are decided,
+    """The results of the messages of a published run. Its `outcome` is settled when all of them are decided,
     with the first error if there is one."""
 
     __slots__ = ("_waiting", "count", "duplicates", "failed", "late", "outcome", "places")
@@ -79,7 +79,7 @@ class Receipt:
         return next(iter(self.failed.values()), None)
 
     def stored(self) -> list[Stored | PenstockError]:
-        """What became of each message, once it is decided."""
+        """The result of each message, once it is known."""
         found: list[Stored | PenstockError] = [_NOWHERE] * self.count
         for target, offset, indices in self.places:
             for step, index in enumerate(indices):
@@ -95,7 +95,7 @@ class Receipt:
         return found
 
     def part(self, indices: Sequence[int]) -> Outcome:
-        """Return the outcome of some of the messages, for whoever stores them to settle."""
+        """Return the outcome of some of the messages, which the code that stores them settles."""
         self._waiting += 1
 
         def settle(error: PenstockError | None) -> None:
@@ -119,7 +119,7 @@ _NOWHERE: Final = Stored(b"", -1, -1, False)
 
 
 class Appended(NamedTuple):
-    """Where a producer's batch is."""
+    """The place of a producer's batch."""
 
     offset: int
     # It was stored before, and is not again.
@@ -149,10 +149,10 @@ class Intake:
         return {"dedup_bytes": self._dedup_budget.usage}
 
     def is_ready(self, run: Run, publisher: Publisher | None = None) -> bool:
-        """Whether `publish` can take the run as things are; if not, `prepare` makes it so."""
+        """Return whether `publish` can take the run as things are; if not, `prepare` makes it so."""
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE)):
-            # What has to wait for the disk counts with what waits for it.
+            # Messages that have to wait for the disk count with those that wait for it.
             return publisher is None or not publisher.is_waiting or not self._host.store.rounds.unflushed.is_crowded
         if self._host.store.rounds.unflushed.is_crowded:
             return False
@@ -237,7 +237,7 @@ class Intake:
         return publisher.live
 
     def append(self, topic_id: int, number: int, partitions: int, batch: Batch, outcome: Outcome) -> Appended:
-        """Store a batch as its producer made it, in the partition that the producer chose among so many.
+        """Store a batch as its producer made it, in the partition that the producer chose.
 
         The batch must be checked (`accept`), and one that need not be opened (`is_opaque`). Raises if it is refused.
         """
@@ -253,7 +253,7 @@ class Intake:
         return Appended(offset, partition.end == end)
 
     def is_noted(self, partition: Partition, batch: Batch) -> bool:
-        """Return whether `note` must be told of a batch."""
+        """Return whether `note` must be called for a batch."""
         topic = self._host.topics.by_id(partition.topic_id)
         return topic is not None and not topic.takes_opaque(asks=batch.asks)
 
@@ -266,7 +266,7 @@ class Intake:
                 topic.dedup.add(identity, place, append_time)
 
     async def identities(self, partition: Partition, batch: Batch) -> Sequence[Identity]:
-        """Return what `note` is told of a stored batch."""
+        """Return the arguments of `note` for a stored batch."""
         topic = self._host.topics.by_id(partition.topic_id)
         return [] if topic is None else await self._identities(topic, partition, batch)
 
@@ -293,29 +293,23 @@ class Intake:
         return offset
 
     def _publish_each(self, run: Run, receipt: Receipt, publisher: Publisher | None) -> None:
-        """Message by message to where it belongs; those for the same partition stay together and in order."""
+        """Publish message by message. Messages for the same partition stay together and in order."""
         now_us = self._host.clock.now_us()
-        asked: dict[int, headers.HeaderOptions] = {}
-        for index, block in run.headers.items():
-            if run.subjects[index].startswith(LIVE):
-                continue  # its headers ask nothing of the broker
-            try:
-                asked[index] = headers.read(block, now_us)
-            except PenstockError as error:
-                receipt.refuse([index], error)
-        for index, found in asked.items():
-            if found.key is not None:
-                run.keys[index] = found.key
-                run.size = 0  # it did not count the key
-            if found.time_us is not None:
-                run.times[index] = found.time_us
-            if found.ttl_us is not None:
-                run.ttls[index] = found.ttl_us
-        for index, key in run.keys.items():
-            try:
-                headers.check_key_size(len(key))
-            except PenstockError as error:
-                receipt.refuse([index], error)
+        asked = _read_options(run, receipt, now_us)
+        parts, later, topics = self._route(run, receipt, asked, now_us)
+        identities = self._sift(run, topics, asked, receipt, now_us)
+        for target, indices in parts.items():
+            if target is self._live and publisher is not None and (len(parts) > 1 or publisher.is_waiting):
+                target = self._queue(publisher)
+            self._append_part(target, run, indices, topics, identities, receipt)
+        if later:
+            self._append_later(run, later, topics, identities, asked, receipt)
+
+    def _route(
+        self, run: Run, receipt: Receipt, asked: dict[int, headers.HeaderOptions], now_us: int
+    ) -> tuple[dict[Target, list[int]], list[int], dict[int, ServedTopic]]:
+        """Choose the partition of each message that was not refused. Return the indices of each partition, those of
+        delayed messages, and the topic of each message that is to be stored."""
         parts: dict[Target, list[int]] = {}
         later: list[int] = []
         topics: dict[int, ServedTopic] = {}
@@ -349,13 +343,7 @@ class Intake:
                 chosen = parts.setdefault(partition, [])
                 chosen += indices[places.start : places.stop]
                 chosen.sort()
-        identities = self._sift(run, topics, asked, receipt, now_us)
-        for target, indices in parts.items():
-            if target is self._live and publisher is not None and (len(parts) > 1 or publisher.is_waiting):
-                target = self._queue(publisher)
-            self._append_part(target, run, indices, topics, identities, receipt)
-        if later:
-            self._append_later(run, later, topics, identities, asked, receipt)
+        return parts, later, topics
 
     def _misplaced(
         self, topic: ServedTopic, partition: int | None, asked: headers.HeaderOptions | None, now_us: int
@@ -470,7 +458,7 @@ class Intake:
                 self._append(delays.partition, delays.delayed(run, index, due_us), [index], receipt, done)
 
     def _knows(self, subject: bytes, *, has_headers: bool) -> bool:
-        """Whether there is a topic for it, with what must be known of earlier messages."""
+        """Return whether there is a topic for it, with what must be known of earlier messages."""
         if subject.startswith(LIVE):
             return True
         topic = self._host.topics.owner(subject)
@@ -531,7 +519,7 @@ class Intake:
 
 
 class Identity(NamedTuple):
-    """What tells a message from others, and where it is."""
+    """The dedup identity of a message, and its place."""
 
     identity: bytes
     place: int
@@ -595,3 +583,30 @@ def _unpacked(place: int | None) -> tuple[int, int]:
 def _payload_identity(value: bytes) -> bytes:
     # Not a hash that can be forged: an equal one drops the message.
     return hashlib.blake2b(value, digest_size=16).digest()
+
+
+def _read_options(run: Run, receipt: Receipt, now_us: int) -> dict[int, headers.HeaderOptions]:
+    """Read the headers that are for the broker, by index, and apply key, time and TTL to the run. Refuse messages with
+    invalid ones."""
+    asked: dict[int, headers.HeaderOptions] = {}
+    for index, block in run.headers.items():
+        if run.subjects[index].startswith(LIVE):
+            continue  # its headers are not for the broker
+        try:
+            asked[index] = headers.read(block, now_us)
+        except PenstockError as error:
+            receipt.refuse([index], error)
+    for index, found in asked.items():
+        if found.key is not None:
+            run.keys[index] = found.key
+            run.size = 0  # it did not count the key
+        if found.time_us is not None:
+            run.times[index] = found.time_us
+        if found.ttl_us is not None:
+            run.ttls[index] = found.ttl_us
+    for index, key in run.keys.items():
+        try:
+            headers.check_key_size(len(key))
+        except PenstockError as error:
+            receipt.refuse([index], error)
+    return asked

@@ -74,12 +74,7 @@ def fetch(
     at: ConnectionOptions,
 ) -> None:
     """Read the stored messages of a topic, one partition after the other."""
-    if json and form not in ("lines", "json"):
-        raise typer.BadParameter(f"--json means --format json, not {form}", param_hint="'--json'")
-    if json:
-        form = "json"
-    if form == "parquet" and (path is None or follow):
-        raise typer.BadParameter("Parquet needs --output, and excludes --follow")
+    form = _check_form(form, json=json, follow=follow, path=path)
     if follow and end != "latest":
         raise typer.BadParameter("--follow has no end: use only one of them", param_hint="'--to'")
     with at.client() as client:
@@ -102,6 +97,14 @@ def fetch(
                     with path.open("w", encoding="utf-8", newline="") as file:
                         written = _write_text(chosen, form, file, follow=follow, advance=advance)
     print(f"wrote {counted(written, 'message')} to {path}: {output.rate(written, time.perf_counter() - started)}")
+
+
+def _check_form(form: Form, *, json: bool, follow: bool, path: Path | None) -> Form:
+    if json and form not in ("lines", "json"):
+        raise typer.BadParameter(f"--json means --format json, not {form}", param_hint="'--json'")
+    if form == "parquet" and (path is None or follow):
+        raise typer.BadParameter("Parquet needs --output, and excludes --follow")
+    return "json" if json else form
 
 
 def _choose(client: Client, topic: str, partition: int | None) -> list[PartitionPosition]:

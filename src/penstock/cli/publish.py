@@ -127,16 +127,8 @@ def publish(
     they have value, value_base64, json or tombstone, and optionally subject, key,
     headers, message_id, delay and ttl.
     """
-    if values == ["-"]:
-        values = None
-    if subject is None and file.path is None:
-        raise typer.BadParameter("give a subject, or a --file of messages with subjects", param_hint="'SUBJECT'")
-    if file.path is not None and values:
-        raise typer.BadParameter("give VALUE or --file, not both", param_hint="'VALUE'")
-    file.check(subject, message.key)
-    if message.message_id is not None and len(values or ()) != 1:
-        raise typer.BadParameter("it needs exactly one VALUE", param_hint="'--message-id'")
-
+    values = None if values == ["-"] else values
+    _check(subject, values, message, file)
     common = message.outgoing(subject or "")
     with at.client() as client:
         if values:
@@ -148,6 +140,16 @@ def publish(
             form: Form = "lines" if file.path is None else file.form
             rows = Import(form=form, common=common, key_field=file.key_field, subject_field=file.subject_field)
             _publish_many(client, rows, file.path, as_json=json)
+
+
+def _check(subject: str | None, values: list[str] | None, message: MessageOptions, file: FileOptions) -> None:
+    if subject is None and file.path is None:
+        raise typer.BadParameter("give a subject, or a --file of messages with subjects", param_hint="'SUBJECT'")
+    if file.path is not None and values:
+        raise typer.BadParameter("give VALUE or --file, not both", param_hint="'VALUE'")
+    file.check(subject, message.key)
+    if message.message_id is not None and len(values or ()) != 1:
+        raise typer.BadParameter("it needs exactly one VALUE", param_hint="'--message-id'")
 
 
 def _read_headers(given: Sequence[str]) -> dict[str, str]:

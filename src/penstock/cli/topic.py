@@ -212,10 +212,7 @@ def copy(
         output.print_json({**asdict(done), "interrupted": is_interrupted, "seconds": seconds})
     else:
         _show_copy(done, target, seconds)
-    if done.unchecked:
-        partitions = ", ".join(map(str, done.unchecked))
-        what = f"warning: cannot tell whether {target} has other messages in partition {partitions}: "
-        print(safe(f"{what}the message copied last is gone at the source"), file=sys.stderr)
+    _warn_unchecked(done, target)
     if is_interrupted:
         print("interrupted: run the same command again to resume", file=sys.stderr)
         raise typer.Exit(130)
@@ -228,6 +225,13 @@ def _show_copy(done: Copied, target: str, seconds: float) -> None:
     lost = f", {done.lost:,} dropped at the source before they were copied" if done.lost else ""
     rate = output.rate(done.copied, seconds)
     print(safe(f"copied {counted(done.copied, 'message')} to {target}{before}{lost}: ") + rate, flush=True)
+
+
+def _warn_unchecked(done: Copied, target: str) -> None:
+    if done.unchecked:
+        partitions = ", ".join(map(str, done.unchecked))
+        what = f"warning: cannot tell whether {target} has other messages in partition {partitions}: "
+        print(safe(f"{what}the message copied last is gone at the source"), file=sys.stderr)
 
 
 @app.command("refresh")

@@ -44,7 +44,7 @@ A control batch has no messages (count 0, span 0) and instead of columns (see `C
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from itertools import accumulate, islice
@@ -321,15 +321,11 @@ def encode(
     not pay.
     """
     count = len(values)
-    if not count:
-        raise ValueError("a batch needs at least one message")
-    if (deltas is None) != (span is None):
-        raise ValueError("deltas and span go together")
     optional = {"key": keys, "subject": subjects, "reply": replies, "headers": headers}
     fixed = {"timestamp": timestamps, "delta": deltas, "tombstone": tombstones}
-    for name, given in (optional | fixed).items():
-        if given is not None and len(given) != count:
-            raise ValueError(f"{len(given)} in the {name} column for {count} values")
+    _check_lengths(count, {**optional, **fixed})
+    if (deltas is None) != (span is None):
+        raise ValueError("deltas and span go together")
     flags = ASKS if asks else 0
     parts: list[Buffer] = [BLANK_HEADER]
     if timestamps is not None:
@@ -343,17 +339,29 @@ def encode(
         append_padded(parts, _bitmap(tombstones))
     _append_binary(parts, values)
     for name, column in optional.items():
-        if column is None:
-            continue
-        present, nullable = BINARY[name]
-        flags |= present
-        if None in column:
-            flags |= nullable
-            append_padded(parts, _bitmap([item is not None for item in column]))
-            column = [item or b"" for item in column]
-        _append_binary(parts, column)  # type: ignore[arg-type]
+        if column is not None:
+            flags |= _append_optional(parts, name, column)
     span = count if span is None else span
     return seal(parts, flags, count, timestamp, compression, span=span, producer=producer, sequence=sequence)
+
+
+def _append_optional(parts: list[Buffer], name: str, column: Sequence[bytes | None]) -> int:
+    """Append a column of which any item may be absent. Return its flags."""
+    present, nullable = BINARY[name]
+    if None not in column:
+        _append_binary(parts, column)  # type: ignore[arg-type]
+        return present
+    append_padded(parts, _bitmap([item is not None for item in column]))
+    _append_binary(parts, [item or b"" for item in column])
+    return present | nullable
+
+
+def _check_lengths(count: int, columns: Mapping[str, Sequence[object] | None]) -> None:
+    if not count:
+        raise ValueError("a batch needs at least one message")
+    for name, given in columns.items():
+        if given is not None and len(given) != count:
+            raise ValueError(f"{len(given)} in the {name} column for {count} values")
 
 
 def seal(

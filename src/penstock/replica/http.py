@@ -94,6 +94,8 @@ class Queries:
         )
 
     def _endpoints(self) -> list[Endpoint]:
+        """Return the table of all endpoints, which is why this is long."""
+
         def get(path: str, about: str, answer: Any, returns: Any, parameters: Any = Nothing, **more: Any) -> Endpoint:
             return Endpoint(
                 method="GET",
