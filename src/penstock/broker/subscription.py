@@ -1,17 +1,16 @@
-"""A subscription: a pattern, and the members that get what matches it from now on.
+"""A subscription: a pattern, and the members that get the messages that match it from now on.
 
 With one member it is a plain subscription, with more a NATS queue group: each message goes to one of them, and is done
-when it is handed to its connection. Where patterns with one queue name overlap, the oldest subscription gets what
-several match, so each message is delivered once for each queue name.
+when it is handed to its connection. If patterns with one queue name overlap, the oldest subscription gets the
+messages that several match, so each message is delivered once per queue name.
 
-While the members keep up, a subscription has no position: it is handed what is committed. When they do not, it is
-behind: it has a cursor for each partition and reads on, from memory or disk, as fast as they take it; nobody else waits
-for it. It reads the partitions in the order in which they were served (`broker/trail.py`), and is handed nothing that
-is stored before it has caught up with all of them.
+While the members keep up, a subscription has no position: it is handed each committed run. When they do not, it is
+behind (`broker/catch_up.py`): it has a cursor for each partition and reads, from memory or disk, as fast as they accept
+messages; nobody else waits for it. It is handed no stored messages before it has caught up with all partitions.
 
-A member that leaves first gets what was published before, up to the ends that the logs had when it left: see `stop_at`.
-If others have its queue name, it is put behind where messages are on their way, so that it can tell which of them are
-its own.
+A member that leaves first gets the messages that were published before, up to the ends that the logs had when it left:
+see `stop_at`. If others have its queue name, it is put behind where messages are not committed yet, so that it can
+select its own.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.broker.catch_up import CatchUp
 from penstock.broker.cursor import Cursor
+from penstock.broker.delivery_waits import DeliveryWaits
 from penstock.broker.figures import Figures
 from penstock.broker.flow import Backlog, Overflow
 from penstock.broker.member import Member, share_out
@@ -53,17 +53,8 @@ class Loop(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _Wait:
-    """Waits until a member has the messages below these offsets, then calls `done` once."""
-
-    member: Member
-    marks: dict[Waiting, int]
-    done: Callable[[], None]
-
-
 class Queue:
-    """A subscription's place among those with its queue name: what is its own of the messages that it matches.
+    """A subscription's place among those with its queue name: which of the matching messages are its own.
 
     While messages are handed out as they are committed, the interest index decides that (`choose_readers`). This is for
     a subscription that is behind: what it reads may have gone to an older one, which may have ended since.
@@ -87,7 +78,7 @@ class Queue:
         # Of one that is not in the index any more: the patterns of the others at that time, and from where on each of
         # them gets what it matches, in each place. One that comes later gets nothing that was published before.
         self._heirs: list[tuple[bytes, dict[Waiting, int]]] | None = None
-        # What older ones had before they ended: their patterns, and up to where in each partition.
+        # The messages of older ones that have ended: their patterns, and up to where in each partition.
         self._taken: list[tuple[bytes, dict[Waiting, int]]] = []
 
     def leave(self, heirs: list[tuple[bytes, dict[Waiting, int]]]) -> None:
@@ -140,17 +131,14 @@ def choose_readers(found: tuple[Subscription, ...]) -> tuple[Subscription, ...]:
 
 class Subscription:
     __slots__ = (
-        "_backlogs",
-        "_floors",
+        "_catch_up",
         "_is_ending",
         "_loop",
         "_reading",
         "_since_us",
-        "_step",
         "_stops",
         "_turn",
         "_waits",
-        "_watched",
         "_woken",
         "behind",
         "members",
@@ -165,13 +153,9 @@ class Subscription:
         self.members: list[Member] = []
         self._loop = loop
         self._since_us = loop.clock.now_us()
-        # Where it stopped, in each partition where it is behind.
-        self.behind: dict[Partition, Cursor] = {}
-        # Up to where it reads each partition without regard to the others, and its next step on the trail behind that.
-        self._floors: dict[Partition, int] = {}
-        self._step = 0
-        # For a member that drops or sheds: what it skips where it is behind.
-        self._backlogs: dict[Partition, Backlog] = {}
+        self._catch_up = CatchUp(loop.trail, loop.catch_up_turns, self._read_next)
+        # Its cursor in each partition where it is behind.
+        self.behind = self._catch_up.cursors
         self._reading = False
         # Whether a member got room while it reads: then it reads again.
         self._woken = False
@@ -180,9 +164,7 @@ class Subscription:
         self._stops: dict[Waiting, int] | None = None
         # Whether that is its end.
         self._is_ending = False
-        self._waits: list[_Wait] = []
-        # Partitions that tell it what becomes of messages for which somebody waits.
-        self._watched: set[Waiting] = set()
+        self._waits = DeliveryWaits(self._position, self._on_change)
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
         """Take a committed run, all of which matches. Return whether any of it went to a connection."""
@@ -199,7 +181,7 @@ class Subscription:
             self.fall_behind(partition, run.offset(rest[0]))
             return was_sent
         # Unstored messages cannot be read later. If what came before them was all that it waited for, it goes on now.
-        self._settle()
+        self._waits.settle()
         return (bool(self.members) and self._take(partition, run.select(rest))) or was_sent
 
     def _take(self, partition: Partition | LivePartition, run: Run) -> bool:
@@ -228,15 +210,13 @@ class Subscription:
         """Let it read a partition itself from an offset on, unless it does already."""
         if partition in self.behind:
             return
-        if not self.behind:
-            self._step = self._loop.trail.join(self)
         begin = max(offset, partition.since.get(self, 0))
         end = None if self._stops is None else self._stops.get(partition, 0)
-        self.behind[partition] = partition.cursor(begin, pattern=self.pattern, end=end)
+        self._catch_up.add(partition.cursor(begin, pattern=self.pattern, end=end))
 
     def begin_at(self, partition: Partition, offset: int) -> None:
-        """Let it read what was published before it was made, from an offset on."""
-        self._floors[partition] = partition.served
+        """Let it read older messages, from an offset on."""
+        self._catch_up.raise_floor(partition, partition.served)
         self.fall_behind(partition, offset)
 
     def wake(self) -> None:
@@ -278,12 +258,7 @@ class Subscription:
 
     def when_delivered(self, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
         """Call `done` once the messages below these offsets are delivered or gone, or the member has left."""
-        self._waits.append(_Wait(member, dict(marks), done))
-        for partition, mark in marks.items():
-            if partition.served < mark:
-                self._watched.add(partition)
-                partition.groups[self._on_change] = None
-        self._settle()
+        self._waits.add(member, marks, done)
 
     def undelivered(self) -> Mapping[Waiting, int]:
         """Return up to where it has to deliver in each partition before it has caught up."""
@@ -296,41 +271,23 @@ class Subscription:
         """The member gets no more."""
         self.members.remove(member)
         if not self.members:
-            self._catch_up()
-        self._finish([wait for wait in self._waits if wait.member is member])
+            self._catch_up.end()
+        self._waits.leave(member)
 
     def _on_change(self) -> None:
         """Note that messages of a watched partition were committed, or taken back."""
-        for partition in self._watched:
-            # The offsets of what was taken back are given out again, for messages that are nobody's here.
+        for partition in self._waits.watched:
+            # The offsets of messages that were taken back are reused, for messages that nobody waits for.
             end = partition.end
-            tables: list[dict[Any, int]] = [self._stops or {}, *(wait.marks for wait in self._waits)]
-            for marks in tables:
-                if marks.get(partition, 0) > end:
-                    marks[partition] = end
+            self._waits.lower(partition, end)
+            if self._stops is not None and self._stops.get(partition, 0) > end:
+                self._stops[partition] = end
             cursor = self.behind.get(partition) if isinstance(partition, Partition) else None
             if cursor is not None:
                 cursor.offset = min(cursor.offset, end)
                 cursor.end = None if cursor.end is None else min(cursor.end, end)
-        self._settle()
+        self._waits.settle()
         self.wake()
-
-    def _settle(self) -> None:
-        """End the waits whose messages are delivered."""
-        for wait in self._waits:
-            for partition, mark in list(wait.marks.items()):
-                if partition.is_closed or self._position(partition) >= mark:
-                    del wait.marks[partition]
-        self._finish([wait for wait in self._waits if not wait.marks])
-
-    def _finish(self, waits: list[_Wait]) -> None:
-        self._waits = [wait for wait in self._waits if wait not in waits]
-        if not self._waits:
-            for partition in self._watched:
-                partition.groups.pop(self._on_change, None)
-            self._watched.clear()
-        for wait in waits:
-            wait.done()
 
     def _position(self, partition: Waiting) -> int:
         """Return up to where it has delivered what it wants of a partition."""
@@ -358,7 +315,7 @@ class Subscription:
             self._woken = True
             while self._woken:
                 self._woken = False
-                if await self._read_all():
+                if await self._catch_up.read_all():
                     self._leave_behind()
         except Exception as error:  # noqa: BLE001 - supervises one reader
             self.fail(error)
@@ -369,91 +326,31 @@ class Subscription:
         elif self.queue is not None:
             self.queue.forget()
 
-    async def _read_all(self) -> bool:
-        """Read on in the order in which the partitions were served. Return whether all of it is delivered."""
-        trail = self._loop.trail
-        while await self._read_floors():
-            if self._step < trail.first:
-                continue
-            if self._step == trail.end:
-                return True
-            await self._loop.catch_up_turns.take()
-            if self._step < trail.first:
-                continue
-            step = trail.step(self._step)
-            if not await self._read_to(*step):
-                return False
-            # Meanwhile steps may have been dropped, and the last one may have grown.
-            if self._step >= trail.first and trail.step(self._step) == step:
-                if self._step + 1 == trail.end:
-                    return True
-                self._step += 1
-        return False
-
-    async def _read_floors(self) -> bool:
-        """Read what is not on the trail, one partition after the other. Return whether all of it is delivered."""
-        trail = self._loop.trail
-        if self._step < trail.first:
-            self._step = trail.first
-            for partition in self.behind:
-                self._floors[partition] = max(self._floors.get(partition, 0), trail.dropped(partition))
-        for partition, floor in list(self._floors.items()):
-            if not await self._read_to(partition, floor):
-                return False
-            if self._floors.get(partition) == floor:
-                del self._floors[partition]
-        return True
-
-    async def _read_to(self, partition: Partition, until: int) -> bool:
-        """Deliver what a partition has below an offset. Return whether all of it is delivered."""
-        while (cursor := self.behind.get(partition)) is not None:
-            if cursor.offset >= (until if cursor.end is None else min(until, cursor.end)):
-                return True
-            if not await self._read_next(cursor, until):
-                return False
-        return True
-
     def _leave_behind(self) -> None:
         """Be handed what comes next, unless it must stop somewhere: it has read everything that there is."""
         for partition in [partition for partition in self.behind if partition.is_closed]:
-            self._forget(partition)
+            self._catch_up.forget(partition)
         if all(cursor.end is None and cursor.offset >= partition.served for partition, cursor in self.behind.items()):
-            self._catch_up()
-        self._settle()
-
-    def _forget(self, partition: Partition) -> None:
-        self.behind.pop(partition, None)
-        self._backlogs.pop(partition, None)
-        self._floors.pop(partition, None)
-        if not self.behind:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Note that it is not behind any more."""
-        for cursor in self.behind.values():
-            cursor.drop_ahead()
-        self.behind.clear()
-        self._backlogs.clear()
-        self._floors.clear()
-        self._loop.trail.leave(self)
+            self._catch_up.end()
+        self._waits.settle()
 
     def fail(self, error: Exception) -> None:
-        """End it: its members are told why, or that it is a fault of the broker."""
+        """End it. Its members get the error, or "internal error" for a fault of the broker."""
         told = error if isinstance(error, PenstockError) else PenstockError("internal error")
         if told is not error:
             self._loop.health.fault("deliver", self.pattern.decode(errors="replace"), error)
-        self._catch_up()
+        self._catch_up.end()
         for member in list(self.members):
             try:
                 member.sink.fail(member, told)
-            except Exception as fault:  # noqa: BLE001 - the other members are told all the same
+            except Exception as fault:  # noqa: BLE001 - the other members must get the error too
                 self._loop.health.fault("deliver", member.sink.name, fault)
 
     async def _read_next(self, cursor: Cursor, until: int) -> bool:
         """Hand out the next batch, up to an offset. Return whether there may be more, and room for it."""
         partition = cursor.partition
         cursor.offset = offset = self._skip(partition, cursor.offset)
-        backlog = self._backlogs.get(partition)
+        backlog = self._catch_up.backlogs.get(partition)
         if backlog is not None and backlog.until is not None:
             until = min(until, backlog.until)
         found = await cursor.read(until)
@@ -461,8 +358,8 @@ class Subscription:
             return False  # it ended, or messages were taken back
         if found is None:
             if partition.is_closed:
-                self._forget(partition)
-                self._settle()
+                self._catch_up.forget(partition)
+                self._waits.settle()
             return True
         if partition.start > offset:
             self._drop(partition.start - offset)
@@ -475,7 +372,7 @@ class Subscription:
         if self.behind.get(partition) is cursor:  # unless that was the last message that its member wanted
             cursor.offset = found.following if shared == len(run) else run.offset(shared)
             self._loop.figures.expired += len(found.expired.below(cursor.offset))
-            self._settle()
+            self._waits.settle()
         return shared == len(run) or (shared > 0 and self._has_room())
 
     def _skip(self, partition: Partition, offset: int) -> int:
@@ -483,7 +380,7 @@ class Subscription:
         flow = self.members[0].flow if len(self.members) == 1 else None
         if flow is None or flow.overflow is Overflow.BLOCK:
             return offset
-        begin = self._backlogs.setdefault(partition, Backlog()).begin(flow, offset, partition.served)
+        begin = self._catch_up.backlogs.setdefault(partition, Backlog()).begin(flow, offset, partition.served)
         self._drop(begin - offset)
         return begin
 
@@ -491,7 +388,7 @@ class Subscription:
         self._skipped(count)
         if count:
             pattern = self.pattern.decode(errors="replace")
-            logger.warning("a reader of %s is too slow: %d messages skipped", pattern, count)
+            logger.warning("a consumer of %s is too slow: %d messages dropped", pattern, count)
 
     def _skipped(self, count: int) -> None:
         self._loop.figures.dropped += count
