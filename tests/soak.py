@@ -28,12 +28,14 @@ from tests.hostile.oracle import table
 from tests.hostile.siege import Scale
 from tests.nats.generate import CHUNK as NATS_CHUNK
 from tests.nats.generate import soak as soak_scenarios
-from tests.support.client_kill import ClientFigures, ClientJudge
+from tests.support.client_journal import ClientFigures
+from tests.support.client_kill import ClientJudge
 from tests.support.fuzz import DOOR as FUZZ
 from tests.support.fuzz import fuzz
 from tests.support.kill import KillJudge
 from tests.support.pipe_kill import PipeFigures, PipeJudge
-from tests.support.serve_kill import Figures, ServeJudge
+from tests.support.serve_clients import Figures
+from tests.support.serve_kill import ServeJudge
 from tests.support.simulation import simulate
 from tests.support.spark_soak import kill_drivers
 
