@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,25 +16,15 @@ from penstock.outcome import Outcome
 from penstock.store.store import Store, StoreSettings
 from tests.support.logs import values
 from tests.support.server import Nats, Serve
+from tests.support.small_disks import small_file_system
 from tests.support.stores import append_flushed, batch, drive, running
 from tests.support.web import get
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small file system cannot be mounted here: {error}")
-    try:
+    with small_file_system(tmp_path / "small", mebibytes=4) as directory:
         yield directory
-    finally:
-        # Detached at once, and gone with the last open file, should the test have left one.
-        subprocess.run(["umount", "--lazy", str(directory)], check=True, capture_output=True)
 
 
 def test_a_full_disk_refuses_appends_loses_nothing_and_works_again(small_disk: Path) -> None:

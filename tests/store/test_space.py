@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from penstock.testing import FaultyFiles, ManualClock
 from tests.support.logs import memory_meta, values
 from tests.support.registries import until
 from tests.support.server import Flux, Serve
+from tests.support.small_disks import small_file_system
 
 DATA = Path("/data")
 RESERVE = 20_000
@@ -126,18 +126,8 @@ def test_usage_tells_how_full_the_disk_is() -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(directory)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"a small file system cannot be mounted here: {error}")
-    try:
+    with small_file_system(tmp_path / "small", mebibytes=8) as directory:
         yield directory
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True, capture_output=True)
 
 
 def take_all(path: Path) -> None:

@@ -16,29 +16,11 @@ from penstock.log.tail import TailBudget
 from penstock.log.witness import NOBODY, Witness
 from penstock.model.batch import encode
 from penstock.store.meta import Meta
+from penstock.store.repair import NoRounds
 from penstock.testing import ManualClock
 
 DEFAULT_POLICY: Final = Policy()
 TIMESTAMP: Final = 1_600_000_000_000_000
-
-
-class FlushedByHand:
-    """An owner that runs no rounds and refuses nothing: the test calls `log.flush`."""
-
-    def appended(self, log: Log, size: int) -> None:
-        pass
-
-    def settled(self, size: int) -> None:
-        pass
-
-    def announce(self) -> None:
-        pass
-
-    def fault(self, seam: str, log: Log, error: Exception) -> None:
-        raise error
-
-    def damaged(self, log: Log) -> None:
-        pass
 
 
 def open_log(
@@ -59,7 +41,7 @@ def open_log(
         policy=policy,
         files=files or OsFiles(),
         clock=clock or ManualClock(),
-        owner=FlushedByHand(),
+        owner=NoRounds(),
         open_segments=OpenSegments(),
         tail_budget=TailBudget(tail_bytes),
         read_mode=reader,

@@ -63,7 +63,7 @@ class Quarantined:
 @dataclass(frozen=True, slots=True)
 class Repaired:
     quarantined: list[Quarantined]
-    # What is still wrong, and needs people.
+    # Problems that are left for the operator.
     problems: list[str]
     report: Path | None
     # Whether records of the state topic were lost.
@@ -212,7 +212,7 @@ class _Repair:
             policy=Policy(),
             files=self._files,
             clock=self._clock,
-            owner=_NoRounds(),
+            owner=NoRounds(),
             open_segments=OpenSegments(),
             tail_budget=TailBudget(0),
             piped=inspected.is_piped,
@@ -341,7 +341,7 @@ def _complete(
 
 
 def _is_head(batch: Batch) -> bool:
-    """Whether a control batch is a head. The foot of a segment without messages has the same offset."""
+    """Return whether a control batch is a head. The foot of a segment without messages has the same offset."""
     return batch.durable_bytes == 0
 
 
@@ -356,7 +356,7 @@ def _document(value: Any) -> bytes:
 
 
 def _overlap(name: str, other: str) -> bool:
-    """Whether a subject would belong to both topics."""
+    """Return whether a subject would belong to both topics."""
     return owns(name.encode(), other.encode()) or owns(other.encode(), name.encode())
 
 
@@ -367,8 +367,8 @@ def _changes_from(log: Log, offset: int) -> Iterator[Change]:
             offset = batch.end
 
 
-class _NoRounds:
-    """The owner of a log that `flush` writes."""
+class NoRounds:
+    """The owner of a log outside a store: the log is written by calls of `flush`."""
 
     def appended(self, log: Log, size: int) -> None:
         pass
