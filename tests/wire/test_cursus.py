@@ -293,7 +293,7 @@ BAD_COMMANDS: Final[dict[bytes, str]] = {
             b"CONSUME a 0 \xff",
             b"BATCH_COMMIT topic=a \xff",
         ),
-        "a command is UTF-8, but for what is published",
+        "a command must be UTF-8, except the published message",
     ),
 }
 

@@ -111,7 +111,7 @@ def test_what_is_not_websocket_is_refused(name: str, size: int | None) -> None:
 
 
 def test_compression_that_was_not_agreed_upon_is_refused() -> None:
-    with pytest.raises(BadFrame, match="not agreed"):
+    with pytest.raises(BadFrame, match="not negotiated"):
         read(encode(BINARY, deflate(b"x"), reserved=DEFLATED), deflates=False)
 
 

@@ -1,4 +1,4 @@
-"""What happens to a message whose handler has failed. No I/O: attempts in, seconds out."""
+"""Retry policies for messages whose handler has failed. No I/O: attempts in, seconds out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DOUBLINGS_MAX: Final = 1000
 
 
 class FailureAction(StrEnum):
-    """What to do after a failure."""
+    """The decision after a failure."""
 
     RETRY = "retry"  # try the message again later
     SKIP = "skip"  # acknowledge the message, and continue with the next one
@@ -74,7 +74,7 @@ class Retry:
     @classmethod
     def forever(cls, initial: float = 1.0, maximum: float = 30.0) -> Retry:
         """Retry after `initial` seconds, doubling the delay up to `maximum`, until the message succeeds. It is never
-        dead-lettered, whatever the topic's `deliveries_max`.
+        dead-lettered, regardless of the topic's `deliveries_max`.
         """
         return cls(
             action=FailureAction.RETRY,

@@ -58,7 +58,7 @@ _SLEEP_US_MAX: Final = 24 * 3600 * 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    # Whether a subject without a topic makes one, named by its first token; how many are made so.
+    # Whether publishing creates a missing topic, named by the first token of the subject; how many are created so.
     auto_create: bool = True
     topics_max: int = 10_000
     # Message ids that each topic remembers.
@@ -218,7 +218,7 @@ class Broker:
         )
 
     async def refresh_topic(self, name: bytes) -> TopicRefresh:
-        """Let all consumers of a topic that understand it begin anew. Return the refresh, which may be under way."""
+        """Restart all consumers of a topic that take part in refreshes. Return the refresh, which may already run."""
         return await self.to_its_end(self.refreshes.begin(self.topics.named(name)))
 
     def is_served(self, subject: bytes, besides: Sink | None = None) -> bool:
@@ -228,7 +228,7 @@ class Broker:
         return any(member.sink is not besides for group in self.groups.served(subject) for member in group.members)
 
     async def open_transactions(self) -> Transactions:
-        """What they need is made when somebody first stages something. Raises if it cannot be opened."""
+        """Return the transactions; their topic is created at the first use. Raises if it cannot be opened."""
         if self.transactions is None:
             topic = await self.changes.own(STAGED_TOPIC)
             if topic.refusal is not None:
@@ -242,13 +242,13 @@ class Broker:
         try:
             transactions = await self.open_transactions()
         except PenstockError as error:
-            logger.error("what was staged for transactions cannot be opened: %s", error)
+            logger.error("the staged batches of transactions cannot be opened: %s", error)
         else:
             await transactions.start()
 
     async def dead_letter_topic(self) -> ServedTopic:
         name = self.settings.dead_letter_prefix.encode()
-        # What nobody wants to handle as a dead letter does not become one again.
+        # A failed dead letter does not become one again.
         policy = replace(self.settings.policy, dead_letters=False)
         topic = self.topics.get(name) or await self.changes.make(name, 1, policy)
         topic.check_writable()
@@ -282,7 +282,7 @@ class Broker:
         return [topic.topic.name for topic in self.topics if topic.refusal is not None]
 
     def damage(self) -> list[tuple[str, int, LogDamaged]]:
-        """What is known of messages that cannot be read: topic, partition, and where. All around them is served."""
+        """Return the known damage: topic, partition, and place. All other messages are served."""
         damaged = dict.fromkeys(self.store.catalogue.damage)
         if not damaged:
             return []
@@ -306,7 +306,7 @@ class Broker:
             for partition in topic.partitions
             if partition.log in failed
         ]
-        # What groups and topics are is in a log that is no topic's.
+        # The state of groups and topics is in a log that does not belong to a topic.
         is_state = failed.keys() - {p.log for topic in self.topics for p in topic.partitions}
         return [*names, "the broker's own state"] if is_state else names
 

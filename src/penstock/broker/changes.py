@@ -85,7 +85,7 @@ class TopicChanges:
         return topic
 
     async def pushed(self, name: bytes, partitions: int) -> ServedTopic:
-        """Return the topic to which another broker pushes its own of that name, which has so many partitions."""
+        """Return the topic to which another broker pushes its own of that name, which has `partitions` partitions."""
         topic = self._host.topics.get(name)
         if topic is None:
             self._check_auto_created(name)
@@ -143,7 +143,9 @@ class TopicChanges:
     def _check_auto_created(self, subject: bytes) -> None:
         settings = self._host.settings
         if not settings.auto_create:
-            raise UnknownTopic(f"no topic stores {subject.decode()}, and none is made by itself: create it")
+            raise UnknownTopic(
+                f"no topic stores {subject.decode()}, and topics are not created automatically: create it"
+            )
         count = sum(not topic.is_internal for topic in self._host.topics) + len(self._creating)
         if count >= settings.topics_max:
             raise TooManyTopics(f"there are {count} topics: create the one for {subject.decode()} by name")
@@ -207,7 +209,7 @@ class TopicChanges:
     async def purge(self, name: bytes, before: Begin, *, partition: int | None = None) -> None:
         """Drop all messages before a place, in one partition or in all, and wait until that is durable.
 
-        Groups go on behind them. Upkeep frees the disk, by whole segments.
+        Groups continue after them. Upkeep frees the disk, by whole segments.
         """
         await self._host.to_its_end(self._purge(name, before, partition))
 

@@ -1,4 +1,4 @@
-"""The one way to read what is stored: a cursor stands at an offset of a partition, and reads on from there.
+"""The one way to read stored messages: a cursor has an offset in a partition, and reads from there.
 
     cursor = partition.cursor(offset, pattern=b"orders.*")
     part = await cursor.read()            the next messages that match, from memory or from disk; None: not now
@@ -9,7 +9,7 @@ A subscription that is behind is a cursor for each partition, read in the order 
 is the same with an end. A group, a replay, a fetch, a pipe and the broker's own topics are cursors too: they differ in
 what they do with the messages.
 
-A cursor reads ahead: the second time that it goes on where it stopped, it takes many batches from the disk at once, and
+A cursor reads ahead: the second time that it continues where it stopped, it takes many batches from the disk, and
 keeps those that its reader has no room for yet. All cursors share one budget for that. Batches in memory (`log/
 tail.py`) are read where they are.
 """
@@ -45,11 +45,11 @@ _NOWHERE: Final = -1
 
 
 class Part(NamedTuple):
-    """What a cursor finds at its offset."""
+    """The result of one read of a cursor."""
 
     # The messages to deliver. It may be empty: compaction left none, they expired, or none of them matches.
     run: Run
-    # Where to read on.
+    # The offset to continue at.
     following: int
     # Messages that match and are left out of `run`, because their TTL has ended.
     expired: Run
@@ -124,7 +124,7 @@ class Cursor:
         return Part(run, following, expired)
 
     async def read_stored(self) -> tuple[Run, int] | None:
-        """Return all messages of the next batch from the offset on, expired ones too, and where to read on."""
+        """Return all messages of the next batch from the offset on, expired ones too, and the offset to continue at."""
         partition, log = self.partition, self.partition.log
         offset = max(self.offset, log.start)
         if offset >= partition.served or log.state is LogState.CLOSED:

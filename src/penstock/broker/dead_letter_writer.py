@@ -1,4 +1,4 @@
-"""Stores the dead letters of one group, each once, whatever happens.
+"""Stores the dead letters of one group, each exactly once.
 
 First the position says which messages become dead letters, under a number that ascends: a decision. Then the letters
 are appended under that number, by which the log of dead letters recognises them if this is repeated. Only then are the

@@ -98,7 +98,7 @@ class Redriven:
 
 
 class _Origin(NamedTuple):
-    """Where the message of a letter is, for its group."""
+    """The place of a letter's message, for its group."""
 
     group: Group
     position: Position[Partition]

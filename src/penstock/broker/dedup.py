@@ -16,7 +16,7 @@ ENTRIES_MAX: Final = 100_000
 BYTES_MAX: Final = 128 << 20
 # What an entry takes: an ID of at most 65 bytes, an offset and a time, in a dict and a deque.
 ENTRY_BYTES: Final = 300
-# The topics are counted again after so many new IDs.
+# The topics are counted again after this many new IDs.
 _UNCOUNTED_MAX: Final = 1000
 
 

@@ -1,4 +1,4 @@
-"""Which messages of a group are delivered next, and to whom. No I/O: what was read and the time are arguments.
+"""Choose the next messages of a group, and their members. No I/O: messages and the time are arguments.
 
 For each position the caller asks for the next offset to read (`next_redelivery`, `next_delivery`, `next_check`), reads
 there, and passes on what it found; the returned Dispatch says what to do. Others may change the group while the caller
@@ -41,7 +41,7 @@ class MemberRun(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """What to do with messages that were read."""
+    """The decision about messages that were read."""
 
     deliveries: Sequence[MemberRun] = ()
     # Whether to ask for the next offset again.

@@ -94,7 +94,7 @@ class Dispatcher:
                     if isinstance(error, LogDamaged):
                         position.damage = error
                     self._fail(position, error)
-            # The partitions without damage are served; members are told of damage if there is nothing else for them.
+            # The partitions without damage are served; members get the error if there is nothing else for them.
             stopped = [position for position in self._state.positions.values() if position.stopped]
             if stopped and len(stopped) == len(self._state.positions) and stopped[0].damage is not None:
                 self._fail(stopped[0], stopped[0].damage)
@@ -198,7 +198,7 @@ class Dispatcher:
         for member in list(self._state.members):
             try:
                 member.sink.fail(member, error)
-            except Exception as fault:  # noqa: BLE001 - the other members are told all the same
+            except Exception as fault:  # noqa: BLE001 - the other members must get the error too
                 self._loop.health.fault("deliver", place, fault)
 
     def _set_timer(self) -> None:

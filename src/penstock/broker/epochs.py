@@ -2,7 +2,7 @@
 
 A producer that is restarted uses a higher epoch. From its first message on, nothing of the earlier instance is stored.
 The new epoch is stored, and all that was published under the old one is decided, before the first message of the new
-epoch is appended. So no message of the old epoch is behind it, whatever is interrupted.
+epoch is appended. So no message of the old epoch is behind it, also after an interruption.
 
 In the state topic:
 
@@ -29,13 +29,13 @@ _KIND: Final = "epoch"
 
 
 class _Epoch:
-    """One epoch of a producer, and the number of publishes under way."""
+    """One epoch of a producer, and the number of publishes in progress."""
 
     __slots__ = ("_idle", "before", "is_stored", "number", "publishing", "storing")
 
     def __init__(self, number: int, before: _Epoch | None = None, *, is_stored: bool = False) -> None:
         self.number = number
-        # The epoch that it replaced; None if there was none, or nothing of it can be under way.
+        # The epoch that it replaced; None if there was none, or none of its publishes can be in progress.
         self.before = before
         self.is_stored = is_stored
         self.storing = asyncio.Lock()
@@ -48,7 +48,7 @@ class _Epoch:
             self._idle.set()
 
     async def ended(self) -> None:
-        """Wait until nothing is under way in it and the epochs before it. Nothing new begins meanwhile."""
+        """Wait until no publish is in progress in it and the epochs before it. No new one begins meanwhile."""
         epoch: _Epoch | None = self
         while epoch is not None:
             while epoch.publishing:
@@ -78,7 +78,7 @@ class Epochs:
         key = f"{topic_id}/{producer}"
         epoch = self._newest.pop(key, None)
         if epoch is None or epoch.number < number:
-            # Epochs without a publish under way are left out, so the chain stays short.
+            # Epochs without a publish in progress are left out, so the chain stays short.
             epoch = _Epoch(number, epoch if epoch is None or epoch.publishing else epoch.before)
         self._newest[key] = epoch
         if number < epoch.number:

@@ -1,4 +1,4 @@
-"""What the broker counts while it delivers: once for each run, not for each message."""
+"""Counters of delivery, updated once per run, not per message."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _SECOND_US: Final = 1_000_000
 
 
 class Overflow(StrEnum):
-    """What happens to a reader of a log that is more than `buffer` offsets behind."""
+    """How a reader that is more than `buffer` offsets behind continues."""
 
     BLOCK = "block"  # it waits its turn: it reads everything, however late; nothing is lost
     DROP = "drop"  # it reads the oldest `buffer`; the newest beyond them are skipped
@@ -35,7 +35,7 @@ class Flow:
 
 
 class Window(NamedTuple):
-    """What to read: [begin, until), then on from `jump`."""
+    """The offsets to read: [begin, until), then from `jump` on."""
 
     begin: int
     until: int
@@ -44,7 +44,7 @@ class Window(NamedTuple):
 
 
 def window(flow: Flow, position: int, end: int) -> Window:
-    """What a reader at `position` reads of a log that is committed up to `end`.
+    """Return what a reader at `position` reads of a log that is committed up to `end`.
 
     The caller keeps to it until it is read, and only then asks again, at `jump`: a reader that drops would else
     move its buffer along with its position, and skip nothing.
@@ -74,7 +74,7 @@ class Backlog:
         self._jump = 0
 
     def begin(self, flow: Flow, position: int, end: int) -> int:
-        """Where a reader at `position` reads on, of a log that is committed up to `end`."""
+        """Return where a reader at `position` continues in a log that is committed up to `end`."""
         if self.until is not None:
             if position < self.until:
                 return position

@@ -42,7 +42,7 @@ class Group:
     def __init__(self, name: bytes | None, pattern: bytes, mode: Mode, host: GroupHost, identity: str = "") -> None:
         """A group without a name is deleted with its last member, and nothing of it is written.
 
-        `identity` tells it from a group that had the same name before.
+        `identity` distinguishes it from an earlier group of the same name.
         """
         self.name = name
         self.identity = identity
@@ -134,7 +134,7 @@ class Group:
             self.writer.forget(position)
             partition.groups.pop(self.wake, None)
 
-    # What members say. A message is named by its partition and its offset.
+    # Requests of members. A message is named by its partition and its offset.
 
     def is_stale(self, place: PartitionId, generation: int) -> bool:
         """Return whether a partition was reset since this generation: what was delivered before does not count."""
@@ -210,7 +210,7 @@ class Group:
         """Acknowledge all messages of a partition below `offset`; in partitioned groups."""
         self._changed(self.state.commit(place, offset, generation), outcome)
 
-    # What people say.
+    # Requests of operators.
 
     def reset(self, place: PartitionId, offset: int, outcome: Outcome) -> None:
         """Go on from `offset`, which may be lower than what is done."""

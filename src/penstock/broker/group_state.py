@@ -141,7 +141,7 @@ class GroupState(Generic[P]):
     def is_held(self, position: Position[P]) -> bool:
         return position.partition.topic_id in self.held
 
-    # What members say.
+    # Requests of members.
 
     def ack(self, position: Position[P], offsets: Sequence[int]) -> Acknowledged:
         """Messages are done."""
@@ -223,7 +223,7 @@ class GroupState(Generic[P]):
         return position if position.inflight.owner(offset) in (None, member.number) else None
 
     def _take_from(self, number: int | None, count: int) -> None:
-        """The member with this number has so many messages less."""
+        """The member with this number has `count` messages less."""
         for member in self.members:
             if member.number == number and member.out:
                 member.out = max(0, member.out - count)

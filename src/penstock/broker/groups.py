@@ -52,6 +52,8 @@ class GroupsHost(GroupHost, Protocol):
 
 
 class Groups:
+    """It has more than 25 methods because it is also a mapping of groups by name."""
+
     def __init__(self, host: GroupsHost, members: Members, groups_max: int) -> None:
         self._host = host
         self._members = members
@@ -151,7 +153,7 @@ class Groups:
         try:
             self._host.store.state.write([Change("group", group.name.decode(), _describe(group))])
         except PenstockError as error:
-            logger.warning("that group %s can be refreshed is not remembered: %s", group.name.decode(), error)
+            logger.warning("cannot store that group %s takes part in refreshes: %s", group.name.decode(), error)
 
     # Changes.
 
@@ -163,7 +165,7 @@ class Groups:
             raise BadSubject(f"{pattern.decode(errors='replace')!r} is not a pattern")
         check_group_name(name)
         if name in self._named or name in self._creating:
-            raise GroupConflict(f"there is a group {name.decode()} already")
+            raise GroupConflict(f"the group {name.decode()} already exists")
         count = len(self._named) + len(self._creating)
         if count >= self._groups_max:
             raise TooManyGroups(
@@ -204,7 +206,7 @@ class Groups:
     async def reset(
         self, name: bytes, start: Begin, *, topic: bytes | None = None, partition: int | None = None
     ) -> None:
-        """Let a group go on from another place, in all that it reads or in a part of it. Wait until that is stored."""
+        """Move a group to another place, in all that it reads or in a part of it. Wait until that is stored."""
         group = self[name]
         if topic is not None:
             self._host.topics.named(topic)

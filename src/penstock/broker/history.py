@@ -1,4 +1,4 @@
-"""What was published long ago: a reader of everything that matches a pattern, merged by the time it was appended."""
+"""History: all stored messages that match a pattern, merged by append time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class History:
         self._restrict([] if last is None else [last[1]])
 
     async def read(self, count: int) -> tuple[Partition, Run] | None:
-        """Return the next messages, at most so many and all of one partition; None at the end, as of now."""
+        """Return the next messages, at most `count` and all of one partition; None at the end, as of now."""
         if not self._next:
             self._find()
             self._next = [entry for cursor in self._cursors.values() if (entry := await _entry(cursor))]

@@ -1,7 +1,7 @@
 """Which messages of a partition a group has taken, and which of those are not done yet.
 
 All offsets below `floor` are done. In [`floor`, `next`) the pending ones are not done, and all others are. The group
-reads on at `next`. A pending message is in one of three states:
+continues at `next`. A pending message is in one of three states:
 
     OUT    a member has it, until its deadline
     BACK   it waits to be redelivered, from a moment on
@@ -286,7 +286,7 @@ class Inflight:
     # Dead.
 
     def kill_exhausted(self, deliveries_max: int) -> list[tuple[int, int]]:
-        """Turn all messages DEAD that are BACK after so many deliveries. Return their (offset, attempts), ascending.
+        """Turn all messages DEAD that are BACK after their last delivery. Return their (offset, attempts), ascending.
 
         Call it before `back`, which would return them once more.
         """
@@ -299,7 +299,7 @@ class Inflight:
         return sorted(exhausted)
 
     def kill(self, offset: int, reason: str = "") -> bool:
-        """Turn a message DEAD, whatever its attempts. Return False if it is neither OUT nor BACK."""
+        """Turn a message DEAD, regardless of its attempts. Return False if it is neither OUT nor BACK."""
         lot = self._lots.pop(offset, None)
         if lot is None:
             return False

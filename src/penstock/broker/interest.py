@@ -3,7 +3,7 @@
 A tree of tokens, walked once for each subject that is new; what it said is remembered, so a message costs one look-up
 however many subscriptions there are.
 
-A branch that does not fork is one node, whatever the number of its tokens. So a pattern adds two nodes at the most: its
+A branch that does not fork is one node, however many tokens it has. So a pattern adds at most two nodes: its
 own, and one where it leaves the way of others. A node for each token would take 350 bytes for two bytes of a pattern.
 """
 

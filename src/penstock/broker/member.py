@@ -22,7 +22,7 @@ class Place(Protocol):
 
     topic_id: int
     name: bytes
-    # Whether what is published there is stored.
+    # Whether messages published there are stored.
     keeps: bool
 
     @property
@@ -32,9 +32,9 @@ class Place(Protocol):
 class Sink(Protocol):
     """The connection that a member is of."""
 
-    # Whether it receives what it has published itself.
+    # Whether it receives its own messages.
     echo: bool
-    # What people call the connection.
+    # The name of the connection.
     name: str
     address: str
 
@@ -57,7 +57,7 @@ class Sink(Protocol):
 
 
 class RefreshSignal(StrEnum):
-    """What members are told in a refresh."""
+    """The notice of a refresh that members receive."""
 
     RESET = "RESET"  # forget your copy of the topic: all of it is delivered again
     READY = "READY"  # all of it was delivered
@@ -75,7 +75,7 @@ class RefreshNotice:
 class Deliveries(NamedTuple):
     """How often a message is delivered before it becomes a dead letter. 0: no limit."""
 
-    # Whatever the topic says; None: the topic decides.
+    # Overrides the setting of the topic; None: the topic decides.
     limit: int | None = None
     # If the topic says nothing either.
     default: int = DELIVERIES_DEFAULT
@@ -117,7 +117,7 @@ class Member:
         self.out: int | None = None
         # When it is taken for gone unless it says something before; None: it is there as long as its connection.
         self.expires_us: int | None = None
-        # How it is told of a refresh; None: it does not take part in refreshes.
+        # Called with the notices of a refresh; None: it does not take part in refreshes.
         self.on_refresh: Callable[[RefreshNotice], None] | None = None
         # In a shared group: after how many deliveries it gives a message up.
         self.deliveries = Deliveries()

@@ -1,4 +1,4 @@
-"""Move stored messages from one partition to their targets, each once, whatever happens in between.
+"""Move stored messages from one partition to their targets, each exactly once.
 
 A move is a decision: a record in the state topic names its messages and their targets. `broker/sources.py` describes
 how its messages reach each target once, in several batches if they are too large for one. A decision that was
@@ -248,6 +248,6 @@ class Mover:
         try:
             await self._host.store.write_state([Change(_KIND, self._name, self.moves.fold()), *changes])
         except PenstockError as error:
-            logger.warning("finished moves of %s are folded later: %s", self._name, error)
+            logger.warning("the records of finished moves of %s are compacted later: %s", self._name, error)
             return
         self.moves.folded()

@@ -18,7 +18,7 @@ LARGE_BYTES: Final = 4 << 20
 # What is kept opened of batches that were read last: readers with little room come back for the rest, and many readers
 # that are a little behind read the same ones.
 OPENED_BYTES_MAX: Final = 4 << 20
-# What a message takes besides its bytes.
+# The memory of a message besides its bytes.
 _OBJECT_BYTES: Final = 64
 # A large one that nobody reads from is kept so long.
 _LARGE_IDLE_S: Final = 5.0

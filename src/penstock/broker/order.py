@@ -56,7 +56,7 @@ class Publisher:
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One publisher's messages end at `until` in one place, and go on at `since` in another."""
+    """One publisher's messages end at `until` in one place, and continue at `since` in another."""
 
     before: Waiting
     until: int
@@ -82,7 +82,7 @@ class Order:
         self._trail = trail
         self._health = health
         self._links: list[_Link] = []
-        # What may be served, or has to wait for something else.
+        # Places that may be served, or have to wait for another one.
         self._waiting: dict[Waiting, None] = {}
         self._is_serving = False
         self._is_changed = False
@@ -115,7 +115,7 @@ class Order:
         self._is_changed = True
 
     def take_back(self, target: Waiting) -> None:
-        """What is beyond the end of a place is not coming any more: nobody waits for it."""
+        """Stop waiting for messages beyond the end of a place: they were taken back."""
         for link in self._links:
             if link.before is target:
                 link.until = min(link.until, target.end)
@@ -170,11 +170,11 @@ class Order:
                 self._serve(target, until)
             if until < target.available:
                 self._waiting[target] = None
-        # Publishers that were told may have published more meanwhile.
+        # Publishers that were notified may have published more meanwhile.
         self._links = [*left, *self._links]
 
     def _have_common_readers(self, targets: Iterable[Waiting]) -> bool:
-        """Whether a connection gets what waits in more than one place."""
+        """Return whether a connection gets what waits in more than one place."""
         seen: set[Sink] = set()
         for target in targets:
             found = self._find_sinks(target.waiting_subjects())
@@ -186,7 +186,7 @@ class Order:
     def _serve(self, target: Waiting, until: int) -> None:
         try:
             target.serve(until)
-        except Exception as fault:  # noqa: BLE001 - what is committed is, whatever becomes of its readers
+        except Exception as fault:  # noqa: BLE001 - a commit does not depend on the readers
             self._health.fault("deliver", target.name.decode(errors="replace"), fault)
         if isinstance(target, Partition):
             self._trail.note(target)

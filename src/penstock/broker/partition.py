@@ -115,9 +115,9 @@ class Partition:
         self._order = order
         # How often messages were taken back.
         self.cuts = 0
-        # What is committed and not served yet, in the form in which it was appended.
+        # Committed runs and batches that are not served yet, in the form in which they were appended.
         self._fresh: deque[Batch | Run] = deque()
-        # Where readers begin that subscribed while messages were not committed yet: those are not for them.
+        # The first offset for readers that subscribed while earlier messages were not committed yet.
         self.since: dict[object, int] = {}
         log.attach(name, self._on_commit, self._on_reject)
 
@@ -334,7 +334,7 @@ class LiveQueue(LivePartition):
             wake()
 
     def tell(self, until: int) -> None:
-        """Do nothing: the publishers were told when the messages were served."""
+        """Do nothing: the publishers were notified when the messages were served."""
 
 
 # Where messages may wait to be served.

@@ -29,7 +29,7 @@ PartitionId = tuple[int, int]
 NEVER_US: Final = 1 << 62
 # How many messages that became dead letters are remembered.
 _DEAD_LETTERED_MAX: Final = 100
-# What a record of changes costs besides its numbers: a batch, a key, and later the deletion of the key.
+# The cost of a record of changes besides its numbers: a batch, a key, and later the deletion of the key.
 _RECORD_WEIGHT: Final = 32
 
 
@@ -55,7 +55,7 @@ class DeadMessage(NamedTuple):
 
 
 class Review(NamedTuple):
-    """What `Position.review` found."""
+    """The result of `Position.review`."""
 
     lost: int
     # Whether the position must be written.
@@ -206,7 +206,7 @@ class Position(Generic[P]):
         # Two are of interest: the next message to redeliver, and the next one to deliver for the first time.
         self._unexpired = dict([*self._unexpired.items(), (run.offset(0), until_us)][-2:])
 
-    # What is written.
+    # Records.
 
     def to_json(self, now_us: int) -> PositionRecord:
         """Return the whole position."""

@@ -36,7 +36,7 @@ class PositionWriter:
         self._loop = loop
         self._unsaved: dict[Position[Partition], None] = {}
         self._waiting: list[Outcome] = []
-        # Whether a write is under way, or about to begin.
+        # Whether a write is in progress or scheduled.
         self._is_writing = False
 
     def key(self, partition: Partition) -> str:

@@ -61,7 +61,7 @@ class RefreshState(StrEnum):
     ABORTED = "ABORTED"
 
 
-# The states of a refresh that is under way, in their order; and those in which the group has not gone back yet.
+# The states of a running refresh, in their order; and those in which the group has not gone back yet.
 _ACTIVE: Final = (
     RefreshState.RESET_SENT,
     RefreshState.WAITING_FOR_ACKS,
@@ -80,7 +80,7 @@ class RefreshHost(Loop, Protocol):
 
 
 class MemberLabel(NamedTuple):
-    """What is known of a member that may be disconnected."""
+    """A member that may be disconnected."""
 
     name: str
     address: str
@@ -122,7 +122,7 @@ class Refreshes:
         return self._refreshes.get(topic.topic.id)
 
     async def begin(self, topic: ServedTopic) -> TopicRefresh:
-        """Begin to refresh a topic, unless that is under way, and return the refresh.
+        """Begin to refresh a topic, unless that is running, and return the refresh.
 
         Raises RefreshConflict if only some members of a group take part in refreshes: the others would take the
         replayed messages for new ones.

@@ -123,7 +123,7 @@ async def pause(index: int) -> None:
 
 
 def expected(error: Exception, health: Health, part: str, what: str) -> PenstockError:
-    """Return an error that a client can be told of. An unexpected one is reported as a fault."""
+    """Return an error that a client may see. An unexpected one is reported as a fault."""
     if isinstance(error, PenstockError):
         return error
     health.fault(part, what, error)

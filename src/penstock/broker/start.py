@@ -28,7 +28,7 @@ class AtTime(NamedTuple):
 
 
 class AtPositions(NamedTuple):
-    """Where it was, by topic id and partition. What is not there is new, and read from its beginning."""
+    """Positions by topic ID and partition. Partitions that are not listed are new, and read from their beginning."""
 
     offsets: Mapping[tuple[int, int], int]
 

@@ -36,7 +36,7 @@ from penstock.model.subject import is_subject, meets, owns
 RESERVED: Final = b"$"
 # Subjects that begin so are never stored: inboxes, services (`$SRV`), and what nats-server keeps for itself (`$JS`, …).
 LIVE: Final = (b"_", RESERVED)
-# A piece of a run has at least so many messages: each costs as much as a run, so one of a few messages is not cut.
+# The minimum size of a piece of a run: each piece costs as much as a run, so a run of a few messages is not cut.
 PIECE_MESSAGES_MIN: Final = 16
 # Of subjects whose owner is remembered.
 _REMEMBERED_BYTES_MAX: Final = 16 << 20
@@ -60,12 +60,12 @@ class ServedTopic:
 
     @property
     def is_internal(self) -> bool:
-        """Whether it is the broker's own, which nobody reads or writes."""
+        """Whether it is internal: clients neither read nor write it."""
         return self.topic.is_internal
 
     @property
     def is_piped(self) -> bool:
-        """Whether it is a copy of another broker's, to which nothing is published here."""
+        """Whether it is a copy of another broker's topic, which is read-only here."""
         return self.topic.origin is not None
 
     def check_writable(self) -> None:
@@ -86,7 +86,7 @@ class ServedTopic:
             raise StaleLayout(f"invalid partition {number}: topic {self.topic.name} has {count} (0-{count - 1})")
 
     def takes_opaque(self, *, asks: bool) -> bool:
-        """Whether a batch can be stored as it came: nobody wants to know what is in it."""
+        """Return whether a batch can be stored without decoding it."""
         return not (asks or self.topic.policy.dedup is DedupMode.PAYLOAD)
 
     def choose(self, subject: bytes, key: bytes | None) -> Partition:
@@ -95,7 +95,7 @@ class ServedTopic:
         return next(self.spread(1))[0] if fixed is None else fixed
 
     def fixed(self, subject: bytes, key: bytes | None) -> Partition | None:
-        """Return the partition of a message, or None if it may go to any: `spread` tells where."""
+        """Return the partition of a message, or None if `spread` may choose any."""
         partitions = self.partitions
         if len(partitions) == 1:
             return partitions[0]
@@ -106,7 +106,7 @@ class ServedTopic:
         return None
 
     def spread(self, count: int) -> Iterator[tuple[Partition, range]]:
-        """Cut so many messages that may go to any partition into pieces, in order, each for one partition."""
+        """Cut `count` messages that may go to any partition into pieces, in order, each for one partition."""
         partitions, given = self.partitions, self._given
         if len(given) != len(partitions):
             # There are more than before: all begin anew, or the new ones would be given everything for a while.

@@ -1,7 +1,7 @@
 """Transactions: messages of several partitions that become readable together, or not at all.
 
 The batches of a transaction are *staged* first: each is stored as the value of a message in an internal topic. A commit
-is a *decision*: one record in the state topic names what was staged. From then on it is carried out whatever happens.
+is a *decision*: one record in the state topic names the staged batches. From then on a crash cannot stop it.
 The batches are appended to their partitions under the number of the decision, by which each log recognises them if this
 is repeated; the logs are held meanwhile, and released in one turn of the loop when all of it is on the disk. What was
 interrupted is completed at the next start, before anybody reads.
@@ -61,7 +61,7 @@ STAGED_TOPIC: Final = b"$staged"
 # A staged batch is a message itself, and shares a batch with others.
 STAGED_BYTES_MAX: Final = 16 << 20
 NAME_BYTES_MAX: Final = 256
-# What is staged and not committed is forgotten after this time, longer than any job takes.
+# Staged batches that are not committed are dropped after this time, longer than any job takes.
 STAGED_US_MAX: Final = 7 * 24 * 3600 * 1_000_000
 # How long a transaction without a name of its own is known to be committed: its client may ask again.
 ONCE_US: Final = 600 * 1_000_000

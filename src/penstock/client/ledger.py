@@ -1,4 +1,4 @@
-"""A count of what is under way, so that `flush` waits for everything that began before it, and nothing later."""
+"""A count of the messages in flight, so that `flush` waits for everything that began before it, and nothing later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class Ledger:
     __slots__ = ("_now", "_open")
 
     def __init__(self) -> None:
-        # Marks are numbered; the count of what is under way since each, the earliest first.
+        # Marks are numbered; the count of messages in flight since each, the earliest first.
         self._now = 0
         self._open: dict[int, int] = {}
 
@@ -30,5 +30,5 @@ class Ledger:
         return self._now
 
     def is_done(self, mark: int) -> bool:
-        """Return whether nothing that began before the mark is still under way."""
+        """Return whether nothing that began before the mark is still in flight."""
         return not self._open or min(self._open) >= mark

@@ -11,7 +11,7 @@ PIECE_MESSAGES: Final = 16
 
 
 class Layout(NamedTuple):
-    """What a producer must know about a topic."""
+    """The layout of a topic, for a producer."""
 
     name: bytes
     id: int

@@ -1,4 +1,4 @@
-"""Where brokers are: addresses as users write them, or a broker in this process."""
+"""Addresses of brokers as users write them, or a broker in this process."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class AsyncSubscription:
         try:
             await self._opening.leave()
         except PenstockError as refused:
-            _LOG.warning("the broker was not told that the subscription to %s has ended: %s", self.pattern, refused)
+            _LOG.warning("could not end the subscription to %s at the broker: %s", self.pattern, refused)
 
     async def _next_many(self, count_max: int | None) -> list[Message]:
         """Return messages; an empty list if the subscription is closed."""

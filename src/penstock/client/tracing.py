@@ -33,7 +33,7 @@ _TEMPORARY: Final = "(temporary)"
 
 
 def is_used() -> bool:
-    """Whether the application has imported OpenTelemetry."""
+    """Return whether the application has imported OpenTelemetry."""
     return "opentelemetry.trace" in sys.modules
 
 
@@ -110,7 +110,7 @@ def _consuming(operation: str, message: Message, context: Context | None) -> Spa
 
 
 def _is_recorded() -> bool:
-    """Whether an SDK is configured. Checking is cheap; a span for each message that nobody records is not."""
+    """Return whether an SDK is configured. Checking is cheap; a span for each message that nobody records is not."""
     from opentelemetry import trace
 
     return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))

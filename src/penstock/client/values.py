@@ -17,7 +17,7 @@ Place = str | int | datetime | timedelta | float
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Where a message is stored. `duplicate`: it was already stored, at this offset."""
+    """The place of a stored message. `duplicate`: it was already stored, at this offset."""
 
     topic: str
     partition: int

@@ -1,4 +1,4 @@
-"""What is known to be damaged in a log: found by recovery, or by readers. Any thread may use it."""
+"""The known damage of a log, found by recovery or by readers. Any thread may use it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Walks over the segments of a log, and tells batches, damage and a torn tail apart, without changing anything.
+"""Scans the segments of a log, and distinguishes batches, damage and a torn tail, without changing anything.
 
-Where a walk meets bytes that are not a batch, `durable_bytes`, which every batch carries, tells two cases apart:
+Where a walk meets bytes that are not a batch, `durable_bytes`, which every batch contains, distinguishes two cases:
 
-- a torn tail: the power went before these bytes were synced, so nobody was told of them.
+- a torn tail: the power went before these bytes were synced, so they were never acknowledged.
 - damage: a later batch knows that these bytes were durable.
 
 A file can also be cut short, empty or missing, and look as if it had never been longer. So each log knows where it must
@@ -28,7 +28,7 @@ from penstock.model.batch import NO_SEGMENT, VERSION
 
 
 class TornTail(NamedTuple):
-    """Bytes that recovery cuts off: nobody was told of them."""
+    """Bytes that recovery cuts off: they were never acknowledged."""
 
     path: Path
     size: int
@@ -42,7 +42,7 @@ Examined = Found | TornTail | LogDamaged | UnsupportedBatch
 
 @dataclass(slots=True)
 class Report:
-    """What a log holds."""
+    """The content of a log."""
 
     segments: int = 0
     batches: int = 0
@@ -228,7 +228,7 @@ def check_follows(previous: Segment, segment: Segment, end: int) -> None:
         missing = segment.path.with_name(log_name(head.previous))
         reason = f"the segment before {segment.path.name}, {missing.name}, is missing"
         raise LogDamaged(missing, 0, end, segment.base, reason)
-    # What a truncation cut off is not missing.
+    # Messages that a truncation cut off are not missing.
     if end < segment.base and head.dropped == NO_SEGMENT and previous.end() < segment.base:
         raise LogDamaged(previous.path, previous.size, end, segment.base, "the file is cut short")
 

@@ -31,7 +31,7 @@ _SYNC_THREADS: Final = 8
 # a call for each: 20 buffers of 52 KB took 290 µs as a vector and 580 µs one by one.
 _JOIN_BELOW_BYTES: Final = 4096
 _PARTS_MAX: Final = 1024  # what Linux takes at once
-# Only the owner may read messages, names and addresses, whatever the umask is.
+# Only the owner may read messages, names and addresses, regardless of the umask.
 FILE_MODE: Final = 0o600
 DIRECTORY_MODE: Final = 0o700
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -102,7 +102,7 @@ class Files(Protocol):
         ...
 
     def version(self, path: Path) -> str:
-        """Return what tells a file from any other that had or will have this name. It changes with every write."""
+        """Return the identity of a file, which no other file of this name has. It changes with every write."""
         ...
 
     def remove(self, path: Path) -> None: ...
@@ -285,7 +285,7 @@ def _try_sync(file: File) -> OSError | None:
 
 
 def _find_syncfs() -> _Syncfs | None:
-    """Whether syncfs reports failed write-backs: Linux does since 5.8."""
+    """Return whether syncfs reports failed write-backs: Linux does since 5.8."""
     release = os.uname().release.split(".")
     if os.uname().sysname != "Linux" or (int(release[0]), int(release[1])) < (5, 8):
         return None

@@ -1,4 +1,4 @@
-"""What a log hands to a worker and gets back: a write, and a sync.
+"""Work that a log hands to a worker and gets back: a write, and a sync.
 
 Running them touches only the writing side of the active segment. The result counts for readers and outcomes when the
 log's owner has it back: `Flusher.finish_write`, `Flusher.finish_sync`.
@@ -31,7 +31,7 @@ class WritePart:
 
 
 class Write:
-    """What one log hands to a worker to be written, and the result."""
+    """A write of one log, for a worker, and its result."""
 
     __slots__ = (
         "_flusher",
@@ -123,7 +123,7 @@ class Write:
         self.end = batches[-1].end
 
     def _roll(self, offset: int, snapshot: bytes, last_append_time: int) -> None:
-        """Seal the segment, and go on in a new one that begins at `offset`."""
+        """Seal the segment, and continue in a new one that begins at `offset`."""
         full = self._writer.segment
         reserved = self.control.reserved if self.control else self._flusher.marks.reserved_written
         self._writer.write_control(Control(reserved, self._previous), offset, last_append_time)
@@ -152,7 +152,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """What one log hands to a worker to be synced: everything written up to a position, and an offset."""
+    """A sync of one log, for a worker: everything written up to a position, and an offset."""
 
     log: Log
     segment: Segment

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Under `flush`, a power cut can lose messages that readers saw. So offsets are reserved durably, this many ahead,
-# before they are given out. After an unclean stop the log goes on behind the reservation.
+# before they are given out. After an unclean stop the log continues after the reservation.
 RESERVE_AHEAD: Final = 1 << 20
 
 
@@ -70,12 +70,12 @@ class Flusher:
         self._tail = tail
         self._files = files
         self._clock = clock
-        # A log has at most one sync under way: if there were two, Linux would report a failure to only one of them.
+        # A log has at most one sync in progress: if there were two, Linux would report a failure to only one of them.
         self._writing: Write | None = None
         self._syncing: Sync | None = None
         # When the oldest message of the active segment was appended; None: it has no message.
         self.oldest_us = opened.oldest_us
-        # Where the log ended when it was opened, and where its last batch on the disk ended.
+        # The end of the log when it was opened, and the end of its last batch on the disk.
         self._opened_at = marks.end
         self._reached = opened.reached
         # Whether the last control batch notes a clean stop.
@@ -238,7 +238,7 @@ class Flusher:
     # Segments.
 
     def is_roll_due(self) -> bool:
-        """Whether the active segment spans a large part of the retention time, or everything in it is purged."""
+        """Return whether the active segment spans a large part of the retention time, or everything in it is purged."""
         if self.oldest_us is None:
             return False
         if self.marks.purged >= self.marks.end:

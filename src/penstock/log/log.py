@@ -66,8 +66,8 @@ class Log:
     ) -> None:
         """Open the log in `directory`: recover it if necessary, or begin a new one.
 
-        `witness` says how far the log once reached, whatever the files say. With `strict`, damage in the last segment
-        or a missing segment is raised, and nothing is changed; otherwise the log goes on behind it.
+        `witness` says how far the log once reached, independent of the files. With `strict`, damage in the last segment
+        or a missing segment is raised, and nothing is changed; otherwise the log continues after it.
 
         This is long because it joins the parts, and does nothing else.
         """
@@ -173,7 +173,7 @@ class Log:
     def verify(self) -> examine.Report:
         return examine.verify(self._segments.all)
 
-    # What the store asks of it.
+    # Requests of the store.
 
     @property
     def policy(self) -> Policy:

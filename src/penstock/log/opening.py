@@ -1,7 +1,7 @@
 """Opens the directory of a log: recovers it, or begins a new one, and leaves damage at its ends behind.
 
-A damaged or shortened last segment is sealed as it is, and the log goes on in a new one. A missing first segment is
-replaced by one with only a head. So whatever is missing is a segment that ends before the next one begins.
+A damaged or shortened last segment is sealed as it is, and the log continues in a new one. A missing first segment is
+replaced by one with only a head. So missing messages always look like a segment that ends before the next one begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.log.segments import Segments
 from penstock.log.witness import Witness
 from penstock.model.batch import NO_SEGMENT, Control
 
-# If a reservation may be among the damage, the log goes on this far behind everything that is known. That is beyond
+# If a reservation may be among the damage, the log continues this far after everything that is known. That is beyond
 # any reservation: a reservation is ahead of what waits for the disk, and never so many messages do.
 RESERVATION_LOST_AHEAD: Final = 1 << 27
 
@@ -108,7 +108,7 @@ def _begin(opened: OpenedLog, marks: Marks) -> None:
 
 
 def _leave_behind(opened: OpenedLog, marks: Marks, found: recovery.Recovered, files: Files, *, piped: bool) -> None:
-    """Seal the last segment, which is damaged or cut short, as it is, and go on in a new one."""
+    """Seal the last segment, which is damaged or cut short, as it is, and continue in a new one."""
     segments = opened.segments
     damaged = segments.active
     witnessed, damage = found.witnessed, found.damage

@@ -48,7 +48,7 @@ class Dedup(StrEnum):
 
 
 class OnDamage(StrEnum):
-    """What a reader does where stored messages are damaged."""
+    """How a reader handles damaged messages."""
 
     STOP = "stop"  # it gets an error with the file and the offsets
     SKIP = "skip"  # it continues behind them, and they are counted

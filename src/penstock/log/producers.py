@@ -69,7 +69,7 @@ class Producers:
         )
 
     def is_duplicate(self, batch: Batch) -> bool:
-        """Whether a producer's batch was appended before, as far as is known."""
+        """Return whether a producer's batch was appended before, as far as is known."""
         try:
             return self.find(batch, 0, 0) is not None
         except OutOfSequence:

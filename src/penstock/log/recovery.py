@@ -1,7 +1,7 @@
-"""Finds the end of a log when it is opened, after whatever happened to it.
+"""Finds the end of a log when it is opened.
 
 Only the last segment can be unfinished, so only it is walked (`examine.py`). A torn tail is cut off. Damage is left as
-it is, and so are its surroundings: `opening.py` seals the segment, and the log goes on in a new one. What is kept is
+it is, and so are its surroundings: `opening.py` seals the segment, and the log continues in a new one. What is kept is
 synced before it is served: until then it may be only in the memory of the operating system.
 
 Sealed segments are not walked. What was found damaged in them before is noted beside them (`log_files.py`).
@@ -167,7 +167,7 @@ def _walk(segments: list[Segment], unborn: Segment | None, witness: Witness, *, 
 
 
 class _Walk:
-    """What a walk over the last segment has found so far."""
+    """The result of a scan of the last segment so far."""
 
     def __init__(self, recovered: Recovered, active: Segment) -> None:
         self.recovered = recovered
@@ -285,6 +285,6 @@ def _finish_truncation(files: Files, segments: list[Segment], recovered: Recover
         except LogDamaged as damage:
             if strict or damage.path == segments[-1].path:
                 raise
-            # Whatever is missing before it is lost; reading there raises.
+            # Missing messages before it are lost; reading there raises.
             end = segments[-2].end()
             recovered.known_damage.append(LogDamaged(damage.path, damage.position, end, damage.last, damage.reason))

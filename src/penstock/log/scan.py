@@ -165,7 +165,7 @@ def end_of_log(segment: Segment) -> int:
 
 
 def is_sound_at(segment: Segment, position: int, offset: int) -> bool:
-    """Whether a whole batch of the log with this offset is at a position."""
+    """Return whether a whole batch of the log with this offset is at a position."""
     try:
         batch = _SegmentWindow(segment, segment.size).batch_at(position)
     except CorruptBatch:
@@ -174,7 +174,7 @@ def is_sound_at(segment: Segment, position: int, offset: int) -> bool:
 
 
 def holds_batches(segment: Segment) -> bool:
-    """Whether a whole batch is anywhere in the file, of whatever log and offset."""
+    """Return whether a whole batch is anywhere in the file, of any log and offset."""
     window = _SegmentWindow(segment, segment.size)
     return segment.size > 0 and window.find(0, None, 0, _TIME_MIN) is not None
 

@@ -94,7 +94,7 @@ class Segment:
         self._pinned = False
         # Whether it was read since `OpenSegments` last looked.
         self.used = True
-        # Whether a write is under way, and whether the log failed, so that nobody waits for a sync any more.
+        # Whether a write is in progress, and whether the log failed, so that no sync is awaited any more.
         self.is_writing = False
         self.is_given_up = False
         # The number of the log that its batches must have; None: that of the first batch.
@@ -200,7 +200,7 @@ class Segment:
                 self._index = None
 
     def pin(self, file: File | None = None) -> None:
-        """Keep the file open, because another one has or will have its name: readers go on with this one."""
+        """Keep the file open, because another one has or will have its name: readers continue with this one."""
         if self._file is None:
             self._file = file or self.open_segments.attempt(lambda: self.files.open(self.path))
         self._pinned = True
@@ -287,7 +287,7 @@ class Segment:
 
     def foreign(self) -> Damage | None:
         """Return what is wrong if the file is another segment, of this log or of another: then no batch in it belongs
-        to this segment, whatever its offset."""
+        to this segment, regardless of its offset."""
         origin = self.origin
         if origin is None:
             return None

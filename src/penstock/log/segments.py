@@ -72,7 +72,7 @@ class Segments:
         self._set((segment, *self.all))
 
     def append(self, created: Sequence[Segment]) -> None:
-        """Seal the active segment, and go on in the last one of `created`."""
+        """Seal the active segment, and continue in the last one of `created`."""
         sealed = (self.active, *created[:-1])
         with self._lock:
             self._set((*self.all, *created))
@@ -94,7 +94,7 @@ class Segments:
             self._open_segments.drop(segment)
 
     def cut(self, place: int, active: Segment) -> tuple[Segment, ...]:
-        """Go on in `active` behind the segment at `place`; return the segments that are no longer part of the log."""
+        """Continue in `active` after the segment at `place`; return the segments that are no longer part of the log."""
         cut = self.all[place + 1 :]
         self.all[place].sealed = True
         self._set((*self.all[: place + 1], active))

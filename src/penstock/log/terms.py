@@ -1,4 +1,4 @@
-"""What a store asks of a log. It may change while the log is open."""
+"""The settings that a store gives a log. They may change while the log is open."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Upkeep:
         self.unneeded = 0
         # Where the segment began that was active at the last compaction.
         self._compacted_base = -1
-        # What is left to do of a merge.
+        # The rest of a merge.
         self._unfinished: Callable[[], None] | None = None
 
     # Dropping the oldest.
@@ -89,7 +89,7 @@ class Upkeep:
         return self._flusher.append_clock.last if is_open and self._flusher.oldest_us is not None else None
 
     def drop_oldest(self) -> int:
-        """Drop the oldest sealed segment, whatever the policy says; return its bytes."""
+        """Drop the oldest sealed segment, regardless of the policy; return its bytes."""
         self._finish_merge()
         return self._segments.drop(1)
 

@@ -64,7 +64,7 @@ class Changes:
         self._worker = worker
         self._commit_now = commit_now
         self._commit = commit
-        # Changes that `run` has not begun, and whether one is under way.
+        # Changes that `run` has not begun, and whether one is running.
         self._turns: deque[_Turn] = deque()
         self._asked = asyncio.Event()
         self._is_changing = False

@@ -2,7 +2,7 @@
 
 Nothing is recovered, cut off or created, so damage is seen as it is. Damage in one log does not hide the others.
 
-A broker may have the directory open, and change files meanwhile. Then whatever seems wrong is looked at again, and
+A broker may have the directory open, and change files meanwhile. Then everything that seems wrong is checked again, and
 unfinished bytes at the end of a log are not a torn tail.
 """
 
@@ -52,7 +52,7 @@ class InspectedLog:
     topic_name: str | None
     partition: int | None
     segments: list[Segment]
-    # Why a store would refuse the directory, whatever the segments hold.
+    # Why a store would refuse the directory, regardless of its segments.
     problems: list[str]
     is_piped: bool = False
     # Whether a broker has it open.

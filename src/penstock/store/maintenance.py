@@ -233,7 +233,7 @@ class Maintenance:
 
 
 class _Projection(NamedTuple):
-    """What `meta.db` should say."""
+    """The rows that `meta.db` should have."""
 
     changes: list[Change]
     offset: int

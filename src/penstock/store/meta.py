@@ -158,7 +158,7 @@ def _recreate(path: Path) -> sqlite3.Connection:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         return _create(str(path))
     except (sqlite3.Error, OSError) as error:
-        logger.warning("%s: cannot be made, kept in memory until the next start: %s", path, error)
+        logger.warning("%s: cannot be created, kept in memory until the next start: %s", path, error)
         return _create(_IN_MEMORY)
 
 

@@ -375,7 +375,7 @@ class _RoundLane:
                 raise end
             self._finish(round_)
             self.wake()
-        except Exception as fault:  # noqa: BLE001 - the lane goes on with the next round
+        except Exception as fault:  # noqa: BLE001 - the lane continues with the next round
             self._health.fault("round", self._thread.name, fault)
             self.wake()
         except BaseException as raised:  # noqa: BLE001 - `run` ends with it

@@ -1,7 +1,7 @@
 """A snapshot: all logs of a store as they were at one moment, while a backup copies them.
 
-`committed` of all logs is taken in one turn of the event loop, so the logs are consistent: whatever the state topic
-says of a message, that message is in the snapshot too. Each segment then gets a hard link in `<data>/snapshots/<id>/`,
+`committed` of all logs is taken in one turn of the event loop, so the logs are consistent: every message that
+the state topic mentions is in the snapshot too. Each segment then gets a hard link in `<data>/snapshots/<id>/`,
 so retention, compaction and the deletion of a topic take nothing away from the snapshot. The last segment of a log ends
 with the last committed batch.
 
@@ -252,7 +252,7 @@ class Snapshots:
             self.end(snapshot)
 
     def _mark_refused(self, place: PartitionId, topic: Topic, reason: str, open_segments: OpenSegments) -> SnapshotMark:
-        """Return a log that cannot be opened: its files, whatever is in them."""
+        """Return a log that cannot be opened: its files, unchecked."""
         path = self._directory / "topics" / str(place[0]) / str(place[1])
         found = log_files.list_log(self._files, open_segments, path, "pread")
         segments = [(segment, segment.size) for segment in found.segments]
@@ -264,7 +264,7 @@ class Snapshots:
 
 def _mark(place: PartitionId, log: Log, topic: str | None) -> SnapshotMark:
     segments = [(segment, segment.size) for segment in log.segments]
-    # What is missing at the end of a segment is in no file, so the reader of a snapshot could not find it.
+    # Messages missing at the end of a segment are in no file, so the reader of a snapshot could not find them.
     sizes = {segment.path: size for segment, size in segments}
     missing = [str(each) for each in log.damage if each.position >= sizes.get(each.path, 0)]
     problem = "; ".join(missing) or None

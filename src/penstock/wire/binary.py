@@ -117,7 +117,7 @@ _WITH_BATCH: Final = frozenset({Type.PUBLISH, Type.APPEND, Type.STAGE})
 
 
 class Verb(IntEnum):
-    """What a consumer does with messages that it has received."""
+    """Requests of a consumer about messages that it has received."""
 
     ACK = 0
     NACK = 1
@@ -307,9 +307,9 @@ def read_json(payload: Buffer) -> dict[str, Any]:
             # An escape can still produce a lone surrogate, which is not text.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"what must be JSON is not: {error}") from None
+        raise BadRequest(f"invalid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadRequest("what must be a JSON object is not one")
+        raise BadRequest("invalid JSON: an object is required")
     return value
 
 

@@ -85,8 +85,8 @@ def _whole(data: bytes, bytes_max: int, *, is_whole: bool) -> bytes:
 
 def _not_whole(bytes_max: int) -> BadFrame:
     return BadFrame(
-        f"a frame that is cut off, goes on behind its end, or unpacks to more than {bytes_max} bytes "
-        f"({PACKING_RATIO_MAX} times its size, {PLAIN_BYTES_MAX} at the most): send fewer messages in each"
+        f"a frame that is cut off, continues after its end, or unpacks to more than {bytes_max} bytes "
+        f"({PACKING_RATIO_MAX} times its size, at most {PLAIN_BYTES_MAX}): send fewer messages in each"
     )
 
 
@@ -310,7 +310,7 @@ def _text(word: bytes) -> str:
     try:
         return word.decode()
     except UnicodeDecodeError:
-        raise BadRequest("a command is UTF-8, but for what is published") from None
+        raise BadRequest("a command must be UTF-8, except the published message") from None
 
 
 # ---- batches

@@ -215,9 +215,11 @@ class WebSocketParser:
         """Start a message, or its next frame."""
         is_deflated = bool(first & _DEFLATED)
         if (opcode is Opcode.CONTINUATION) != self._is_continued:
-            raise BadFrame("a message within a message" if self._is_continued else "a message without a begin")
+            raise BadFrame(
+                "a message within a message" if self._is_continued else "a continuation frame without a message"
+            )
         if is_deflated and (self._is_continued or not self._deflates):
-            raise BadFrame("a compressed frame, which was not agreed upon")
+            raise BadFrame("a compressed frame, but compression was not negotiated")
         self._is_final = bool(first & _FINAL)
         if not self._is_continued:
             self._inflater = zlib.decompressobj(-zlib.MAX_WBITS) if is_deflated else None
