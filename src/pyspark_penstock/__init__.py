@@ -11,7 +11,9 @@ from typing import Any
 
 __all__ = ["DefaultSource"]
 
-_NEEDS = "Penstock's source and sink need pyarrow 18 or newer, and PySpark 4.3: pip install 'penstock[spark]', or"
+_NEEDS = (
+    "Penstock's source and sink need pyarrow 18 or newer, and PySpark 4.0 or newer: pip install 'penstock[spark]', or"
+)
 _NEEDS += " 'penstock[connector]' where PySpark is there already"
 
 try:

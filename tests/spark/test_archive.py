@@ -26,7 +26,7 @@ from pyspark.sql import types
 
 import penstock
 from penstock.errors import BadDirectory, ReadFailed
-from penstock.spark import archive, archive_sink, connection, options, parquet, source
+from penstock.spark import archive, archive_sink, connection, options, parquet, source, stream
 from penstock.spark.archive import Archive
 from penstock.spark.columns import TYPES
 
@@ -734,7 +734,7 @@ def test_a_stream_goes_from_the_archive_into_the_log(broker: penstock.Broker, tm
     drop_head(broker, topic)
     publish(broker, topic, range(400, 450))
     more = {"archive": tmp_path, "startingOffsets": "earliest", "maxOffsetsPerTrigger": 33}
-    reader = source.StreamReader(given_options(broker, topic, more, is_stream=True), spark_schema())
+    reader = stream.StreamReader(given_options(broker, topic, more, is_stream=True), spark_schema())
     reader.prepareForTriggerAvailableNow()
 
     start, offsets = reader.latestOffset({}, reader.getDefaultReadLimit()), []

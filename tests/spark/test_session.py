@@ -411,8 +411,8 @@ except RuntimeError as error:
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "Penstock's source and sink need pyarrow 18 or newer, and PySpark 4.3: pip install 'penstock[spark]', or "
-        "'penstock[connector]' where PySpark is there already (No module named 'pyarrow')\n"
+        "Penstock's source and sink need pyarrow 18 or newer, and PySpark 4.0 or newer: pip install 'penstock[spark]', "
+        "or 'penstock[connector]' where PySpark is there already (No module named 'pyarrow')\n"
     )
 
 

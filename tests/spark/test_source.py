@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import pickle
 import threading
@@ -35,7 +36,9 @@ from penstock.errors import NoBroker, UnknownTopic
 from penstock.model.headers import hash_key
 from penstock.spark import connection, options
 from penstock.spark.json_topics import from_json_topic
-from penstock.spark.source import BatchReader, FilteringReader, LogSlice, StreamReader, _fetch, commit
+from penstock.spark.pushdown import FilteringReader
+from penstock.spark.source import BatchReader, LogSlice, TopicStream, UnlimitedStreamReader, _fetch, commit
+from penstock.spark.stream import StreamReader
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -101,11 +104,11 @@ def _batch(broker: penstock.Broker, **given: object) -> BatchReader:
     return BatchReader(_options(broker, is_stream=False, **given), WANTED)
 
 
-def _read(reader: BatchReader | StreamReader, partitions: Sequence[InputPartition]) -> list[int]:
+def _read(reader: BatchReader | TopicStream, partitions: Sequence[InputPartition]) -> list[int]:
     """The values of what tasks read, which get their partitions and their reader as bytes."""
     values = []
     for each in partitions:
-        task: BatchReader | StreamReader = reader
+        task: BatchReader | TopicStream = reader
         if isinstance(reader, BatchReader):
             task = pickle.loads(pickle.dumps(reader))
         for rows in task.read(pickle.loads(pickle.dumps(each))):
@@ -682,6 +685,70 @@ def test_a_group_of_another_kind_is_refused_at_the_start(broker: penstock.Broker
 
     with pytest.raises(ValueError, match=f"group shared-{topic} is shared"):
         _stream(broker, subscribe=topic, group=f"shared-{topic}").latestOffset({}, ALL)
+
+
+# PySpark 4.0 and 4.1.
+
+
+def _unlimited(broker: penstock.Broker, **given: object) -> UnlimitedStreamReader:
+    return UnlimitedStreamReader(_options(broker, is_stream=True, **given), WANTED)
+
+
+def test_without_limits_a_stream_reads_all_there_is_and_continues(broker: penstock.Broker, topic: str) -> None:
+    _publish(broker, topic, range(5))
+    reader = _unlimited(broker, subscribe=topic, startingOffsets="earliest")
+    first = json.loads(json.dumps(reader.latestOffset()))
+    assert _read(reader, reader.partitions({}, first)) == [*range(5)]
+
+    _publish(broker, topic, range(5, 8))
+    second = reader.latestOffset()
+    assert _read(reader, reader.partitions(first, second)) == [5, 6, 7]
+
+    # A reader that is new, as after a restart, finds the end by itself.
+    _publish(broker, topic, range(8, 9))
+    again = _unlimited(broker, subscribe=topic, startingOffsets="earliest")
+    assert _read(again, again.partitions(second, again.latestOffset())) == [8]
+
+
+def test_without_limits_the_first_end_pins_the_beginning(broker: penstock.Broker, topic: str) -> None:
+    _publish(broker, topic, range(3))
+    first = _unlimited(broker, subscribe=topic).latestOffset()
+    _publish(broker, topic, range(3, 6))
+
+    again = _unlimited(broker, subscribe=topic)
+    assert again.partitions({}, first) == []
+    assert _read(again, again.partitions(first, again.latestOffset())) == [3, 4, 5]
+
+
+def test_an_end_without_limits_is_continued_with_them(broker: penstock.Broker, topic: str) -> None:
+    _publish(broker, topic, range(4))
+    end = _unlimited(broker, subscribe=topic, startingOffsets="earliest").latestOffset()
+    _publish(broker, topic, range(4, 6))
+
+    newer = _stream(broker, subscribe=topic)
+    assert _read(newer, newer.partitions({}, end)) == [*range(4)]
+    assert _read(newer, newer.partitions(end, newer.latestOffset(end, ALL))) == [4, 5]
+
+
+def test_without_limits_a_query_continues_though_its_beginning_is_gone(broker: penstock.Broker) -> None:
+    name = _topic(broker, partitions=1)
+    _publish(broker, name, range(4))
+    given = {"subscribe": name, "startingOffsets": f'{{"{name}": {{"0": 1}}}}'}
+    end = _unlimited(broker, **given).latestOffset()
+    broker.purge_topic(name, 3, partition=0)
+    _publish(broker, name, range(4, 6))
+
+    again = _unlimited(broker, **given)
+    latest = again.latestOffset()
+    assert _read(again, again.partitions(end, latest)) == [4, 5]
+    with pytest.raises(RuntimeError, match="are gone"):
+        again.partitions({}, latest)
+
+
+@pytest.mark.parametrize("name", ["maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger"])
+def test_limits_are_refused_where_spark_has_none(broker: penstock.Broker, topic: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} needs PySpark 4.2 or newer"):
+        _unlimited(broker, subscribe=topic, **{name: 5})
 
 
 # Filters.

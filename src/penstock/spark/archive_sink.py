@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyarrow
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from penstock.errors import BadDirectory
 from penstock.spark import columns, manifest, options, parquet
 from penstock.spark.archive import directory, format_of, remove
 from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
+from penstock.spark.versions import StreamArrowWriter
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -38,7 +39,7 @@ def writer(options: Mapping[str, str], schema: StructType, overwrite: bool) -> D
     return _ArchiveWriter(_batch_target(options, schema, overwrite))
 
 
-def stream_writer(options: Mapping[str, str], schema: StructType) -> DataSourceStreamArrowWriter:
+def stream_writer(options: Mapping[str, str], schema: StructType) -> StreamArrowWriter:
     """Return the writer of a stream. Each batch is added once, as long as the query keeps its checkpoint."""
     return _ArchiveStreamWriter(_target(options, schema, STREAM))
 
@@ -85,7 +86,7 @@ class _ArchiveWriter(DataSourceArrowWriter):
         _abort(self._target, messages)
 
 
-class _ArchiveStreamWriter(DataSourceStreamArrowWriter):
+class _ArchiveStreamWriter(StreamArrowWriter):
     def __init__(self, target: _ArchiveTarget) -> None:
         self._target = target
 
@@ -95,7 +96,7 @@ class _ArchiveStreamWriter(DataSourceStreamArrowWriter):
         context = TaskContext.get()
         query = context.getLocalProperty("sql.streaming.queryId") if context else None
         if not query:
-            raise RuntimeError("Spark did not pass sql.streaming.queryId to this task: use PySpark 4.3")
+            raise RuntimeError("Spark did not pass sql.streaming.queryId to this task: use PySpark 4.0 or newer")
         return _write(self._target, f"spark:{query}", iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name

@@ -38,16 +38,26 @@ class PenstockDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from penstock.spark import options
-        from penstock.spark.source import BatchReader, FilteringReader
+        from penstock.spark.source import BatchReader
 
         given = options.read(self.options, is_stream=False)
-        return FilteringReader(given, schema) if _PUSHDOWN in sys.modules else BatchReader(given, schema)
+        if _PUSHDOWN not in sys.modules:
+            return BatchReader(given, schema)
+        from penstock.spark.pushdown import FilteringReader
+
+        return FilteringReader(given, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        from penstock.spark import options
-        from penstock.spark.source import StreamReader
+        from penstock.spark import options, versions
 
-        return StreamReader(options.read(self.options, is_stream=True), schema)
+        given = options.read(self.options, is_stream=True)
+        if versions.has_read_limits():
+            from penstock.spark.stream import StreamReader
+
+            return StreamReader(given, schema)
+        from penstock.spark.source import UnlimitedStreamReader
+
+        return UnlimitedStreamReader(given, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         if "archive" in self.options:

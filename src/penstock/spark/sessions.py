@@ -46,6 +46,7 @@ def session(
     """
     if remote is not None and master is not None:
         raise ValueError("a session has either a master or a remote server: give only one of them")
+    _check_version()
     settings = dict(config or {})
     if remote is not None:
         spark = _connect(name, remote, settings)
@@ -57,9 +58,23 @@ def session(
 
 def register(spark: SparkSession) -> None:
     """Register `format("penstock")` in a session, where Spark does not find it by itself."""
+    _check_version()
+    from pyspark.errors import AnalysisException
+
     from penstock.spark.datasource import PenstockDataSource
 
-    spark.dataSource.register(PenstockDataSource)
+    try:
+        spark.dataSource.register(PenstockDataSource)
+    except AnalysisException as error:
+        # PySpark 4.0 refuses a source that it has found by itself.
+        if error.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
+            raise
+
+
+def _check_version() -> None:
+    from penstock.spark import versions
+
+    versions.check()
 
 
 def _connect(name: str, remote: str, settings: Mapping[str, str]) -> SparkSession:

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import pyarrow
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import (
     BinaryType,
     ByteType,
@@ -44,6 +44,7 @@ from penstock.model.batch import Compression
 from penstock.model.subject import is_subject
 from penstock.spark import options
 from penstock.spark.outgoing import Router
+from penstock.spark.versions import StreamArrowWriter
 
 OPTIONS: Final = (*options.CONNECTION, "topic", "txnId", "txnVersion", "compression")
 
@@ -68,7 +69,7 @@ def writer(given: Mapping[str, str], schema: StructType, overwrite: bool) -> Dat
     return _TopicWriter(target, f"spark:{name} {target.topic or ''}", version or 0, is_named=True)
 
 
-def stream_writer(given: Mapping[str, str], schema: StructType) -> DataSourceStreamArrowWriter:
+def stream_writer(given: Mapping[str, str], schema: StructType) -> StreamArrowWriter:
     """Return the writer for `df.writeStream.format("penstock")`."""
     for name in ("txnId", "txnVersion"):
         if name.lower() in given:
@@ -144,7 +145,7 @@ class _TopicWriter(DataSourceArrowWriter):
         self._target.abort(self._name, self._number)
 
 
-class _TopicStreamWriter(DataSourceStreamArrowWriter):
+class _TopicStreamWriter(StreamArrowWriter):
     def __init__(self, target: _TopicTarget) -> None:
         self._target = target
 
@@ -152,7 +153,7 @@ class _TopicStreamWriter(DataSourceStreamArrowWriter):
         task = _task()
         query, batch = task.getLocalProperty("sql.streaming.queryId"), task.getLocalProperty("streaming.sql.batchId")
         if query is None or batch is None:
-            raise RuntimeError("Spark did not pass the query and batch of this task: use PySpark 4.3")
+            raise RuntimeError("Spark did not pass the query and batch of this task: use PySpark 4.0 or newer")
         return self._target.stage(f"spark:{query}", int(batch), iterator, task.partitionId() + int(batch))
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:

@@ -3,8 +3,9 @@
 The driver plans with offsets (`catalogue`, `offsets`); tasks fetch stored batches and pass them on as Arrow
 (`columns`).
 
-A stream begins with an empty batch, whose end is where reading starts: Spark logs only ends, so this pins the start.
-A stream also respects `endingOffsets` and similar options: it reads up to that point and then finds nothing more. With
+Spark logs only the ends of the batches of a stream, so an end must pin where the stream begins. Since PySpark 4.2 the
+first batch is empty and ends there (`stream`); before, the first end has a second part, `begin`. A stream also
+respects `endingOffsets` and similar options: it reads up to that point and then finds nothing more. With
 Trigger.AvailableNow it ends there.
 """
 
@@ -14,51 +15,28 @@ Trigger.AvailableNow it ends there.
 from __future__ import annotations
 
 import logging
-import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    DataSourceStreamReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    IsNotNull,
-    LessThan,
-    LessThanOrEqual,
-)
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxBytes,
-    ReadMaxRows,
-    ReadMinRows,
-    SupportsTriggerAvailableNow,
-)
+from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
 from penstock.client.sync import Client
 from penstock.errors import GroupConflict, OffsetOutOfRange, PenstockError, UnknownGroup, UnknownTopic
 from penstock.spark.catalogue import Holding, Holdings, SourceCatalogue, report_loss, report_lost_offsets
 from penstock.spark.columns import Condition, SparkColumns, schema
-from penstock.spark.offsets import OffsetRange, Offsets, share, split
+from penstock.spark.offsets import OffsetRange, Offsets, split
 from penstock.spark.options import Assigned, Names, ReadOptions, TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-# How long `latestOffset` waits for new messages, so that an idle stream does not poll 90 times a second. The pauses are
-# those between two looks while there are messages that the batch does not take yet; they double up to the maximum.
+# How long `latestOffset` waits for new messages, so that an idle stream does not poll 90 times a second.
 POLL_S: Final = 0.5
-_PAUSE_S: Final = 0.005
-_PAUSE_S_MAX: Final = 0.04
+# The part of an end that says where a query begins that has no start.
+BEGIN: Final = "begin"
 
 _LOG: Final = logging.getLogger("penstock.spark")
 
@@ -92,7 +70,6 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
         self._shape = SparkColumns(schema(wanted), _condition(options))
-        self._wanted = _RangeFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
         catalogue = SourceCatalogue(self._options)
@@ -105,106 +82,28 @@ class BatchReader(DataSourceReader):
                 raise ValueError(
                     f"{place} would be read from {starts[place]} to {ends[place]}: the end must not be before the start"
                 )
-        ranges = [self._wanted.narrow(OffsetRange(place, starts[place], ends[place])) for place in holdings]
+        ranges = [self._narrow(OffsetRange(place, starts[place], ends[place])) for place in holdings]
         return _plan(self._options, catalogue, holdings, ranges)
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
         return _read(self._options, self._shape, partition)
 
-
-class FilteringReader(BatchReader):
-    """The reader for filter pushdown. Elsewhere Spark refuses readers with `pushFilters`."""
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Take the filters that can be applied exactly, and return the others to Spark."""
-        for each in filters:
-            if not self._take(each):
-                yield each
-
-    def _take(self, given: Filter) -> bool:
-        match given:
-            case IsNotNull(attribute=("topic" | "partition" | "offset" | "timestamp" | "subject",)):
-                return True
-            case EqualTo(attribute=("subject",), value=str(subject)):
-                return self._take_subjects([subject])
-            case In(attribute=("subject",), value=subjects) if all(isinstance(each, str) for each in subjects):
-                return self._take_subjects(subjects)
-            case In(attribute=("topic" | "partition" as name,), value=values):
-                return self._wanted.take(name, _is_in, frozenset(values))
-            case EqualTo() | GreaterThan() | GreaterThanOrEqual() | LessThan() | LessThanOrEqual():
-                return self._compare(given)
-        return False
-
-    def _take_subjects(self, subjects: Iterable[str]) -> bool:
-        chosen = frozenset(subject.encode() for subject in subjects)
-        known = self._shape.condition.subjects
-        return self._set_condition(subjects=chosen if known is None else known & chosen)
-
-    def _compare(self, given: Any) -> bool:
-        match given.attribute, given.value:
-            case (("topic",), str(value)) if isinstance(given, EqualTo):
-                return self._wanted.take("topic", operator.eq, value)
-            case ("partition",), int(value):
-                return self._wanted.take("partition", _COMPARISONS[type(given)], value)
-            case ("offset",), int(value):
-                return self._wanted.take_offset(type(given), value)
-            # The producer sets the time of a message, so it does not bound offsets: only the rows can be filtered.
-            case ("timestamp",), datetime(tzinfo=zone) as moment if zone is not None:
-                times = (*self._shape.condition.times, (_ARROW_COMPARISONS[type(given)], _instant(moment)))
-                return self._set_condition(times=times)
-        return False
-
-    def _set_condition(self, **changes: Any) -> bool:
-        self._shape = replace(self._shape, condition=replace(self._shape.condition, **changes))
-        return True
+    def _narrow(self, whole: OffsetRange) -> OffsetRange:
+        """Return the offsets that filters leave."""
+        return whole
 
 
-class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a stream, batch after batch."""
+class TopicStream(DataSourceStreamReader):
+    """Reads a stream, batch after batch: what is the same in all versions of PySpark."""
 
     def __init__(self, options: ReadOptions, wanted: StructType) -> None:
         self._options = options
         self._shape = SparkColumns(schema(wanted), _condition(options))
         self._catalogue = SourceCatalogue(options)
-        # With Trigger.AvailableNow: the offsets when the query began.
-        self._target: dict[TopicPartition, Holding] | None = None
-        self._last_batch_at = time.monotonic()
 
     def initialOffset(self) -> dict[str, Any]:
-        """Return no offsets: Spark does not store them. The first batch pins where reading begins."""
+        """Return no offsets: Spark does not store them. The end of the first batch pins where reading begins."""
         return {}
-
-    def getDefaultReadLimit(self) -> ReadLimit:
-        options = self._options
-        if options.offsets_max is not None:
-            return ReadMaxRows(options.offsets_max)
-        if options.bytes_max is not None:
-            return ReadMaxBytes(options.bytes_max)
-        if options.offsets_min is not None:
-            return ReadMinRows(options.offsets_min)
-        return ReadAllAvailable()
-
-    def prepareForTriggerAvailableNow(self) -> None:
-        self._target = self._catalogue.look(must_exist=False)
-
-    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Return the end of the next batch. Wait a little if there is nothing new."""
-        if not start:
-            return self._begin().to_json()
-        begin = Offsets.from_json(start)
-        until, pause = time.monotonic() + POLL_S, 0.0
-        while True:
-            end = self._next(begin, limit)
-            if end != begin:
-                self._last_batch_at = time.monotonic()
-                return end.to_json()
-            left = until - time.monotonic()
-            if self._target is not None or left <= pause or not self._wait(begin, left):
-                # The same object, so that Spark sees no difference.
-                return start
-            # There are messages that this batch does not take: it waits for more, or has reached its end.
-            time.sleep(pause)
-            pause = min(max(2 * pause, _PAUSE_S), _PAUSE_S_MAX)
 
     def _wait(self, begin: Offsets, seconds: float) -> bool:
         """Wait until the broker has more messages; return whether it has."""
@@ -217,12 +116,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         except UnknownTopic:
             return True  # `_next` reports it
 
-    def reportLatestOffset(self) -> dict[str, Any]:
-        """Return the end of the log, regardless of limits. Spark derives the lag from it."""
-        holdings = self._catalogue.look(must_exist=False, at_archive=False)
-        return _offsets(holdings, {place: held.end for place, held in holdings.items()}).to_json()
-
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        start = start or end.get(BEGIN, {})
         if not start:
             return []
         begin, stop = Offsets.from_json(start), Offsets.from_json(end)
@@ -247,66 +142,27 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Keep the client: it belongs to the process."""
 
     def _begin(self) -> Offsets:
-        holdings = self._until_target(self._catalogue.look())
+        """Return where a new query begins."""
+        holdings = self._within(self._catalogue.look())
         if self._options.group is not None:
             for name in {place.topic for place in holdings}:
                 _open_group(self._catalogue.client, self._options, name)
         self._catalogue.check_ends(holdings)
         return _offsets(holdings, self._catalogue.starts(holdings))
 
-    def _next(self, begin: Offsets, limit: ReadLimit) -> Offsets:
+    def _within(self, holdings: dict[TopicPartition, Holding]) -> dict[TopicPartition, Holding]:
+        """Return the part of the holdings that the query may read."""
+        return holdings
+
+    def _waiting(self, begin: Offsets) -> _Waiting:
+        """Return the messages after `begin`."""
         seen = self._catalogue.look(must_exist=False, at_archive=False)
         self._check_topics(begin, seen)
-        holdings = self._until_target(seen)
+        holdings = self._within(seen)
         ids = _ids(holdings)
         starts = {place: _begin_of(place, begin, ids) for place in holdings}
         _check_not_behind(starts, seen)
-        ends = self._catalogue.stream_ends(holdings)
-        # Messages that are gone do not count. They are reported when the batch is planned.
-        available = {
-            place: max(0, ends[place] - max(start, holdings[place].earliest)) for place, start in starts.items()
-        }
-        if not isinstance(limit, ReadAllAvailable):
-            if self._waits_for_more(sum(available.values())):
-                return begin
-            ends = self._limited(holdings, starts, available)
-        return _offsets(holdings, {place: max(start, ends[place]) for place, start in starts.items()})
-
-    def _limited(
-        self, holdings: Holdings, starts: Mapping[TopicPartition, int], available: Mapping[TopicPartition, int]
-    ) -> dict[TopicPartition, int]:
-        firsts = {place: max(start, holdings[place].earliest) for place, start in starts.items()}
-        shares = dict(available)
-        if self._options.offsets_max is not None:
-            shares = share(available, self._options.offsets_max)
-        ends = {place: firsts[place] + shares.get(place, 0) if available[place] else starts[place] for place in starts}
-        if self._options.bytes_max is not None:
-            waiting = [place for place, count in available.items() if count]
-            for place in waiting:
-                size = -(-self._options.bytes_max // len(waiting))
-                try:
-                    after = self._catalogue.client.offset_after(place.topic, place.partition, firsts[place], size)
-                except OffsetOutOfRange:
-                    # Dropped just now: the next look sees the new start.
-                    after = starts[place]
-                ends[place] = min(ends[place], after)
-        return ends
-
-    def _waits_for_more(self, available: int) -> bool:
-        """Whether there are fewer messages than a batch should have, and time left to wait for more."""
-        least = self._options.offsets_min
-        if least is None or available >= least or self._target is not None:
-            return False
-        return time.monotonic() - self._last_batch_at < self._options.delay_s
-
-    def _until_target(self, holdings: dict[TopicPartition, Holding]) -> dict[TopicPartition, Holding]:
-        if self._target is None:
-            return holdings
-        return {
-            place: replace(held, end=min(held.end, self._target[place].end))
-            for place, held in holdings.items()
-            if place in self._target
-        }
+        return _Waiting(holdings, starts, self._catalogue.stream_ends(holdings))
 
     def _check_topics(self, begin: Offsets, holdings: Holdings) -> None:
         ids = _ids(holdings)
@@ -325,6 +181,67 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             report_loss(self._options, what, "continue without them")
             return False
         return True
+
+
+class UnlimitedStreamReader(TopicStream):
+    """The reader for PySpark 4.0 and 4.1, where each batch reads all messages there are.
+
+    Spark does not say where the batch begins, so limits are impossible; nor does it say whether the query is new. So
+    the first end of a run also says where a new query begins, and `partitions` looks there if it is given no start.
+    """
+
+    def __init__(self, options: ReadOptions, wanted: StructType) -> None:
+        super().__init__(options, wanted)
+        self._last: Offsets | None = None
+        _refuse_limits(options)
+
+    def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the end of the log. Wait a little if there is nothing new."""
+        if self._last is None:
+            begin = self._begin_of_new()
+            self._last = self._waiting(Offsets({}, {})).end
+            return self._last.to_json() | begin
+        if (end := self._waiting(self._last).end) == self._last and self._wait(self._last, POLL_S):
+            end = self._waiting(self._last).end
+        self._last = end
+        return end.to_json()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        if start:
+            self._waiting(Offsets.from_json(start))  # Report topics that are gone, and logs that are shorter.
+        elif BEGIN not in end:
+            start = self._begin().to_json()  # raises what `_begin_of_new` ignored
+        return super().partitions(start, end)
+
+    def _begin_of_new(self) -> dict[str, Any]:
+        """Return where the query begins if it is new. A query that continues must not fail because this is gone."""
+        try:
+            return {BEGIN: self._begin().to_json()}
+        except (PenstockError, RuntimeError, ValueError):
+            return {}
+
+
+def _refuse_limits(options: ReadOptions) -> None:
+    limits = {
+        "maxOffsetsPerTrigger": options.offsets_max,
+        "maxBytesPerTrigger": options.bytes_max,
+        "minOffsetsPerTrigger": options.offsets_min,
+    }
+    for name, given in limits.items():
+        if given is not None:
+            raise ValueError(f"{name} needs PySpark 4.2 or newer: remove it, or upgrade the cluster")
+
+
+class _Waiting(NamedTuple):
+    """The messages that a stream has not read: what there is, where it is in each partition, and where that ends."""
+
+    holdings: dict[TopicPartition, Holding]
+    starts: dict[TopicPartition, int]
+    ends: dict[TopicPartition, int]
+
+    @property
+    def end(self) -> Offsets:
+        return _offsets(self.holdings, {place: max(start, self.ends[place]) for place, start in self.starts.items()})
 
 
 def commit(options: ReadOptions, end: Mapping[str, Any]) -> None:
@@ -438,58 +355,6 @@ def _still_there(options: ReadOptions, wanted: OffsetRange, held: Holding) -> li
         report_loss(options, what, f"read to {held.end}")
     kept = _clip(wanted, held.start, held.end)
     return [kept] if kept.size > 0 else []
-
-
-class _RangeFilters:
-    """The filters on topics, partitions and offsets."""
-
-    def __init__(self) -> None:
-        self._tests: list[tuple[str, Callable[[Any, Any], bool], Any]] = []
-        self._start = 0
-        self._end: int | None = None
-
-    def take(self, name: str, test: Callable[[Any, Any], bool], value: Any) -> bool:
-        self._tests.append((name, test, value))
-        return True
-
-    def take_offset(self, kind: type[Filter], value: int) -> bool:
-        if kind in (EqualTo, GreaterThan, GreaterThanOrEqual):
-            self._start = max(self._start, value + 1 if kind is GreaterThan else value)
-        if kind in (EqualTo, LessThan, LessThanOrEqual):
-            end = value if kind is LessThan else value + 1
-            self._end = end if self._end is None else min(self._end, end)
-        return True
-
-    def narrow(self, whole: OffsetRange) -> OffsetRange:
-        for name, test, value in self._tests:
-            if not test(getattr(whole.place, name), value):
-                return OffsetRange(whole.place, whole.start, whole.start)
-        end = whole.end if self._end is None else min(whole.end, self._end)
-        return OffsetRange(whole.place, max(whole.start, self._start), end)
-
-
-def _is_in(value: object, values: frozenset[object]) -> bool:
-    return value in values
-
-
-_COMPARISONS: Final[dict[type[Filter], Callable[[Any, Any], bool]]] = {
-    EqualTo: operator.eq,
-    GreaterThan: operator.gt,
-    GreaterThanOrEqual: operator.ge,
-    LessThan: operator.lt,
-    LessThanOrEqual: operator.le,
-}
-_ARROW_COMPARISONS: Final[dict[type[Filter], str]] = {
-    EqualTo: "equal",
-    GreaterThan: "greater",
-    GreaterThanOrEqual: "greater_equal",
-    LessThan: "less",
-    LessThanOrEqual: "less_equal",
-}
-
-
-def _instant(moment: datetime) -> pyarrow.Scalar:
-    return pyarrow.scalar(moment, pyarrow.timestamp("us", tz="UTC"))
 
 
 def _condition(options: ReadOptions) -> Condition:
