@@ -41,6 +41,7 @@ SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "spark read": spark.measure_read,
     "spark fetch": spark.measure_fetch,
     "spark write": spark.measure_write,
+    "spark archive": spark.measure_archive,
     "spark trigger": spark.measure_trigger,
     "spark start": spark_start.measure,
 }

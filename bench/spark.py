@@ -6,12 +6,15 @@ has a key of its own device, a subject below the topic, and 100 bytes that no ot
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from bench import clients, peers
@@ -184,6 +187,60 @@ def _append(frame: DataFrame, server: Peer, rows: int) -> Callable[[], float]:
     return run
 
 
+def measure_archive(bench: Bench) -> Iterator[Line]:
+    """An archive of a topic, as a pipeline writes it, against the same rows from Parquet to Parquet."""
+    rows, rounds = bench.choose(1_000_000, 2_000), bench.choose(3, 1)
+    for which, headers in (("without headers", False), ("with three headers", True)):
+        what = f"Spark, archive, 100 B, {which}"
+        own = bench.directory / which.replace(" ", "-")
+        with peers.penstock(own, "fsync") as server, start(bench) as spark:
+            bench.progress(f"{what}: fill a topic")
+            fill(server, rows, headers=headers)
+            path = str(own / "parquet")
+            read(spark, server, includeHeaders="true").write.parquet(path)
+            ours, theirs = _archive(spark, server, own, rows), _copy(spark.read.parquet(path), own)
+            our_seconds, their_seconds = bench.disk(what, ours, theirs, rounds)
+        yield Line(
+            section="spark archive",
+            what=what,
+            against="the same rows, Parquet to Parquet",
+            unit="s",
+            penstock=our_seconds,
+            limit=their_seconds,
+            ratio_of="time",
+            target=1.5,
+        )
+
+
+def _archive(spark: SparkSession, server: Peer, directory: Path, rows: int) -> Callable[[], float]:
+    def run() -> float:
+        place = directory / f"archive-{uuid.uuid4().hex}"
+        given = {"subscribe": TOPIC, "startingOffsets": "earliest", "includeHeaders": "true"} | _servers(server)
+        source = spark.readStream.format("penstock").options(**given).load()
+        begun = time.perf_counter()
+        writer = source.writeStream.format("penstock").options(archive=str(place), checkpointLocation=f"{place}-at")
+        query = writer.trigger(availableNow=True).start()
+        query.awaitTermination()
+        seconds = time.perf_counter() - begun
+        assert sum(each.numInputRows for each in query.recentProgress) == rows
+        shutil.rmtree(place)
+        return seconds
+
+    return run
+
+
+def _copy(frame: DataFrame, directory: Path) -> Callable[[], float]:
+    def run() -> float:
+        place = directory / f"copy-{uuid.uuid4().hex}"
+        begun = time.perf_counter()
+        frame.write.parquet(str(place))
+        seconds = time.perf_counter() - begun
+        shutil.rmtree(place)
+        return seconds
+
+    return run
+
+
 def _write(frame: DataFrame, kind: str, **given: str) -> None:
     frame.write.format(kind).mode("append").options(**given).save()
 
@@ -291,7 +348,7 @@ def start(bench: Bench) -> Iterator[SparkSession]:
         spark.stop()
 
 
-def fill(server: Peer, messages: int, tell: Callable[[int], None] = lambda _: None) -> int:
+def fill(server: Peer, messages: int, tell: Callable[[int], None] = lambda _: None, *, headers: bool = False) -> int:
     """Make the topic; how many bytes its messages take.
 
     Its batches are like those of a producer, but made of whole columns: a producer takes minutes.
@@ -304,7 +361,7 @@ def fill(server: Peer, messages: int, tell: Callable[[int], None] = lambda _: No
         for number, begin in enumerate(range(0, messages, _TRANSACTION)):
             stage, end = client.stage("fill", number), min(begin + _TRANSACTION, messages)
             for first in range(begin, end, _CHUNK):
-                rows = _make_rows(first, min(first + _CHUNK, end))
+                rows = _make_rows(first, min(first + _CHUNK, end), headers=headers)
                 for topic, partition, batch in router.parts(rows, timestamp=TIMESTAMP + first):
                     stage.append(topic, partition, batch)
             client.commit_transaction("fill", number, stage.close())
@@ -312,7 +369,7 @@ def fill(server: Peer, messages: int, tell: Callable[[int], None] = lambda _: No
         return sum(position.bytes for position in client.topic(TOPIC).positions)
 
 
-def _make_rows(first: int, end: int) -> pyarrow.RecordBatch:
+def _make_rows(first: int, end: int, *, headers: bool) -> pyarrow.RecordBatch:
     import pyarrow
     from pyarrow import compute
 
@@ -324,7 +381,19 @@ def _make_rows(first: int, end: int) -> pyarrow.RecordBatch:
         "key": _repeated(keys, numbers),
         "subject": pyarrow.repeat(_SUBJECT, len(numbers)),
     }
+    if headers:
+        columns["headers"] = _make_headers(names)
     return pyarrow.RecordBatch.from_pydict(columns)
+
+
+def _make_headers(names: pyarrow.Array) -> pyarrow.Array:
+    """Three headers for each message, one of them with a value of its own."""
+    import pyarrow
+
+    values = [text for name in names.to_pylist() for text in (f"{name:0>32}", "application/json", "meter")]
+    edges = pyarrow.array(range(0, len(values) + 1, 3), pyarrow.int32())
+    titles = pyarrow.array(["Trace-Id", "Content-Type", "Source"] * len(names))
+    return pyarrow.MapArray.from_arrays(edges, titles, pyarrow.array(values))
 
 
 @cache
