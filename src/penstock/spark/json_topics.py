@@ -58,7 +58,10 @@ def parse_json(df: DataFrame, schema: str | StructType, *, required: Sequence[st
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
     columns = [name for name in KEPT if name in df.columns]
     kept = [fn.col(name).alias(f"_{name}") for name in columns]
-    parsed = df.select(*kept, fn.from_json(text, read, options).alias("_json"))
+    # Spark would move a filter on `_reason` below the parsing, and so parse each value for the filter and again for the
+    # columns. It does not move it below a column that may differ between two evaluations, as far as Spark can tell.
+    once = fn.when(fn.spark_partition_id() >= 0, text)
+    parsed = df.select(*kept, fn.from_json(once, read, options).alias("_json"))
     fields = [fn.col("_json").getField(field.name).alias(field.name) for field in wanted.fields]
     return parsed.select(*fields, *(fn.col(f"_{name}") for name in columns), _reason(wanted, present).alias(REASON))
 
@@ -83,14 +86,16 @@ def _reason(wanted: StructType, present: set[str]) -> Column:
         .when(~fn.schema_of_variant(opened).startswith("OBJECT"), "it is JSON, but not an object")
         .otherwise(fn.coalesce(*_misfits(wanted, read, opened, "$", ""), fn.lit("a field does not fit the schema")))
     )
-    # Spark stops at the end of the first object and ignores the rest of the text.
+    # Spark stops at the end of the first object and ignores the rest of the text. If the first brace that closes is the
+    # last character, nothing follows; otherwise the text is parsed again.
     values = fn.json_array_length(fn.concat(fn.lit("["), text, fn.lit("]")))
+    may_go_on = fn.instr(text, "}") != fn.length(text)
     reason = (
         fn.when(fn.col("_value").isNull(), "it has no value")
         .when(read.isNull(), "it is empty")
         .when(read.getField(_CORRUPT).isNotNull(), corrupt)
         .when(~fn.is_valid_utf8(text), "it is not UTF-8 text")
-        .when(fn.coalesce(values, fn.lit(0)) != 1, "something follows the JSON object")
+        .when(may_go_on & (fn.coalesce(values, fn.lit(0)) != 1), "something follows the JSON object")
     )
     for name in sorted(present):
         if name in RESERVED:
