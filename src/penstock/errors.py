@@ -44,6 +44,7 @@
     │   ├── ConnectionLost     no reply arrived: the request may or may not have been executed
     │   ├── TimedOut           the request timed out
     │   ├── DeliveryFailed     a producer could not store some messages: `failed` lists them
+    │   ├── SparkLost          the Java process of Spark has ended
     │   ├── BadParent          the server at the address cannot be the parent of a pipe
     │   └── NotOutstanding     too late: the message is done, back with the group, or a dead letter
     └── DiskError              the data directory or disk has a problem: inspect it
@@ -248,6 +249,10 @@ class ConnectionLost(ClientError):
 
 class TimedOut(ClientError):
     code = "TIMED_OUT"
+
+
+class SparkLost(ClientError):
+    code = "SPARK_LOST"
 
 
 class DeliveryFailed(ClientError):

@@ -41,6 +41,8 @@ from tests.support.server import clean_environment
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+pandas = pytest.importorskip("pandas")
+
 # Spark's start on a machine that has other things to do.
 _PATIENCE_S: Final = 240.0
 
@@ -155,7 +157,42 @@ def test_transform_writes_what_fits_and_keeps_what_does_not_as_dead_letters(
     [letter] = [letter for letter in broker.dead_letters() if letter.group == "clean-orders"]
     assert (letter.value, letter.subject, letter.reason) == (b"no order", "orders", "it is not JSON")
     assert (end["state"], end["rows"], end["lag"]) == ("done", 101, 0)
+    assert (end["rows_in"], end["rows_out"], end["dead_letters"]) == (101, len(taken), 1)
     assert broker.lag("clean-orders") == 0
+
+
+@of("transform")
+def test_explain_shows_the_plan_and_runs_nothing(example: Example, broker: SparkBroker) -> None:
+    done = penstock("run", example.path, "--servers", broker.servers, "--explain")
+
+    assert done.code == 0
+    assert done.out.startswith("== query rows ==\n")
+    assert "StreamingRelationV2" in done.out
+    assert "Filter (amount" in done.out
+    assert not example.data.exists()
+
+
+@of("aggregate")
+def test_what_was_read_and_written_is_counted_once_by_several_queries(example: Example, broker: SparkBroker) -> None:
+    example.change(
+        ('topic = "revenue" # or: ', ""),
+        ('key = "country"', ""),
+        ('name = "revenue"', 'name = "counted"'),
+        ('topic = "orders"', 'topic = "counted"\nsubjects = ["counted"]'),
+    )
+    publish(broker, "counted", *ORDERS)
+    publish(broker, "counted.other", *ORDERS[:7])
+    broker.publish("counted", b"no order")
+
+    end = example.run("--flush").end
+    shown = penstock("status", example.path)
+
+    expected = pandas.DataFrame(ORDERS).groupby(["at", "country"])["amount"].sum()
+    found = pyarrow.parquet.read_table(example.directory / "revenue").to_pandas()
+    assert sorted(found["revenue"]) == sorted(expected.round(2))
+    assert (end["rows"], end["rows_in"], end["dead_letters"]) == (108, 101, 1)
+    assert (end["rows_out"], end["late_rows"]) == (len(expected), 0)
+    assert "101: 7 offsets have another subject, are expired or compacted" in shown.out
 
 
 @of("transform")

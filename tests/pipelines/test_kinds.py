@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+
 from penstock.client.message import Message
 from penstock.pipelines import queries
 from penstock.pipelines.pipeline import Pipeline
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from tests.conftest import SparkBroker
+
+pandas = pytest.importorskip("pandas")
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 _NUMBERS = count()
@@ -167,6 +170,64 @@ topic = "{clean}"
     found += Counter(letter.value.decode() for letter in spark_broker.dead_letters(orders, limit=1000))
     assert found == Counter(made)
     assert spark_broker.lag(f"once-{orders}") < 500
+
+
+def clean(orders: str, target: str, sql: str = "SELECT id FROM source") -> str:
+    return f"""
+name = "clean-{orders}"
+kind = "transform"
+[source]
+topic = "{orders}"
+schema = "id int"
+options = {{ maxOffsetsPerTrigger = 10 }}
+[transform]
+sql = "{sql}"
+[sink]
+topic = "{target}"
+"""
+
+
+def publish_numbers(broker: SparkBroker, orders: str, numbers: range) -> None:
+    """Every seventh is no number."""
+    broker.publish_many([(orders, b"bad %d" % n if n % 7 == 0 else b'{"id":%d}' % n) for n in numbers])
+
+
+def assert_each_once(broker: SparkBroker, orders: str, target: str, count: int) -> None:
+    numbers = pandas.Series(range(count))
+    found = [value["id"] for value in values(broker, target)]
+    assert sorted(found) == list(numbers[numbers % 7 != 0])
+    bad = [letter.value for letter in broker.dead_letters(orders, limit=1000)]
+    assert sorted(bad) == sorted(b"bad %d" % n for n in numbers[numbers % 7 == 0])
+
+
+def test_a_batch_that_is_repeated_is_stored_once_with_its_dead_letters(
+    runner: Runner, spark_broker: SparkBroker, topic: Callable[..., str]
+) -> None:
+    orders, target = topic("orders"), topic("clean")
+    publish_numbers(spark_broker, orders, range(25))
+    runner.run(clean(orders, target))
+
+    # The last batch is stored, and Spark does not know.
+    commits = runner.directory / "checkpoint" / "rows" / "commits"
+    last = max((path for path in commits.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    last.unlink()
+    (commits / f".{last.name}.crc").unlink()
+    publish_numbers(spark_broker, orders, range(25, 40))
+    runner.run(clean(orders, target))
+
+    assert_each_once(spark_broker, orders, target, 40)
+
+
+def test_a_query_that_leaves_out_all_rows_stores_dead_letters(
+    runner: Runner, spark_broker: SparkBroker, topic: Callable[..., str]
+) -> None:
+    orders, target = topic("orders"), topic("clean")
+    publish_numbers(spark_broker, orders, range(8))
+
+    runner.run(clean(orders, target, "SELECT id FROM source WHERE false"))
+
+    assert values(spark_broker, target) == []
+    assert set(letters(spark_broker, orders)) == {b"bad 0", b"bad 7"}
 
 
 def test_transform_by_a_function(

@@ -36,7 +36,10 @@ class PipelineReport:
     updated_us: Annotated[NonNegative, about("when its last batch ended, in µs since 1970")]
     batches: Annotated[NonNegative, about("batches since it was started")] = 0
     batch: Annotated[NonNegative | None, about("the number of its last batch")] = None
-    rows: Annotated[NonNegative, about("rows read since it was started")] = 0
+    rows: Annotated[NonNegative, about("offsets of the source that it covered since it was started")] = 0
+    rows_in: Annotated[NonNegative | None, about("messages that it read there")] = None
+    rows_out: Annotated[NonNegative | None, about("rows written to the sink")] = None
+    dead_letters: Annotated[NonNegative | None, about("messages that became dead letters")] = None
     rows_per_second: Annotated[Annotated[float, Meta(ge=0)], about("in the last batch")] = 0.0
     late_rows: Annotated[NonNegative, about("rows dropped because they came after the watermark")] = 0
     lag: Annotated[NonNegative | None, about("messages that are not processed yet")] = None

@@ -197,6 +197,9 @@ def run(
         bool,
         typer.Option("--restart", help="Discard the state and start over: rows in the sink are stored a second time."),
     ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print Spark's plan of the pipeline instead of running it.")
+    ] = False,
     json: JsonLines = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show the log of Spark, and the stack trace of an error.")
@@ -212,6 +215,8 @@ def run(
         raise typer.BadParameter("a run with --follow has no end: use only one of them", param_hint="'--flush'")
     with _problems_printed():
         pipeline = at.of(_load(path))
+        if explain:
+            return _explain(pipeline, master, verbose)
         from penstock.pipelines.execution import run as run_pipeline
 
         try:
@@ -377,6 +382,17 @@ def _sample_cells(row: SampleRow) -> dict[str, Any]:
     return {**fields, **{name: cell for name, cell in rest.items() if cell is not None}}
 
 
+def _explain(pipeline: Pipeline, master: str | None, verbose: bool) -> None:
+    from penstock.pipelines.execution import opened
+    from penstock.pipelines.queries import explain
+    from penstock.pipelines.validation import check
+
+    with opened(pipeline.name, master=master, config=spark_logging(verbose)) as spark:
+        check(spark, pipeline)
+        for name, plan in explain(spark, pipeline).items():
+            print(f"== query {name} ==\n{plan}\n")
+
+
 def _print_sample(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     from penstock.cli import output
 
@@ -440,10 +456,13 @@ def _table(progress: PipelineProgress) -> Table:
         ("pipeline", progress.name),
         ("kind", progress.kind),
         ("state", progress.state),
-        ("rows", f"{progress.rows:,} in {counted(progress.batches, 'batch').replace('batchs', 'batches')}"),
+        ("offsets", f"{progress.rows:,} in {counted(progress.batches, 'batch').replace('batchs', 'batches')}"),
+        ("rows in", _rows_in(progress)),
+        ("rows out", _with_commas(progress.rows_out)),
+        ("dead letters", _with_commas(progress.dead_letters)),
+        ("late rows", f"{progress.late_rows:,}"),
         ("time", f"{progress.seconds:.1f} s, {rate:,.0f} rows/s"),
         ("last batch", _or_dash(progress.batch)),
-        ("late rows", f"{progress.late_rows:,}"),
         ("lag", _with_commas(progress.lag)),
         ("watermark", progress.watermark or "-"),
         ("updated", iso(progress.updated_us)),
@@ -452,6 +471,14 @@ def _table(progress: PipelineProgress) -> Table:
     if progress.reason is not None:
         rows.append(("reason", progress.reason))
     return output.table(("field", "value"), rows)
+
+
+def _rows_in(progress: PipelineProgress) -> str:
+    """Compare the rows that were read with the offsets of the source."""
+    if progress.rows_in is None or progress.rows_in == progress.rows:
+        return _with_commas(progress.rows_in)
+    fewer = progress.rows - progress.rows_in
+    return f"{progress.rows_in:,}: {fewer:,} offsets have another subject, are expired or compacted"
 
 
 def _or_dash(number: int | None) -> str:

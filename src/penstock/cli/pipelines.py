@@ -90,6 +90,7 @@ def list_pipelines(*, json: Json = False, at: ConnectionOptions) -> None:
             f"{each.rows:,}",
             f"{each.rows_per_second:,.0f}",
             "-" if each.lag is None else f"{each.lag:,}",
+            "-" if each.dead_letters is None else f"{each.dead_letters:,}",
             f"{each.late_rows:,}",
             each.watermark or "-",
             iso(each.updated_us),
@@ -98,8 +99,21 @@ def list_pipelines(*, json: Json = False, at: ConnectionOptions) -> None:
         )
         for each in found
     ]
-    names = ("pipeline", "kind", "state", "rows", "rows/s", "lag", "late", "watermark", "updated", "runner", "reason")
-    output.console().print(output.table(names, rows, numbers=("rows", "rows/s", "lag", "late")))
+    names = (
+        "pipeline",
+        "kind",
+        "state",
+        "rows",
+        "rows/s",
+        "lag",
+        "dead",
+        "late",
+        "watermark",
+        "updated",
+        "runner",
+        "reason",
+    )
+    output.console().print(output.table(names, rows, numbers=("rows", "rows/s", "lag", "dead", "late")))
 
 
 @app.command("rollback")

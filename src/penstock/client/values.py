@@ -282,6 +282,9 @@ class PipelineStatus:
     batches: int
     batch: int | None
     rows: int
+    rows_in: int | None
+    rows_out: int | None
+    dead_letters: int | None
     rows_per_second: float
     late_rows: int
     lag: int | None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, SparkLost
 from penstock.pipelines import failure
 from penstock.pipelines.pipeline import Pipeline, PipelineSource, TransformSettings
 from penstock.pipelines.progress import DONE, FAILED, STOPPED, PipelineProgress, Reports, begin
@@ -42,10 +42,6 @@ Warn = Callable[[str], None]
 Show = Callable[[Sequence[str], Sequence[Sequence[Any]]], None]
 # Rows in a table that is shown.
 ROWS_MAX: Final = 1000
-
-
-class SparkDied(PenstockError):
-    """The Java process of Spark has ended: no query of this process goes on."""
 
 
 def run(
@@ -74,7 +70,7 @@ def run(
     `spark` is a session to use; it is not stopped. Without it a session is opened on `master` with `config`. `on_batch`
     is called after each batch. `show` gets the table of dead letters if the pipeline has no sink. `stop` ends the run,
     as SIGINT and SIGTERM do in the main thread; a batch that is being processed has `finish_s` seconds to end, else the
-    next run repeats it. Raise BadConfig if Spark rejects the file, SparkDied if its Java process ends, and
+    next run repeats it. Raise BadConfig if Spark rejects the file, SparkLost if its Java process ends, and
     PenstockError, with one sentence, if a query fails.
     """
     from penstock.pipelines import resumption, window_flush
@@ -261,7 +257,7 @@ class _Execution:
         """Save and report the batches that are new."""
         for query in queries:
             for report in query.recentProgress:
-                found = self._reports.add(self._progress, report)
+                found = self._reports.add(self._progress, report, is_first=query is queries[0])
                 if found is not None:
                     self._progress = found
                     self._state.save(found)
@@ -321,7 +317,7 @@ def _while_spark_lives(name: str) -> Iterator[None]:
     try:
         yield
     except (Py4JNetworkError, ConnectionError) as error:
-        raise SparkDied(f"{_FAILED.format(name)}: the Java process of Spark has ended") from error
+        raise SparkLost(f"{_FAILED.format(name)}: the Java process of Spark has ended") from error
 
 
 def committed(checkpoint: Path) -> list[dict[str, Any]]:

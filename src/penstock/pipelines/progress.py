@@ -33,8 +33,13 @@ class PipelineProgress:
     started_us: int
     updated_us: int
     batches: int = 0
-    # Rows read in this run.
+    # Offsets of the source that this run covered.
     rows: int = 0
+    # Messages that were read at these offsets: fewer, if some have another subject, have expired or were compacted.
+    # Rows written to the sink, and dead letters. None if unknown.
+    rows_in: int | None = None
+    rows_out: int | None = None
+    dead_letters: int | None = None
     # Rows that were dropped because they came after the watermark.
     late_rows: int = 0
     # In the last batch.
@@ -50,6 +55,15 @@ class PipelineProgress:
     @property
     def seconds(self) -> float:
         return (self.updated_us - self.started_us) / 1e6
+
+    def with_counts(self, counts: Mapping[str, int]) -> PipelineProgress:
+        """Add what was counted in a batch, by the names `in`, `out` and `letters`."""
+        return replace(
+            self,
+            rows_in=_plus(self.rows_in, counts.get("in")),
+            rows_out=_plus(self.rows_out, counts.get("out")),
+            dead_letters=_plus(self.dead_letters, counts.get("letters")),
+        )
 
     def document(self) -> dict[str, Any]:
         return asdict(self) | {"seconds": round(self.seconds, 3)}
@@ -78,8 +92,13 @@ class Reports:
     _lags: dict[str, int | None] = field(default_factory=dict)
     _watermarks: dict[str, str] = field(default_factory=dict)
 
-    def add(self, progress: PipelineProgress, report: Mapping[str, Any]) -> PipelineProgress | None:
-        """Return the progress with a `StreamingQueryProgress` added, oldest first; None if it was added before."""
+    def add(
+        self, progress: PipelineProgress, report: Mapping[str, Any], *, is_first: bool = True
+    ) -> PipelineProgress | None:
+        """Return the progress with a `StreamingQueryProgress` added, oldest first; None if it was added before.
+
+        `is_first`: it is of the first query of the pipeline. The others read the same offsets again.
+        """
         from penstock.pipelines.frames import late_rows
 
         query = str(report["id"])
@@ -89,11 +108,12 @@ class Reports:
         self._lags[query] = lag_of(report)
         if watermark := (report.get("eventTime") or {}).get("watermark"):
             self._watermarks[query] = watermark
-        rows = rows_of(report)
+        rows = rows_of(report) if is_first else 0
         is_batch = "addBatch" in (report.get("durationMs") or {})
+        counts = _counts(report) if is_batch else {}
         lags = list(self._lags.values())
         return replace(
-            progress,
+            progress.with_counts(counts),
             updated_us=SystemClock().now_us(),
             batches=progress.batches + is_batch,
             batch=report["batchId"] if is_batch else progress.batch,
@@ -103,6 +123,19 @@ class Reports:
             lag=None if None in lags else sum(lag for lag in lags if lag is not None),
             watermark=min(self._watermarks.values(), default=progress.watermark),
         )
+
+
+def _counts(report: Mapping[str, Any]) -> dict[str, int]:
+    """Return what the queries counted in a batch, by name: `in`, `out` and `letters`."""
+    found: dict[str, int] = {}
+    for counts in (report.get("observedMetrics") or {}).values():
+        for name, count in (counts if isinstance(counts, Mapping) else counts.asDict()).items():
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def _plus(total: int | None, count: int | None) -> int | None:
+    return total if count is None else (total or 0) + count
 
 
 def lag_of(report: Mapping[str, Any]) -> int | None:

@@ -10,16 +10,19 @@ Each query has a directory in the checkpoint: `rows`, `letters`, `redrive-…`.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import reduce
 from typing import Any, Final
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as fn
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
@@ -37,6 +40,7 @@ from penstock.pipelines.pipeline import (
 )
 from penstock.spark import connection
 from penstock.spark import options as source_options
+from penstock.spark.json_topics import REASON
 from penstock.times import Place
 
 # Dead letters in one redrive request, and how long that may take.
@@ -65,6 +69,17 @@ def start(spark: SparkSession, pipeline: Pipeline, checkpoint: str, trigger: Map
             query.stop()
         raise
     return builder.queries
+
+
+def explain(spark: SparkSession, pipeline: Pipeline) -> dict[str, str]:
+    """Return Spark's plan of each query, by the name of the query."""
+    plans: dict[str, str] = {}
+
+    def add(name: str, rows: DataFrame) -> None:
+        plans[name] = _plan_of(rows)
+
+    _QueryBuilder(spark, pipeline, "", {}, add).start()
+    return plans
 
 
 def topics(pipeline: Pipeline) -> list[str]:
@@ -123,6 +138,8 @@ class _QueryBuilder:
     pipeline: Pipeline
     checkpoint: str
     trigger: dict[str, Any]
+    # Takes the name and the rows of each query, which is then not started.
+    explain: Callable[[str, DataFrame], None] | None = None
     # The queries that were started.
     queries: list[StreamingQuery] = field(default_factory=list)
 
@@ -143,32 +160,33 @@ class _QueryBuilder:
         sink = self._sink
         assert sink.archive is not None
         options = {"archive": sink.archive, "archiveFormat": sink.format, "archivePartition": sink.partition}
-        rows = self._read(self.pipeline.source, includeHeaders="true")
-        self._run("rows", _to(rows, options | dict(sink.options)))
+        rows = _counted(self._read(self.pipeline.source, includeHeaders="true"), "in", "out")
+        self._run("rows", rows, _to(rows, options | dict(sink.options)))
 
     def _process(self) -> None:
         """Write what parsed as the kind transforms it, and the rest as dead letters."""
+        settings = self.pipeline.settings
         sources = [self._parsed(side) for side in range(len(self.pipeline.sources))]
         rows = transformations.transformed([frames.good(source) for source in sources], self.pipeline)
-        settings = self.pipeline.settings
         self._store(rows, sources, mode=settings.mode if isinstance(settings, AggregateSettings) else "append")
 
     def _replay(self, settings: ReplaySettings) -> None:
         rate = {} if settings.rate is None else {"maxOffsetsPerTrigger": str(settings.rate)}
         source = self._read(self.pipeline.source, includeHeaders="true", **rate)
-        rows = transformations.messages(source, self.pipeline)
+        rows = _counted(transformations.messages(source, self.pipeline), "in", "out")
         if settings.rate is None:
-            self._run("rows", _to(rows, self._sink_options))
+            self._run("rows", rows, _to(rows, self._sink_options))
         else:
-            self._run("rows", rows.writeStream.foreachBatch(_paced(_storing(self._sink_options))))
+            self._run("rows", rows, rows.writeStream.foreachBatch(_paced(_storing(self._sink_options))))
 
     def _dead_letters(self, settings: DeadLetterSettings) -> None:
         source = self.pipeline.source
         if self.pipeline.sink is not None:
             assert self.pipeline.sink.parquet is not None
-            rows = frames.dead_letter_table(frames.letters(self._read(source, includeHeaders="true")))
+            read = _counted(self._read(source, includeHeaders="true"), "in")
+            rows = frames.dead_letter_table(frames.letters(read))
             writer = rows.writeStream.outputMode("complete").foreachBatch(_replacing(self.pipeline.sink.parquet))
-            self._run("rows", writer)
+            self._run("rows", rows, writer)
         if settings.redrive is not None:
             if source.topic is None:
                 raise ValueError("redrive needs a single topic: the broker's dead-letter topic")
@@ -179,7 +197,7 @@ class _QueryBuilder:
             wanted = rows.where(settings.redrive).select("partition", "offset")
             # Another condition has its own checkpoint and reads all letters. The broker redrives each only once.
             number = hashlib.sha256(settings.redrive.encode()).hexdigest()[:16]
-            self._run(f"redrive-{number}", wanted.writeStream.foreachBatch(_redriving(source)))
+            self._run(f"redrive-{number}", wanted, wanted.writeStream.foreachBatch(_redriving(source)))
 
     # Reading.
 
@@ -207,29 +225,42 @@ class _QueryBuilder:
         """Write rows to the sink, and those that did not parse to the dead-letter topic."""
         sink = self._sink
         if sink.parquet is not None:
-            writer = transformations.fields(rows).writeStream.format("parquet").outputMode(mode)
-            self._run("rows", writer.options(**sink.options).option("path", sink.parquet))
+            out = _counted(transformations.fields(rows), "out")
+            writer = out.writeStream.format("parquet").outputMode(mode)
+            self._run("rows", out, writer.options(**sink.options).option("path", sink.parquet))
             return self._store_letters()
-        out = transformations.messages(rows, self.pipeline)
-        is_one_broker = {source.servers for source in self.pipeline.sources} == {self._sink_options["servers"]}
-        if is_one_broker:
-            out = reduce(DataFrame.unionByName, (transformations.letters(each, self.pipeline) for each in parsed), out)
+        out = _counted(transformations.messages(rows, self.pipeline), "out")
+        if self._is_one_broker:
+            out = reduce(DataFrame.unionByName, map(self._letters, range(len(parsed)), parsed), out)
         if mode == "append":
-            self._run("rows", _to(out, self._sink_options))
+            self._run("rows", out, _to(out, self._sink_options))
         else:
             # Spark allows Python sinks only the mode append.
-            self._run("rows", out.writeStream.outputMode(mode).foreachBatch(_storing(self._sink_options)))
-        if not is_one_broker:
+            self._run("rows", out, out.writeStream.outputMode(mode).foreachBatch(_storing(self._sink_options)))
+        if not self._is_one_broker:
             self._store_letters()
+
+    @property
+    def _is_one_broker(self) -> bool:
+        """Whether rows and dead letters go to the same broker."""
+        return {source.servers for source in self.pipeline.sources} == {self._sink_options["servers"]}
 
     def _store_letters(self) -> None:
         """Write dead letters with separate queries, to the brokers of their sources."""
         for side, source in enumerate(self.pipeline.sources):
-            letters = transformations.letters(self._parsed(side, group=""), self.pipeline)
+            letters = self._letters(side, self._parsed(side, group=""))
             name = "letters" if len(self.pipeline.sources) == 1 else f"letters-{side}"
-            self._run(name, _to(letters, _login(source.options) | {"servers": source.servers}))
+            self._run(name, letters, _to(letters, _login(source.options) | {"servers": source.servers}))
 
-    def _run(self, name: str, writer: DataStreamWriter) -> None:
+    def _letters(self, side: int, parsed: DataFrame) -> DataFrame:
+        """Return the dead letters of a source. All of its rows are counted here, as every pipeline does this once."""
+        counted = parsed.observe(f"source{side}", fn.count(fn.lit(1)).alias("in"), fn.count(REASON).alias("letters"))
+        return transformations.letters(counted, self.pipeline)
+
+    def _run(self, name: str, rows: DataFrame, writer: DataStreamWriter) -> None:
+        if self.explain is not None:
+            self.explain(name, rows)
+            return
         named = writer.queryName(self.pipeline.name if name == "rows" else f"{self.pipeline.name} {name}")
         placed = named.option("checkpointLocation", f"{self.checkpoint}/{name}")
         self.queries.append(placed.trigger(**self.trigger).start())
@@ -276,7 +307,21 @@ def _client(source: PipelineSource, timeout_s: float = connection.TIMEOUT_S) -> 
     return client_of(source.servers, source.options, timeout_s)
 
 
+def _plan_of(rows: DataFrame) -> str:
+    """Return the plan of a streaming query: the columns on the first line, and the analysed tree below."""
+    text = io.StringIO()
+    with redirect_stdout(text):
+        rows.explain("extended")
+    _, _, rest = text.getvalue().partition("== Analyzed Logical Plan ==\n")
+    return rest.partition("\n== ")[0].strip()
+
+
 # Sinks.
+
+
+def _counted(rows: DataFrame, *names: str) -> DataFrame:
+    """Count the rows of each batch: Spark reports the number under these names."""
+    return rows.observe("rows", *(fn.count(fn.lit(1)).alias(name) for name in names))
 
 
 def _to(rows: DataFrame, options: Mapping[str, str]) -> DataStreamWriter:

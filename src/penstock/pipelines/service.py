@@ -23,8 +23,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import BadConfig, PenstockError
-from penstock.pipelines.execution import SparkDied, run
+from penstock.errors import BadConfig, PenstockError, SparkLost
+from penstock.pipelines.execution import run
 from penstock.pipelines.pipeline import Pipeline
 from penstock.pipelines.pipeline_file import load
 from penstock.pipelines.progress import PipelineProgress, begin
@@ -78,7 +78,7 @@ class Service:
         self._leaving: list[Job] = []
 
     def run(self, spark: SparkSession, stop: threading.Event) -> None:
-        """Run until `stop` is set. Raise SparkDied if the Java process of Spark ends."""
+        """Run until `stop` is set. Raise SparkLost if the Java process of Spark ends."""
         with Reporter() as reporter:
             try:
                 while not stop.is_set():
@@ -106,8 +106,8 @@ class Service:
         for job in self.jobs.values():
             job.advance(spark)
             job.report(reporter)
-            if job.spark_died is not None:
-                raise job.spark_died
+            if job.spark_lost is not None:
+                raise job.spark_lost
         for job in [job for job in self._leaving if not job.is_running]:
             self._leaving.remove(job)
             job.advance(spark)
@@ -152,7 +152,7 @@ class Job:
         self._next: Pipeline | None = None
         self._retry_at = 0.0
         self._error: Exception | None = None
-        self.spark_died: SparkDied | None = None
+        self.spark_lost: SparkLost | None = None
 
     @property
     def is_running(self) -> bool:
@@ -243,7 +243,7 @@ class Job:
         """Decide what becomes of a run that has ended."""
         self._thread = None
         error, self._error = self._error, None
-        self.spark_died = error if isinstance(error, SparkDied) else None
+        self.spark_lost = error if isinstance(error, SparkLost) else None
         if error is None:
             self._move(JobState.STOPPED)
         elif isinstance(error, BadConfig):
