@@ -46,6 +46,7 @@ REPORT: Final = {
     "updated_us": 2_000_000,
     "rows": 1234,
     "lag": 0,
+    "dead_letters": 7,
     "late_rows": 5,
 }
 
@@ -89,7 +90,7 @@ def test_pipelines_that_report_are_listed(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match="lag"):
             client.report_pipeline(**REPORT | {"lag": -1})
 
-    assert table.stdout.splitlines()[-1].split()[:7] == ["night", "archive", "done", "1,234", "0", "0", "5"]
+    assert table.stdout.splitlines()[-1].split()[:8] == ["night", "archive", "done", "1,234", "0", "0", "7", "5"]
     assert json.loads(rows.stdout) == [{**json.loads(rows.stdout)[0], **REPORT}]
     assert row == json.loads(rows.stdout)[0]
 
