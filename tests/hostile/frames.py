@@ -215,14 +215,15 @@ def calls_of_all_kinds(source: random.Random, target: Target) -> Iterator[Step]:
              "group", "create_group", "reset_group", "delete_group", "commit", "commit_transaction", "dead_letters",
              "transaction", "abort_transaction", "redrive", "refresh_status", "statistics", "nothing", "")  # fmt: skip
     fields = ("name", "subject", "pattern", "group", "partition", "partitions", "offset", "limit", "topic_id",
-              "time_us", "places", "number", "parts", "policy", "mode", "start", "count", "offsets", "wait_ms",
+              "time_us", "positions", "number", "parts", "policy", "mode", "start", "count", "offsets", "wait_ms",
               "bytes")  # fmt: skip
     for number in range(400):
         chosen = {field: source.choice(strange) for field in source.sample(fields, 6)}
         yield json_frame(Type.CALL, number, {"call": source.choice(names), **chosen})
     yield _call(1, "create_topic", name=f"wide-{source.randrange(3)}", partitions=source.choice((256, 257)))
     yield _call(2, "create_group", name=name(source, 5000).decode(), pattern="hostile.>")
-    yield _call(3, "wait", places=[[target.topic_id, 0, 1 << 62]] * 10_000, wait_ms=10_000)
+    for number in range(30):
+        yield _call(number, "wait", positions=[[target.topic_id, number % 2, 1 << 62]] * 10_000, wait_ms=10_000)
 
 
 def transactions_without_end(source: random.Random, target: Target) -> Iterator[Step]:

@@ -37,6 +37,7 @@ from penstock.broker.subscriptions import Members, Subscriptions
 from penstock.broker.topic import LIVE, RESERVED, ServedTopic, Topics
 from penstock.broker.trail import CatchUpTurns, Trail
 from penstock.broker.transactions import STAGED_TOPIC, Transactions
+from penstock.broker.waiting import Waiting
 from penstock.clock import Clock
 from penstock.errors import (
     LogDamaged,
@@ -109,6 +110,7 @@ class Broker:
             self.groups.restore(name, value)
         self.refreshes = Refreshes(self)
         self.pipeline_reports = PipelineReports(clock)
+        self.waiting = Waiting()
         self.epochs = Epochs(store)
 
     # Its life.
@@ -188,6 +190,7 @@ class Broker:
             **self.epochs.usage(),
             "groups": self.groups.usage,
             "pipelines": self.pipeline_reports.usage,
+            "waiting_positions": self.waiting.usage,
             "position_bytes": self.position_budget.usage,
             **self.members.usage(),
         }

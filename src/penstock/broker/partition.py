@@ -164,13 +164,17 @@ class Partition:
 
     async def grown(self, offset: int) -> None:
         """Wait until there is a message at `offset`, or the topic is deleted."""
-        while self.served <= offset and self.log.state is not LogState.CLOSED:
+        while not self.has_grown(offset):
             woken = asyncio.Event()
             self.groups[woken.set] = None
             try:
                 await woken.wait()
             finally:
                 del self.groups[woken.set]
+
+    def has_grown(self, offset: int) -> bool:
+        """Return whether there is a message at `offset`, or the topic is deleted."""
+        return self.served > offset or self.is_closed
 
     def close(self) -> None:
         """End the partition, because its topic is deleted: its readers have nothing more to read."""

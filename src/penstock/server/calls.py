@@ -138,16 +138,7 @@ async def _wait(broker: Broker, asked: requests.Wait) -> Json:
     places = [
         (_partition(broker.topics.public(topic_id), number), offset) for topic_id, number, offset in asked.positions
     ]
-    waits = [asyncio.ensure_future(partition.grown(offset)) for partition, offset in places]
-    try:
-        done, _ = await asyncio.wait(
-            waits, timeout=min(asked.wait_ms, WAIT_MS_MAX) / 1000, return_when=asyncio.FIRST_COMPLETED
-        )
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-    return {"grown": bool(done)}
+    return {"grown": await broker.waiting.any_grown(places, min(asked.wait_ms, WAIT_MS_MAX) / 1000)}
 
 
 # Groups.

@@ -55,7 +55,7 @@ class Consuming:
         cursors = [partition.cursor(self._begin(partition, arguments)) for partition in partitions]
         sent = await self._send_ranges(cursors, count, command)
         if not sent and wait_ms:
-            await _any_grown(cursors, wait_ms)
+            await self._broker.waiting.any_grown([(each.partition, each.offset) for each in cursors], wait_ms / 1000)
             sent = await self._send_ranges(cursors, count, command)
         if not command.is_named:
             self._session.peer.close()
@@ -195,11 +195,3 @@ def encode(topic: bytes, partition: int, run: Run, packing: Packing, *, by_name:
     if by_name:
         return frame(cursus.pack(cursus.run_batch(topic, partition, run), packing))
     return b"".join([frame(cursus.pack(value, packing)) for value in run.values])
-
-
-async def _any_grown(cursors: list[Cursor], wait_ms: int) -> None:
-    waits = [asyncio.ensure_future(cursor.wait()) for cursor in cursors]
-    await asyncio.wait(waits, timeout=wait_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    await asyncio.gather(*waits, return_exceptions=True)
