@@ -203,3 +203,38 @@ async def test_a_connection_that_is_lost_ends_its_subscriptions_at_once() -> Non
         life.broker.subscriptions.unsubscribe(subscription, member)
         assert done.is_set()
         assert not life.broker.usage()["subscriptions"].used
+
+
+@in_loop
+async def test_a_member_that_wants_so_many_gets_no_more_when_another_one_does_too() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"before")
+        sinks, ended = [Recorder() for _ in range(3)], []
+        subscription, first = life.subscribe(b"orders", sinks[0], queue=b"q")
+        on_the_way = life.offer(run_of(b"orders", b"a"))
+        life.broker.subscriptions.finish(subscription, first, lambda: ended.append(1), after=3)
+        _, second = life.subscribe(b"orders", sinks[1], queue=b"q")
+        life.subscribe(b"orders", sinks[2], queue=b"q")
+        life.broker.subscriptions.finish(subscription, second, lambda: ended.append(2), after=2)
+        await on_the_way
+        await life.stored(b"orders", *(b"%d" % number for number in range(20)))
+        await life.settle()
+        assert sorted(ended) == [1, 2]
+        assert [len(sink.got) for sink in sinks] == [3, 2, 16]
+
+
+@in_loop
+async def test_others_go_on_when_a_member_that_wants_so_many_is_lost() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.stored(b"orders", b"before")
+        lost, other, done = Recorder(), Recorder(), asyncio.Event()
+        subscription, member = life.subscribe(b"orders", lost, queue=b"q")
+        lost.is_open = False
+        await life.stored(b"orders", b"a")
+        life.broker.subscriptions.finish(subscription, member, done.set, after=5)
+        life.subscribe(b"orders", other, queue=b"q")
+        life.broker.subscriptions.unsubscribe(subscription, member)
+        assert done.is_set()
+        await life.stored(b"orders", b"b", b"c")
+        await life.settle()
+        assert other.values == [b"a", b"b", b"c"]

@@ -136,6 +136,7 @@ class Subscription:
         "_loop",
         "_reading",
         "_since_us",
+        "_stopping",
         "_stops",
         "_turn",
         "_waits",
@@ -162,6 +163,8 @@ class Subscription:
         self._turn = 0
         # Where it stops in each partition, and reads nothing of the others; None: nowhere.
         self._stops: dict[Waiting, int] | None = None
+        # The member that this is for.
+        self._stopping: Member | None = None
         # Whether that is its end.
         self._is_ending = False
         self._waits = DeliveryWaits(self._position, self._on_change)
@@ -238,7 +241,7 @@ class Subscription:
 
         `done` is called then, or when the member has left; not if there is another `stop_at` meanwhile.
         """
-        self._stops = ends
+        self._stops, self._stopping = ends, member
         self._is_ending = is_final
         for partition, cursor in self.behind.items():
             cursor.end = ends.get(partition, 0)
@@ -250,11 +253,13 @@ class Subscription:
         self.when_delivered(member, ends, reached)
         self.wake()
 
-    def go_on(self) -> None:
-        self._stops = None
-        for cursor in self.behind.values():
-            cursor.end = None
-        self.wake()
+    def go_on(self, member: Member) -> None:
+        """Deliver beyond the offsets of `stop_at`, if it was for this member."""
+        if self._stopping is member:
+            self._stops = self._stopping = None
+            for cursor in self.behind.values():
+                cursor.end = None
+            self.wake()
 
     def when_delivered(self, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
         """Call `done` once the messages below these offsets are delivered or gone, or the member has left."""

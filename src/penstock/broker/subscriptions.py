@@ -212,7 +212,8 @@ class Subscriptions:
                 self.unsubscribe(subscription, member)
             else:
                 member.remaining = after - member.delivered
-                subscription.go_on()
+        if subscription.members:
+            subscription.go_on(member)
         done()
 
     def _ends(self, subscription: Subscription) -> dict[Waiting, int]:

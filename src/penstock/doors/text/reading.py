@@ -110,7 +110,7 @@ class Reading:
         leaving[member] = reader
 
         def done() -> None:
-            del leaving[member]
+            leaving.pop(member, None)
             if member not in reader.members and subscriptions.get(member.sid) == (member, reader):
                 del subscriptions[member.sid]
 
