@@ -184,3 +184,27 @@ def test_headers_that_a_client_does_not_receive_are_not_counted(peers: tuple[Pee
             receiver.close()
             sender.close()
     assert found[0] == found[1]
+
+
+def test_subscriptions_have_the_fields_of_nats_server(peers: tuple[Peer, Peer]) -> None:
+    real, ours = (_details(peer) for peer in peers)
+    assert ours.keys() == real.keys()
+    for sid, row in real.items():
+        assert row.items() <= ours[sid].items()
+
+
+def _details(peer: Peer) -> dict[str, dict[str, Any]]:
+    """Return a connection's subscriptions in /connz by sid: plain, in a queue group, and with a max."""
+    subject = next(_subjects)
+    client = Wire(peer, is_slow=False)
+    try:
+        client.send(b'CONNECT {"verbose":false,"name":"%b"}\r\n' % subject.encode())
+        client.send(b"SUB a.* 1\r\nSUB b workers 2\r\nSUB c 3\r\nUNSUB 3 5\r\n")
+        client.send(b"PUB a.x 2\r\nhi\r\nPUB c 2\r\nhi\r\nPING\r\n", 1)
+        client.take()
+        [row] = [row for row in peer.get("/connz?subs=detail")["connections"] if row.get("name") == subject]
+    finally:
+        client.close()
+    assert "subscriptions_list" not in row
+    assert {each.pop("cid") for each in row["subscriptions_list_detail"]} == {row["cid"]}
+    return {each["sid"]: each for each in row["subscriptions_list_detail"]}

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from penstock.client.sync import Client
+from penstock.server.rows import ANSWER_BYTES_MAX
 from tests.support.registries import until
 from tests.support.server import PATIENCE_S, Flux, Nats, Raw, Serve, pub
 from tests.support.web import ask, get
@@ -79,6 +80,19 @@ def test_connz_has_a_row_for_each_connection(tmp_path: Path) -> None:
         assert (other["port"], other["subscriptions"]) == (silent.socket.getsockname()[1], 0)
         [alone] = get(server, f"/connz?cid={row['cid']}").json["connections"]
         assert alone["name"] == "billing"
+
+
+def test_subjects_and_details_of_connz_are_limited_in_bytes(tmp_path: Path) -> None:
+    subject = "x" * 4000
+    with Serve(tmp_path) as server, Nats(server) as client:
+        client.send("".join(f"SUB {subject} {number}\r\n" for number in range(3000)))
+        assert client.ask("PING") == "PONG"
+        for subs, name in (("true", "subscriptions_list"), ("detail", "subscriptions_list_detail")):
+            answer = get(server, f"/connz?subs={subs}")
+            [row] = answer.json["connections"]
+            assert row["subscriptions"] == 3000
+            assert 1000 < len(row[name]) < 3000
+            assert len(answer.body) < ANSWER_BYTES_MAX + 2 * len(subject)
 
 
 def test_connz_gives_a_page_at_a_time(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -61,7 +61,10 @@ class _Page:
 class _Connections:
     page: _Page
     cid: Annotated[NonNegative | None, about("only the connection with this number")] = None
-    subs: Annotated[bool, about("with the subjects of its subscriptions")] = False
+    subs: Annotated[
+        Literal["true", "false", "detail"],
+        about("with the subjects of its subscriptions, or with the details of each"),
+    ] = "false"
 
 
 def endpoints(server: Monitored, metrics: Metrics) -> list[Endpoint]:
@@ -156,8 +159,12 @@ def _connz(server: Monitored, asked: _Connections) -> Json:
     if asked.cid is not None:
         sessions = [session for session in sessions if session.id == asked.cid]
     page = sessions[offset : offset + limit]
-    subjects_max = ROWS_MAX // max(1, len(page)) if asked.subs else None
-    rows = (row for session in page if (row := _row(server, session, subjects_max)) is not None)
+    subscriptions_max = ROWS_MAX // max(1, len(page))
+    rows = (
+        {**row, **_subscription_lists(session, asked.subs, subscriptions_max)}
+        for session in page
+        if (row := _row(server, session)) is not None
+    )
     return {
         "server_id": server.id,
         "now": iso(server.broker.clock.now_us()),
@@ -169,12 +176,12 @@ def _connz(server: Monitored, asked: _Connections) -> Json:
     }
 
 
-def _row(server: Monitored, session: Session, subjects_max: int | None) -> Json | None:
+def _row(server: Monitored, session: Session) -> Json | None:
     """Describe a connection; None if it was closed meanwhile."""
     if not session.is_connected:
         return None
     arrival = session.arrival
-    row = {
+    return {
         **session.summary(),
         "kind": "Client",
         "type": session.type,
@@ -183,10 +190,16 @@ def _row(server: Monitored, session: Session, subjects_max: int | None) -> Json 
         "uptime": elapsed(server.broker.clock.now_us() - arrival.time_us),
         "subscriptions": len(session.subscriptions),
     }
-    if subjects_max is not None:
-        readers = islice(session.subscriptions.values(), subjects_max)
-        row["subscriptions_list"] = [reader.pattern.decode(errors="replace") for _, reader in readers]
-    return row
+
+
+def _subscription_lists(session: Session, subs: str, rows_max: int) -> Json:
+    found = _subscriptions(session)[:rows_max]
+    match subs:
+        case "true":
+            return {"subscriptions_list": Rows(reader.pattern.decode(errors="replace") for _, _, reader in found)}
+        case "detail":
+            return {"subscriptions_list_detail": Rows(_subscription_row(*each) for each in found)}
+    return {}
 
 
 def _subsz(server: Monitored, asked: _Page) -> Json:
@@ -219,6 +232,10 @@ def _subscription_row(session: Session, member: Member, reader: Subscription | G
         "dropped": member.dropped,
         "buffered": reader.lag(),
     }
+    if member.remaining is not None:
+        row["max"] = member.delivered + member.remaining
+    if isinstance(reader, Subscription) and reader.queue is not None:
+        row["qgroup"] = reader.queue.name.decode(errors="replace")
     if isinstance(reader, Group):
         row |= {"group": (reader.name or b"").decode(errors="replace"), "unacknowledged": member.out}
     return row

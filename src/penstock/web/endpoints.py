@@ -203,7 +203,7 @@ async def _read(endpoint: Endpoint, request: Request, read_json: Callable[[bytes
         elif len(query.getlist(name)) > 1:
             raise BadRequest(f"{name} is repeated: give one value")
         else:
-            is_flag = texts[name].choices == (True, False)
+            is_flag = {"true", "false"} <= {str(choice).lower() for choice in texts[name].choices}
             values[name] = _FLAGS.get(query[name], query[name]) if is_flag else query[name]
     if endpoint.has_body and endpoint.accepts == JSON:
         body = await _body(request, read_json)
