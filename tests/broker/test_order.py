@@ -210,6 +210,27 @@ async def test_a_maximum_changes_the_order_of_nobody_and_counts_what_waits(after
 
 
 @in_loop
+@pytest.mark.parametrize(("after", "unstored"), [(1, 0), (2, 0), (3, 1), (4, 2), (9, 5)])
+async def test_what_others_publish_meanwhile_and_is_not_stored_does_not_exceed_a_maximum(
+    after: int, unstored: int
+) -> None:
+    async with Life(FaultyFiles()) as life:
+        await make_topics(life)
+        limited = Recorder()
+        subscription, member = life.subscribe(b">", limited)
+        publish(life, Publisher(), (b"a", b"1"), (b"b", b"2"))
+        life.broker.subscriptions.finish(subscription, member, lambda: None, after=after)
+        others = [Publisher(), Publisher()]
+        publish(life, others[0], (INBOX, b"3"))
+        publish(life, others[1], (INBOX, b"4"), (INBOX, b"5"))
+        publish(life, others[0], (INBOX, b"6"), (INBOX, b"7"))
+        await life.settle()
+        # What was stored before the maximum was set counts first, although it is delivered last.
+        assert limited.values == [*[b"3", b"4", b"5", b"6", b"7"][:unstored], b"1", b"2"]
+        assert (subscription.members == []) == (after < 9)
+
+
+@in_loop
 async def test_what_waits_and_is_not_stored_counts_with_what_waits_for_the_disk() -> None:
     async with Life(FaultyFiles(), unflushed_bytes_max=10_000) as life:
         await make_topics(life)

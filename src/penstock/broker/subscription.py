@@ -131,6 +131,7 @@ def choose_readers(found: tuple[Subscription, ...]) -> tuple[Subscription, ...]:
 
 class Subscription:
     __slots__ = (
+        "_after",
         "_catch_up",
         "_is_ending",
         "_loop",
@@ -165,8 +166,9 @@ class Subscription:
         self._stops: dict[Waiting, int] | None = None
         # The member that this is for.
         self._stopping: Member | None = None
-        # Whether that is its end.
+        # Whether that is its end; if not, how many messages this member gets in total.
         self._is_ending = False
+        self._after = 0
         self._waits = DeliveryWaits(self._position, self._on_change)
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
@@ -185,7 +187,15 @@ class Subscription:
             return was_sent
         # Unstored messages cannot be read later. If what came before them was all that it waited for, it goes on now.
         self._waits.settle()
-        return (bool(self.members) and self._take(partition, run.select(rest))) or was_sent
+        # Several members share the messages: another one can take what is too much for this one.
+        if self._stops is not None and len(self.members) == 1:
+            rest = rest[: self._unstored_max(self._stops)]
+        return (bool(self.members and rest) and self._take(partition, run.select(rest))) or was_sent
+
+    def _unstored_max(self, stops: Mapping[Waiting, int]) -> int:
+        """Return how many unstored messages it may get before it goes on: those that it waits for count first."""
+        awaited = (end - max(self._position(place), place.since.get(self, 0)) for place, end in stops.items())
+        return max(0, self._after - self.members[0].delivered - sum(count for count in awaited if count > 0))
 
     def _take(self, partition: Partition | LivePartition, run: Run) -> bool:
         if self.behind and isinstance(partition, Partition):
@@ -236,13 +246,15 @@ class Subscription:
             self._reading = True
             await self._read_on()
 
-    def stop_at(self, member: Member, ends: dict[Waiting, int], done: Callable[[], None], *, is_final: bool) -> None:
-        """Deliver what is below these offsets, where it is behind, and then nothing more until `go_on`.
+    def stop_at(self, member: Member, ends: dict[Waiting, int], done: Callable[[], None], *, after: int | None) -> None:
+        """Deliver what is below these offsets, where it is behind, and then nothing more until `go_on`; but unstored
+        messages that others publish meanwhile, if `after`, how many the member gets in total, leaves room for them.
+        With None it ends there.
 
         `done` is called then, or when the member has left; not if there is another `stop_at` meanwhile.
         """
         self._stops, self._stopping = ends, member
-        self._is_ending = is_final
+        self._is_ending, self._after = after is None, after or 0
         for partition, cursor in self.behind.items():
             cursor.end = ends.get(partition, 0)
 

@@ -197,7 +197,7 @@ class Subscriptions:
             self._leaving[subscription] = None
             self._left.add(subscription.pattern, subscription)
         end = partial(self._end, subscription, member, after, done)
-        subscription.stop_at(member, ends, end, is_final=after is None)
+        subscription.stop_at(member, ends, end, after=after)
 
     def _shares_queue(self, subscription: Subscription) -> bool:
         """Whether there are others with its queue name."""
