@@ -7,6 +7,7 @@ from typing import Any, Final
 import pytest
 
 from penstock.broker.cursor import AHEAD_BYTES, ReadAhead
+from penstock.broker.start import Start
 from penstock.log.log_reader import LogReader
 from penstock.log.policy import Cleanup, Policy
 from penstock.model.batch import Batch
@@ -138,3 +139,19 @@ async def test_all_cursors_together_keep_as_much_as_the_budget_allows() -> None:
                 assert part.run.all_offsets()[0] == expected
                 cursor.offset = part.following
             assert partition.read_ahead.usage.used <= 50_000
+
+
+@in_loop
+async def test_to_seek_a_time_in_an_empty_log_waits_for_no_other_thread() -> None:
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.changes.create(ORDERS))
+        cursor = life.partition(ORDERS).cursor(0)
+        with pytest.raises(StopIteration):
+            cursor.seek_time(0).send(None)
+        assert cursor.offset == 0
+        # Nor in one whose messages are gone.
+        await fill(life, 3)
+        await life.do(life.broker.changes.purge(ORDERS, Start.LATEST))
+        with pytest.raises(StopIteration):
+            cursor.seek_time(0).send(None)
+        assert cursor.offset == 3

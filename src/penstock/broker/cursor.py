@@ -173,7 +173,12 @@ class Cursor:
 
     async def seek_time(self, time_us: int) -> None:
         """Move to the first message that was appended then (µs since 1970) or later."""
-        self.offset = await asyncio.get_running_loop().run_in_executor(None, self.partition.log.offset_at, time_us)
+        log = self.partition.log
+        if log.start == log.committed:
+            # An empty log needs no other thread: the first message of a new topic waits for this.
+            self.offset = log.committed
+        else:
+            self.offset = await asyncio.get_running_loop().run_in_executor(None, log.offset_at, time_us)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until there is something to read, or the topic is deleted; for at most so long. Return whether it is."""
