@@ -168,6 +168,17 @@ def test_a_header_asks_nothing_of_a_message_that_is_not_stored(server: Serve, re
     assert transcript(server.port, commands, **options) == transcript(real.port, commands, **options)
 
 
+def test_headers_that_ask_for_a_trace_are_delivered_and_nothing_is_traced(server: Serve) -> None:
+    with Nats(server) as client:
+        client.send("SUB traced 1\r\nSUB traces 2\r\n")
+        head = b"NATS/1.0\r\nNats-Trace-Dest: traces\r\nNats-Trace-Only: true\r\n\r\n"
+        client.send(b"HPUB traced %d %d\r\n%bx\r\n" % (len(head), len(head) + 1, head))
+        message = client.message()
+        assert (message.subject, message.payload) == ("traced", b"x")
+        assert message.headers == head
+        assert client.ask("PING") == "PONG"
+
+
 def test_nothing_under_a_dollar_subject_is_stored(tmp_path: Path) -> None:
     with Serve(tmp_path) as server, Nats(server) as client:
         client.send(b"".join(pub(subject.decode(), b"x") for subject in DOLLAR))
