@@ -35,7 +35,15 @@ def test_iterators_are_lists_and_half_of_a_surrogate_pair_is_escaped() -> None:
     assert found == {"a": [1, 2], "b": [{"c": list(range(200))}], "d": [], "e": "\ud800"}
 
 
-def test_others_run_while_thousands_of_rows_are_made() -> None:
+@pytest.mark.parametrize(
+    ("document", "turns_min"),
+    [
+        ({"rows": ({"number": number, "inner": [{"a": 1}]} for number in range(10_000))}, 100),
+        ({"letters": [{"value": "x" * 300_000} for _ in range(30)]}, 20),
+    ],
+    ids=["thousands of rows", "large rows"],
+)
+def test_others_run_while_an_answer_is_made(document: Any, turns_min: int) -> None:
     turns = 0
 
     async def run() -> None:
@@ -46,11 +54,11 @@ def test_others_run_while_thousands_of_rows_are_made() -> None:
                 await asyncio.sleep(0)
 
         other = asyncio.create_task(count())
-        await encode({"rows": ({"number": number, "inner": [{"a": 1}]} for number in range(10_000))})
+        await encode(document)
         other.cancel()
 
     asyncio.run(run())
-    assert turns > 100
+    assert turns > turns_min
 
 
 def test_rows_end_when_the_answer_is_full_but_the_rest_of_it_is_whole() -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from penstock.awaiting import settled
 from penstock.broker.broker import Broker
@@ -31,11 +31,13 @@ from penstock.server.rows import Rows
 from penstock.web.endpoints import Nothing
 
 Json = dict[str, Any]
+M = TypeVar("M", DeadLetter, Delayed)
 
 # Bytes of messages in one answer.
 LETTERS_BYTES_MAX: Final = 16 << 20
-# Dead letters that are described before others may use the loop.
+# Dead letters and delayed messages that are described before others may use the loop, and bytes of their values.
 LETTERS_SLICE: Final = 100
+LETTERS_SLICE_BYTES: Final = 256 << 10
 # The longest time that one request waits.
 WAIT_MS_MAX: Final = 10_000
 
@@ -206,17 +208,11 @@ async def _abort_transaction(broker: Broker, asked: requests.AbortTransaction) -
 
 async def _dead_letters(broker: Broker, asked: requests.DeadLetters) -> Json:
     wanted = asked.which.wanted(asked.pattern)
-    found: list[Json] = []
-    size = 0
-    if (letters := await broker.dead_letters()) is not None:
-        async for letter in letters.list(wanted, redriven=asked.redriven):
-            if len(found) >= asked.limit or size >= LETTERS_BYTES_MAX:
-                break
-            found.append(_describe_letter(letter))
-            size += len(letter.value)
-            if len(found) % LETTERS_SLICE == 0:
-                await asyncio.sleep(0)
-    return {"letters": found}
+    letters = await broker.dead_letters()
+    if letters is None:
+        return {"letters": []}
+    found = letters.list(wanted, redriven=asked.redriven)
+    return {"letters": await _describe_each(found, _describe_letter, asked.limit)}
 
 
 async def _redrive(broker: Broker, asked: requests.Redrive) -> Json:
@@ -234,16 +230,10 @@ async def _purge_dead_letters(broker: Broker, asked: requests.PurgeDeadLetters) 
 
 
 async def _delayed(broker: Broker, asked: requests.DelayedMessages) -> Json:
-    found: list[Json] = []
-    size = 0
     if broker.delays is None:
-        return {"messages": found, "total": 0}
-    async for message in broker.delays.find(asked.which.wanted(asked.pattern)):
-        if len(found) >= asked.limit or size >= LETTERS_BYTES_MAX:
-            break
-        found.append(_describe_delayed(message))
-        size += len(message.value)
-    return {"messages": found, "total": len(broker.delays)}
+        return {"messages": [], "total": 0}
+    found = broker.delays.find(asked.which.wanted(asked.pattern))
+    return {"messages": await _describe_each(found, _describe_delayed, asked.limit), "total": len(broker.delays)}
 
 
 async def _cancel_delayed(broker: Broker, asked: requests.CancelDelayed) -> Json:
@@ -368,6 +358,21 @@ def _describe_group(group: Group) -> Json:
             for position in list(group.positions.values())
         ),
     }
+
+
+async def _describe_each(messages: AsyncIterator[M], describe: Callable[[M], Json], limit: int) -> list[Json]:
+    """Describe messages in slices: others may use the loop between them."""
+    found: list[Json] = []
+    size = sliced = 0
+    async for message in messages:
+        if len(found) >= limit or size >= LETTERS_BYTES_MAX:
+            break
+        found.append(describe(message))
+        size += len(message.value)
+        if len(found) % LETTERS_SLICE == 0 or size - sliced >= LETTERS_SLICE_BYTES:
+            sliced = size
+            await asyncio.sleep(0)
+    return found
 
 
 def _describe_letter(letter: DeadLetter) -> Json:
