@@ -44,6 +44,10 @@ class Connection:
 
     name = address = ""
 
+    @property
+    def takes_unstored(self) -> bool:
+        return self.is_open
+
     def __init__(self, *, echo: bool = True) -> None:
         self.echo = echo
         self.is_open = True

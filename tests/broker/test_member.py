@@ -37,6 +37,10 @@ class Connection:
     published: Collection[int] = ()
     sent: list[tuple[bytes, list[bytes], Mapping[int, int] | None]] = field(default_factory=list)
 
+    @property
+    def takes_unstored(self) -> bool:
+        return self.is_open
+
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         assert place is PLACE
         self.sent.append((member.sid, run.values, attempts))

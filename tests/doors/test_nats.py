@@ -20,6 +20,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from tests.support.server import PATIENCE_S, Flux, Nats, Serve, pub
+from tests.support.web import get
 
 # Nothing of `patient` is delivered again while a test runs, all of `quick` is at once.
 TOPICS = """
@@ -780,6 +781,32 @@ def test_a_high_rate_does_not_stall(server: Serve, subject: str) -> None:
         assert client.ask("PING") == "PONG"
         publisher.send(b"".join(pub(subject, b"%d" % number) for number in range(500)))
         assert [client.message().payload for _ in range(500)] == [b"%d" % number for number in range(500)]
+
+
+def test_unstored_messages_wait_for_a_client_that_does_not_read_within_a_limit(tmp_path: Path) -> None:
+    count, filler = 512, b"x" * (16 << 10)  # 8 MiB, more than the system's buffers take
+    with Serve(tmp_path) as server, Nats(server, receive_bytes=4096) as slow, Nats(server) as other:
+        slow.send("SUB _INBOX.slow.* 1\r\n")
+        assert slow.ask("PING") == "PONG"
+
+        def reply(first: int) -> None:
+            for number in range(first, first + count):
+                other.send(pub(f"_INBOX.slow.{number}", b"%08d" % number + filler))
+            assert other.ask("PING") == "PONG"
+
+        reply(0)
+        for number in range(count):
+            assert slow.message().payload[:8] == b"%08d" % number
+        assert get(server, "/varz").json["dropped"] == 0
+
+        # Beyond the limit they are dropped, and counted.
+        for step in range(1, 5):
+            reply(step * count)
+        dropped = get(server, "/varz").json["dropped"]
+        assert 0 < dropped < 4 * count
+        numbers = [int(slow.message().payload[:8]) for _ in range(4 * count - dropped)]
+        assert numbers == sorted(numbers)
+        assert slow.ask("PING") == "PONG"
 
 
 def test_a_subscriber_that_does_not_read_stops_nobody_and_gets_everything_later(tmp_path: Path) -> None:

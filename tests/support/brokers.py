@@ -79,6 +79,10 @@ class Recorder:
         self.published: set[tuple[int, int, int]] = set()
         self.asked_max = 1000
 
+    @property
+    def takes_unstored(self) -> bool:
+        return self.is_open
+
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         assert self.is_open, "nothing is sent to a connection that takes nothing"
         for index in range(len(run)):

@@ -43,6 +43,11 @@ class Sink(Protocol):
         """Return whether it takes more now. When it does again, it wakes the readers of its members."""
         ...
 
+    @property
+    def takes_unstored(self) -> bool:
+        """Return whether it takes more messages that are not stored: they cannot be read again later."""
+        ...
+
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         """Send messages to a member. `attempts`: the delivery attempt of redelivered messages, by index."""
         ...
@@ -139,10 +144,13 @@ class Member:
             and self.sink.echo
         )
 
-    def room(self, wanted: int, now_us: int) -> int:
+    def takes(self, *, stored: bool) -> bool:
+        return self.sink.is_open if stored else self.sink.takes_unstored
+
+    def room(self, wanted: int, now_us: int, *, stored: bool = True) -> int:
         """Return how many of the wanted messages it can take now, and take the tokens for them; `refund` returns unused
         ones."""
-        if not self.sink.is_open:
+        if not self.takes(stored=stored):
             return 0
         room = wanted
         if self.credit is not None:
@@ -203,10 +211,10 @@ def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_
     """
     count = fitting(run, DELIVERY_BYTES_MAX) if place.keeps else len(run)
     if len(members) == 1 and (member := members[0]).sink.echo:
-        room = member.room(count, now_us)
+        room = member.room(count, now_us, stored=place.keeps)
         return ([Share(member, None if room == len(run) else range(room))] if room else []), room
     if all(member.is_unlimited for member in members):
-        ready = [member for member in members if member.sink.is_open]
+        ready = [member for member in members if member.takes(stored=place.keeps)]
         several = len(ready)
         shares = [Share(ready[(turn + i) % several], range(i, count, several)) for i in range(min(several, count))]
         return shares, count if ready else 0
@@ -216,7 +224,7 @@ def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_
 def _share_out_limited(
     place: Place, run: Run, count: int, members: Sequence[Member], turn: int, now_us: int
 ) -> tuple[list[Share], int]:
-    rooms = [member.room(count, now_us) for member in members]
+    rooms = [member.room(count, now_us, stored=place.keeps) for member in members]
     taken: list[list[int]] = [[] for _ in members]
     shared = 0
     if all(member.sink.echo for member in members):

@@ -23,6 +23,8 @@ from penstock.model.batch import Buffer
 UNREAD_BYTES_MAX: Final = 64 << 10
 # Messages that wait for a turn to be encoded. Connections that get the same ones share them.
 WAITING_BYTES_MAX: Final = 4 << 20
+# The same for messages that are not stored, which wait here while the peer does not read: nowhere else they could.
+UNSTORED_BYTES_MAX: Final = 16 << 20
 # With more replies that a peer has not read, its requests are not read either.
 UNREAD_ANSWERS_MAX: Final = 256 << 10
 # How long a connection that is being closed has to read what it was sent.
@@ -160,10 +162,18 @@ class Peer:
         return before - self.waiting_bytes
 
     @property
+    def takes_unstored(self) -> bool:
+        """Whether the peer takes more messages that are not stored."""
+        return self.is_open or (self.is_connected and not self.is_closing and self._has_room_for(UNSTORED_BYTES_MAX))
+
+    @property
     def _may_wait(self) -> bool:
         """Whether more messages may wait for a turn. Connections that get the same messages share them."""
+        return self._has_room_for(WAITING_BYTES_MAX)
+
+    def _has_room_for(self, bytes_max: int) -> bool:
         is_crowded = self._turns.waiting_bytes > TURN_WAITING_BYTES_MAX
-        return self.waiting_bytes < (UNREAD_BYTES_MAX if is_crowded else WAITING_BYTES_MAX)
+        return self.waiting_bytes < (UNREAD_BYTES_MAX if is_crowded else bytes_max)
 
     def _count_waiting(self, size: int) -> None:
         self.waiting_bytes += size

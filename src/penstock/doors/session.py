@@ -247,6 +247,10 @@ class Session(asyncio.Protocol):
     def is_open(self) -> bool:
         return self.peer.is_open
 
+    @property
+    def takes_unstored(self) -> bool:
+        return self.peer.takes_unstored
+
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         self.call(self.dialect.send, member, place, run, attempts)
 
@@ -255,11 +259,12 @@ class Session(asyncio.Protocol):
 
     def send_in_turn(self, run: Run, write: Callable[[], None]) -> None:
         """Call `write`, which encodes and writes a run, now or in a later turn of the loop."""
-        size = batch_bytes(run)
-        if not self.peer.has_waiting and self.shared.turns.may_send(size):
+        size, peer = batch_bytes(run), self.peer
+        if not (peer.is_paused or peer.has_waiting) and self.shared.turns.may_send(size):
             write()
-        else:
-            self.peer.write_later(size, self.guard(write))
+            return
+        peer.write_later(size, self.guard(write))
+        if not peer.is_paused:  # else it waits until the client reads: see `resume_writing`
             self.shared.turns.wait(self, size)
 
     def send_waiting(self) -> int:
