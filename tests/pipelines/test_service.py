@@ -18,6 +18,7 @@ pytest.importorskip("pyspark")
 from penstock.pipelines import reporter, service
 from penstock.pipelines.service import Job, JobState, Service
 from penstock.pipelines.versions import FileVersions
+from tests.support.server import reserve_port
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -176,6 +177,24 @@ def test_a_pipeline_is_given_up_after_five_failures_in_a_row(spark: SparkSession
         harness.write("failing")
         harness.until("failing", JobState.RUNNING)
         assert harness.rows("failing", 1) == [(2, 2)]
+
+
+def test_pipelines_wait_for_a_broker_that_is_down(
+    spark: SparkSession, harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "FAILURES_MAX", 1)
+    path = harness.write("waiting")
+    harness.publish(1)
+    port = reserve_port(harness)
+    path.write_text(
+        path.read_text().replace(f'"{harness.broker.servers}"', f'"127.0.0.1:{port}"\noptions.timeout = 0.5')
+    )
+    with serving(spark, harness):
+        for _ in range(2):
+            assert "127.0.0.1" in str(harness.until("waiting", JobState.RETRYING))
+        path.write_text(path.read_text().replace(str(port), harness.broker.servers.rpartition(":")[2]))
+        harness.until("waiting", JobState.RUNNING)
+        assert harness.rows("waiting", 1) == [(1, 1)]
 
 
 def test_an_invalid_change_leaves_the_running_version_alone(spark: SparkSession, harness: Harness) -> None:

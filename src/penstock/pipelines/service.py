@@ -9,7 +9,8 @@ removed one stops it. While a changed file is invalid, the version before it goe
         └─────── retrying ──▶ failed       too many failures in a row, or Spark rejects the file: it waits for a change
 
 Each pipeline runs in a thread and a Spark session of its own, so that a failure concerns only that pipeline. A pipeline
-that stops finishes its batch. The state of each is reported to its broker.
+that stops finishes its batch. The state of each is reported to its broker. While a broker does not answer, its
+pipelines are tried again without an end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import BadConfig, PenstockError, SparkLost
+from penstock.errors import BadConfig, ClientError, PenstockError, SparkLost
 from penstock.pipelines.execution import run
 from penstock.pipelines.pipeline import Pipeline
 from penstock.pipelines.pipeline_file import load
@@ -41,6 +42,8 @@ LOOK_S: Final = 1.0
 FAILURES_MAX: Final = 5
 _DELAY_FIRST_S: Final = 1.0
 _DELAY_LONGEST_S: Final = 60.0
+# How long a broker may take to answer before it counts as down.
+_ANSWER_S: Final = 2.0
 # How long a pipeline that is stopped may take to finish its batch.
 FINISH_S: Final = 30.0
 
@@ -151,7 +154,10 @@ class Job:
         # A new version, which starts when the old one has stopped; when to try again.
         self._next: Pipeline | None = None
         self._retry_at = 0.0
+        self._retries = 0
         self._error: Exception | None = None
+        # Whether a broker was down when the last run failed.
+        self._is_outage = False
         self.spark_lost: SparkLost | None = None
 
     @property
@@ -169,7 +175,7 @@ class Job:
         if pipeline.name in names:
             self._refuse(f"{self.path}: another file in the directory has the name {pipeline.name!r}")
             return
-        self._next, self.failures = pipeline, 0
+        self._next, self.failures, self._retries = pipeline, 0, 0
         self._stop.set()
 
     def stop(self) -> None:
@@ -217,7 +223,7 @@ class Job:
         def on_batch(progress: PipelineProgress) -> None:
             self.progress = progress
             if self.state is JobState.STARTING:
-                self.failures = 0
+                self.failures = self._retries = 0
                 if content is not None:
                     self._versions.accept(content)
                 self._move(JobState.RUNNING)
@@ -237,6 +243,7 @@ class Job:
                 finish_s=FINISH_S,
             )
         except Exception as error:  # noqa: BLE001 - supervises one pipeline
+            self._is_outage = not _brokers_answer(pipeline)
             self._error = error
 
     def _finish(self) -> None:
@@ -254,11 +261,12 @@ class Job:
             self._failed(str(error) or type(error).__name__)
 
     def _failed(self, reason: str) -> None:
-        self.failures += 1
+        self.failures += not self._is_outage
         if self.failures >= FAILURES_MAX or self._stop.is_set():
             self._move(JobState.FAILED, reason)
             return
-        delay_s = min(_DELAY_LONGEST_S, _DELAY_FIRST_S * 2 ** (self.failures - 1))
+        delay_s = min(_DELAY_LONGEST_S, _DELAY_FIRST_S * 2**self._retries)
+        self._retries += 1
         self._retry_at = time.monotonic() + delay_s
         self._move(JobState.RETRYING, reason)
 
@@ -269,6 +277,22 @@ class Job:
     def _move(self, state: JobState, reason: str | None = None) -> None:
         self.state, self.reason = state, reason
         self._on_change(self)
+
+
+def _brokers_answer(pipeline: Pipeline) -> bool:
+    from penstock.pipelines.queries import client_of
+
+    brokers = {source.servers: source.options for source in pipeline.sources}
+    if pipeline.sink is not None and pipeline.sink.servers is not None:
+        brokers[pipeline.sink.servers] = pipeline.sink.options
+    try:
+        for servers, given in brokers.items():
+            client_of(servers, given, _ANSWER_S).statistics()
+    except ClientError:
+        return False
+    except PenstockError:
+        return True  # it answers, if only with an error
+    return True
 
 
 def _read(path: Path) -> str | None:
