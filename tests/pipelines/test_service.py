@@ -108,6 +108,8 @@ def serving(spark: SparkSession, harness: Harness) -> Iterator[None]:
         stop.set()
         thread.join(_PATIENCE_S)
         assert not thread.is_alive()
+        # PySpark keeps the session that last made a DataFrame: that of a pipeline.
+        type(spark)._activeSession = spark
 
 
 @pytest.fixture
