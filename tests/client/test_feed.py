@@ -64,7 +64,7 @@ class TestFeed:
         opening = feed.opening(9)
         while feed.take() is not None:
             pass
-        assert (opening["credit"], feed.credit()) == (0, 0)
+        assert (opening["credit"], feed.credit()) == (0, None)
         woken.clear()
         feed.opened(9, [])
 
@@ -152,6 +152,20 @@ class TestFeed:
 
         assert feed.is_over
         assert feed.take_many(None) == []
+
+    def test_one_that_leaves_takes_its_credit_back_before_it_releases_what_is_unread(self) -> None:
+        """Otherwise the broker might deliver it to the same member once more before it has left."""
+        wire, feed = Wire(), make_feed(group="g", buffer=2)
+        number = wire.open(feed)
+        wire.receive(delivered(number, b"0", b"1"))
+
+        feed.take()
+        feed.give_back()
+        wire.connection.credit(feed)
+
+        ((kind, _, payload),) = wire.sent()
+        assert (kind, read_credit(payload)) == (Type.CREDIT, (number, 0))
+        assert [(about.verb, offsets) for _, about, offsets in feed.take_settlements()] == [(Verb.RELEASE, [1])]
 
     @pytest.mark.parametrize(("mode", "buffer"), [("other", 1), ("shared", 0)])
     def test_what_cannot_be_is_refused(self, mode: str, buffer: int) -> None:

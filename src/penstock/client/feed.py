@@ -87,6 +87,8 @@ class Feed:
         self._credit = 0
         # Whether a reader wants more than is here.
         self._is_wanted = False
+        # Whether unread messages are given back: the broker must not deliver them to this subscription again.
+        self._is_leaving = False
         # Credit is returned when no more than this is unread or on the way.
         self._low = options.buffer // 2
         # Without a group: the next offset of each topic ID and partition.
@@ -175,11 +177,15 @@ class Feed:
         self._unread.add_notice(notice)
         self.arrived()
 
-    def credit(self) -> int:
-        """Return how many more messages the broker may send; 0 if it is not yet worth a frame."""
-        kept = len(self._unread) + self._credit
-        if not self.number or not self._is_wanted or kept > self._low:
+    def credit(self) -> int | None:
+        """Return how many more messages the broker may send: 0 if no more at all, None if there is nothing to say."""
+        if not self.number:
+            return None
+        if self._is_leaving:
             return 0
+        kept = len(self._unread) + self._credit
+        if not self._is_wanted or kept > self._low:
+            return None
         self._is_wanted = False
         self._credit += self.options.buffer - kept
         return self.options.buffer - kept
@@ -215,6 +221,7 @@ class Feed:
         self._unread.remove(lambda notice: True)
         if self.ended is not None:
             return  # the broker has taken them back
+        self._is_leaving = True
         while self.options.group is not None and not self._is_partitioned and (message := self._unread.take()):
             message.release()
 

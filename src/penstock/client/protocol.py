@@ -149,8 +149,8 @@ class ClientConnection:
         self.request(PendingRequest(lambda number: end_frame(number, subscription), answered))
 
     def credit(self, feed: Feed) -> None:
-        """Send the credit of a subscription, if there is any."""
-        if (messages := feed.credit()) > 0:
+        """Send the credit of a subscription, or take it back."""
+        if (messages := feed.credit()) is not None:
             self._out.append(credit_frame(feed.number, messages))
 
     def confirm(self, feed: Feed) -> None:

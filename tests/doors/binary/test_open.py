@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from penstock.wire import binary
-from penstock.wire.binary import Type
+from penstock.wire.binary import Type, Verb
 from tests.support.binary_door import MIB, counted
 from tests.support.frames import Delivered, Frames
 from tests.support.server import Serve
@@ -61,6 +61,18 @@ def test_credit_that_comes_right_behind_open_counts(
     other.publish(topic, b"a")
     client.socket.settimeout(5)
     assert [message.value for message in client.delivered(1)] == [b"a"]
+
+
+def test_credit_for_no_messages_takes_all_credit_back(client: Frames, topic: str) -> None:
+    client.open(1, topic, group=f"g-{topic}", credit=10)
+    client.publish(topic, b"a")
+    [first] = client.delivered(1)
+    client.credit(1, 0)
+    assert client.settle(Verb.RELEASE, first) == []
+    client.sync()
+    assert client.kept(Type.MESSAGES) == []
+    client.credit(1, 1)
+    assert [(message.value, message.attempts) for message in client.delivered(1)] == [(b"a", 1)]
 
 
 def test_credit_for_what_is_not_open_harms_nobody(client: Frames) -> None:

@@ -180,7 +180,8 @@ class Binary:
         if held is None:
             return  # it ended meanwhile
         member, reader = held
-        member.credit = min((member.credit or 0) + messages, CREDIT_MAX)
+        # Credit for no messages takes back what the client has given.
+        member.credit = min((member.credit or 0) + messages, CREDIT_MAX) if messages else 0
         reader.wake()
 
     def _unsubscribe(self, subscription: int) -> None:
