@@ -3,6 +3,7 @@ whoever is killed, and whatever becomes of the refresh."""
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from penstock.client.sync import Client
 from penstock.errors import Closed, RefreshAborted, TimedOut
+from tests.support.data_directories import segments
 from tests.support.replicas import ReplicaProcess, check_copy, publishing, quiet, wait_some_more
 from tests.support.server import PATIENCE_S, Serve
 
@@ -53,12 +55,33 @@ def test_a_refresh_makes_a_new_copy_of_all(server: Serve, client: Client, topic:
         with publishing(server.port, topic, 1000):
             wait_some_more(replica, 500)
             for segment in (replica.data / "topics" / "1").glob("*/*.log"):
-                segment.write_bytes(bytes([segment.read_bytes()[0] ^ 1]) + segment.read_bytes()[1:])
+                with segment.open("r+b") as file:  # in place: the replica writes to it meanwhile
+                    file.write(b"x")
             client.refresh_topic(topic)
         wait_refreshed(replica, client, topic)
         check_copy(replica, client, topic, 1000)
         assert copies_of(replica) == ["2"]
         assert not replica.get("health")["refreshing"]
+
+
+@pytest.mark.parametrize("policy", ["EXPONENTIAL_THEN_FIXED", "PAUSE_ON_ERROR"])
+def test_a_refresh_replaces_a_copy_that_cannot_be_written(
+    server: Serve, client: Client, topic: str, tmp_path: Path, policy: str
+) -> None:
+    client.publish_many((topic, b"%d" % number * 500_000) for number in range(10))
+    with ReplicaProcess(tmp_path, quiet(server), topic, CONSUMER_RETRY_POLICY=policy) as replica:
+        check_copy(replica, client, topic, 10)
+        [segment] = segments(replica.data)
+        # There is no more room in this copy, but in a new one without the messages that are purged.
+        limit = segment.stat().st_size
+        resource.prlimit(replica.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        client.purge_topic(topic, "latest")
+        client.publish_many((topic, b"%d" % number) for number in range(10))
+        replica.wait_for(lambda: replica.ask("/api/query/health")[0] == 503)
+        client.refresh_topic(topic)
+        wait_refreshed(replica, client, topic)
+        check_copy(replica, client, topic, 10)
+        assert replica.get("health")["status"] == "UP"
 
 
 def test_readers_have_the_old_copy_while_a_refresh_waits(

@@ -33,6 +33,8 @@ _TIMEOUT_S: Final = 5.0
 _ANSWER_S: Final = 2.0
 _LOOK_S: Final = 1.0
 _AGAIN_S: Final = 1.0
+# States of a refresh in which the broker waits for members to confirm RESET, and delivers nothing.
+_RESETTING: Final = ("RESET_SENT", "WAITING_FOR_ACKS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +138,15 @@ class Follower:
 
     async def _refresh_is_over(self, client: AsyncClient) -> bool:
         """Return whether the refresh of this group has ended; also if the topic or the group no longer exists."""
+        return await self._refresh_state(client) in (None, "COMPLETED")
+
+    async def _refresh_state(self, client: AsyncClient) -> str | None:
+        """Return the state of the refresh of this group, if there is or was one."""
         try:
             refresh = await client.refresh_status(self._copies.topic_name or self._config.topic)
         except UnknownTopic:
-            return True
-        states = [each.state for each in refresh.groups if each.group == self._config.group]
-        return not states or states == ["COMPLETED"]
+            return None
+        return next((each.state for each in refresh.groups if each.group == self._config.group), None)
 
     async def _move_back(self, client: AsyncClient) -> None:
         """Move the group back if it is ahead of the copy: otherwise the messages in between would be missing."""
@@ -186,7 +191,8 @@ class Follower:
             for topic, several in _by_topic(messages):
                 if not await self._is_ours(topic):
                     return
-                await self._writer.store(topic, several)
+                if not (await self._writer.store(topic, several) or self._stop.is_set()):
+                    return
         await self._settle(subscription)
 
     async def _next(self, subscription: AsyncSubscription) -> list[Message] | None:
@@ -252,9 +258,16 @@ class Follower:
         return BrokerStatus(connected=True, lag=group.lag)
 
     async def _look_at_refresh(self, client: AsyncClient) -> None:
-        """Subscribe again if a new copy will never be completed, because its group was deleted."""
-        if self._copies.is_building and await self._refresh_is_over(client) and self._subscription is not None:
-            await self._subscription.close()
+        """Subscribe again if a refresh cannot go on with this subscription."""
+        if self._subscription is None:
+            return
+        if self._copies.is_building:
+            if await self._refresh_is_over(client):
+                await self._subscription.close()  # the new copy will never be completed: its group was deleted
+        elif self._writer.failure is not None and await self._refresh_state(client) in _RESETTING:
+            # RESET comes behind the messages that cannot be stored. A new subscription gets it first.
+            logger.warning("the copy cannot be written: the refresh replaces it")
+            self._writer.give_up()
 
 
 def _by_topic(messages: Sequence[Message]) -> Iterator[tuple[OriginTopic, list[Message]]]:

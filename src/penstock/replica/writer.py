@@ -39,6 +39,7 @@ class CopyWriter:
         self._delay_s = delay_s
         self._stop = stop
         self._resumed = asyncio.Event()
+        self._given_up = asyncio.Event()
         # The only thread that may change the copies.
         self._thread = ThreadPoolExecutor(1, "penstock-replica")
 
@@ -50,9 +51,17 @@ class CopyWriter:
         self._resumed.set()
         return self.is_paused
 
-    async def store(self, topic: OriginTopic, messages: Sequence[Message]) -> None:
-        """Store messages; halve a failing batch until the message that cannot be stored is alone."""
+    def give_up(self) -> None:
+        """End a `store` that fails and would be retried."""
+        self._given_up.set()
+
+    async def store(self, topic: OriginTopic, messages: Sequence[Message]) -> bool:
+        """Store messages; halve a failing batch until the message that cannot be stored is alone.
+
+        Return False if not all are stored or skipped, because of `give_up` or the stop.
+        """
         parts, attempt = [messages], 1
+        self._given_up.clear()
         while parts:
             part = parts.pop()
             try:
@@ -70,11 +79,12 @@ class CopyWriter:
                     attempt += 1
                     continue
                 else:
-                    return
+                    return False
             else:
                 self.failure = None
             attempt = 1
             _acknowledge(part)
+        return True
 
     def _append(self, topic: OriginTopic, messages: Sequence[Message]) -> None:
         partitions: dict[int, list[Message]] = {}
@@ -87,22 +97,27 @@ class CopyWriter:
         logger.error("skipping offset %d of %s/%d", message.offset, topic.name, message.partition)
 
     async def _waits(self, attempt: int) -> bool:
-        """Wait for the next attempt; return False at the stop."""
+        """Wait for the next attempt; return False after `give_up` and at the stop."""
         if self._on_error is OnError.PAUSE_ON_ERROR:
             logger.error("paused: resume with POST /api/consumer/resume")
             await self._wait_resumed()
         else:
-            await self.pause(self._delay_s(attempt) or 0.0)
-        return not self._stop.is_set()
+            await self._first_of(self._stop, self._given_up, within_s=self._delay_s(attempt) or 0.0)
+        return not (self._stop.is_set() or self._given_up.is_set())
 
     async def _wait_resumed(self) -> None:
         self._resumed.clear()
         self.is_paused = True
-        waits = [asyncio.create_task(event.wait()) for event in (self._resumed, self._stop)]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await self._first_of(self._resumed, self._stop, self._given_up)
         finally:
             self.is_paused = False
+
+    async def _first_of(self, *events: asyncio.Event, within_s: float | None = None) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             for task in waits:
                 task.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
@@ -128,11 +143,7 @@ class CopyWriter:
 
     async def pause(self, seconds: float) -> None:
         """Sleep, but not beyond the stop."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stop.wait()
-        except TimeoutError:
-            pass
+        await self._first_of(self._stop, within_s=seconds)
 
     def _note_failure(self, problem: str, error: Exception) -> None:
         self.failure = f"{problem}: {error}"
