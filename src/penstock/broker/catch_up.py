@@ -14,15 +14,16 @@ from penstock.broker.flow import Backlog
 from penstock.broker.partition import Partition
 from penstock.broker.trail import CatchUpTurns, Trail
 
+# Delivers the next batch up to an offset, and returns whether to continue.
+ReadNext = Callable[[Cursor, int], Awaitable[bool]]
+
 
 class CatchUp:
-    __slots__ = ("_floors", "_read_next", "_step", "_trail", "_turns", "backlogs", "cursors")
+    __slots__ = ("_floors", "_step", "_trail", "_turns", "backlogs", "cursors")
 
-    def __init__(self, trail: Trail, turns: CatchUpTurns, read_next: Callable[[Cursor, int], Awaitable[bool]]) -> None:
-        """`read_next` delivers the next batch up to an offset. It returns whether to continue."""
+    def __init__(self, trail: Trail, turns: CatchUpTurns) -> None:
         self._trail = trail
         self._turns = turns
-        self._read_next = read_next
         # Where the subscription stopped.
         self.cursors: dict[Partition, Cursor] = {}
         # For a member that drops or sheds: the messages that it skips.
@@ -55,10 +56,10 @@ class CatchUp:
         self._floors.clear()
         self._trail.leave(self)
 
-    async def read_all(self) -> bool:
+    async def read_all(self, read_next: ReadNext) -> bool:
         """Read in the order in which the partitions were served. Return whether everything is delivered."""
         trail = self._trail
-        while await self._read_floors():
+        while await self._read_floors(read_next):
             if self._step < trail.first:
                 continue
             if self._step == trail.end:
@@ -67,7 +68,7 @@ class CatchUp:
             if self._step < trail.first:
                 continue
             step = trail.step(self._step)
-            if not await self._read_to(*step):
+            if not await self._read_to(*step, read_next):
                 return False
             # Meanwhile steps may have been dropped, and the last one may have grown.
             if self._step >= trail.first and trail.step(self._step) == step:
@@ -76,24 +77,24 @@ class CatchUp:
                 self._step += 1
         return False
 
-    async def _read_floors(self) -> bool:
+    async def _read_floors(self, read_next: ReadNext) -> bool:
         """Read the messages that are not on the trail. Return whether all of them are delivered."""
         if self._step < self._trail.first:
             self._step = self._trail.first
             for partition in self.cursors:
                 self.raise_floor(partition, self._trail.dropped(partition))
         for partition, floor in list(self._floors.items()):
-            if not await self._read_to(partition, floor):
+            if not await self._read_to(partition, floor, read_next):
                 return False
             if self._floors.get(partition) == floor:
                 del self._floors[partition]
         return True
 
-    async def _read_to(self, partition: Partition, until: int) -> bool:
+    async def _read_to(self, partition: Partition, until: int, read_next: ReadNext) -> bool:
         """Deliver the messages of a partition below an offset. Return whether all of them are delivered."""
         while (cursor := self.cursors.get(partition)) is not None:
             if cursor.offset >= (until if cursor.end is None else min(until, cursor.end)):
                 return True
-            if not await self._read_next(cursor, until):
+            if not await read_next(cursor, until):
                 return False
         return True

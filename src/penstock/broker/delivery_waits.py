@@ -1,9 +1,14 @@
-"""Callers that wait until a member of a subscription has received the messages below certain offsets."""
+"""Callers that wait until a member of a subscription has received the messages below certain offsets.
+
+The subscription passes itself with each call. It is not kept, so that the two form no reference cycle: a client can
+make and end subscriptions faster than the garbage collector finds them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.broker.member import Member
 from penstock.broker.partition import Waiting
@@ -16,26 +21,32 @@ class _Wait:
     done: Callable[[], None]
 
 
-class DeliveryWaits:
-    __slots__ = ("_on_change", "_position", "_waits", "watched")
+class Reader(Protocol):
+    def position(self, partition: Waiting, /) -> int:
+        """Return up to where it has delivered what it wants of a partition."""
+        ...
 
-    def __init__(self, position: Callable[[Waiting], int], on_change: Callable[[], None]) -> None:
-        """`position` returns the offset up to which a partition is delivered. `on_change` is called when messages of a
-        watched partition were committed or taken back."""
-        self._position = position
-        self._on_change = on_change
+    def on_change(self) -> None:
+        """Called when messages of a watched partition were committed or taken back."""
+        ...
+
+
+class DeliveryWaits:
+    __slots__ = ("_waits", "watched")
+
+    def __init__(self) -> None:
         self._waits: list[_Wait] = []
         # Partitions with messages that are not committed yet and that somebody waits for.
         self.watched: set[Waiting] = set()
 
-    def add(self, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
+    def add(self, reader: Reader, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
         """Call `done` once the messages below these offsets are delivered or gone, or the member has left."""
         self._waits.append(_Wait(member, dict(marks), done))
         for partition, mark in marks.items():
             if partition.served < mark:
                 self.watched.add(partition)
-                partition.groups[self._on_change] = None
-        self.settle()
+                partition.groups[reader.on_change] = None
+        self.settle(reader)
 
     def lower(self, partition: Waiting, end: int) -> None:
         """Messages of a partition were taken back: it ends here."""
@@ -43,22 +54,22 @@ class DeliveryWaits:
             if wait.marks.get(partition, 0) > end:
                 wait.marks[partition] = end
 
-    def settle(self) -> None:
+    def settle(self, reader: Reader) -> None:
         """End the waits whose messages are delivered."""
         for wait in self._waits:
             for partition, mark in list(wait.marks.items()):
-                if partition.is_closed or self._position(partition) >= mark:
+                if partition.is_closed or reader.position(partition) >= mark:
                     del wait.marks[partition]
-        self._finish([wait for wait in self._waits if not wait.marks])
+        self._finish(reader, [wait for wait in self._waits if not wait.marks])
 
-    def leave(self, member: Member) -> None:
-        self._finish([wait for wait in self._waits if wait.member is member])
+    def leave(self, reader: Reader, member: Member) -> None:
+        self._finish(reader, [wait for wait in self._waits if wait.member is member])
 
-    def _finish(self, waits: list[_Wait]) -> None:
+    def _finish(self, reader: Reader, waits: list[_Wait]) -> None:
         self._waits = [wait for wait in self._waits if wait not in waits]
         if not self._waits:
             for partition in self.watched:
-                partition.groups.pop(self._on_change, None)
+                partition.groups.pop(reader.on_change, None)
             self.watched.clear()
         for wait in waits:
             wait.done()

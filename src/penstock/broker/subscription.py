@@ -155,7 +155,7 @@ class Subscription:
         self.members: list[Member] = []
         self._loop = loop
         self._since_us = loop.clock.now_us()
-        self._catch_up = CatchUp(loop.trail, loop.catch_up_turns, self._read_next)
+        self._catch_up = CatchUp(loop.trail, loop.catch_up_turns)
         # Its cursor in each partition where it is behind.
         self.behind = self._catch_up.cursors
         self._reading = False
@@ -169,7 +169,7 @@ class Subscription:
         # Whether that is its end; if not, how many messages this member gets in total.
         self._is_ending = False
         self._after = 0
-        self._waits = DeliveryWaits(self._position, self._on_change)
+        self._waits = DeliveryWaits()
 
     def deliver(self, partition: Partition | LivePartition, run: Run) -> bool:
         """Take a committed run, all of which matches. Return whether any of it went to a connection."""
@@ -186,7 +186,7 @@ class Subscription:
             self.fall_behind(partition, run.offset(rest[0]))
             return was_sent
         # Unstored messages cannot be read later. If what came before them was all that it waited for, it goes on now.
-        self._waits.settle()
+        self._waits.settle(self)
         # Several members share the messages: another one can take what is too much for this one.
         if self._stops is not None and len(self.members) == 1:
             rest = rest[: self._unstored_max(self._stops)]
@@ -194,7 +194,7 @@ class Subscription:
 
     def _unstored_max(self, stops: Mapping[Waiting, int]) -> int:
         """Return how many unstored messages it may get before it goes on: those that it waits for count first."""
-        awaited = (end - max(self._position(place), place.since.get(self, 0)) for place, end in stops.items())
+        awaited = (end - max(self.position(place), place.since.get(self, 0)) for place, end in stops.items())
         return max(0, self._after - self.members[0].delivered - sum(count for count in awaited if count > 0))
 
     def _take(self, partition: Partition | LivePartition, run: Run) -> bool:
@@ -275,7 +275,7 @@ class Subscription:
 
     def when_delivered(self, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
         """Call `done` once the messages below these offsets are delivered or gone, or the member has left."""
-        self._waits.add(member, marks, done)
+        self._waits.add(self, member, marks, done)
 
     def undelivered(self) -> Mapping[Waiting, int]:
         """Return up to where it has to deliver in each partition before it has caught up."""
@@ -289,9 +289,9 @@ class Subscription:
         self.members.remove(member)
         if not self.members:
             self._catch_up.end()
-        self._waits.leave(member)
+        self._waits.leave(self, member)
 
-    def _on_change(self) -> None:
+    def on_change(self) -> None:
         """Note that messages of a watched partition were committed, or taken back."""
         for partition in self._waits.watched:
             # The offsets of messages that were taken back are reused, for messages that nobody waits for.
@@ -303,10 +303,10 @@ class Subscription:
             if cursor is not None:
                 cursor.offset = min(cursor.offset, end)
                 cursor.end = None if cursor.end is None else min(cursor.end, end)
-        self._waits.settle()
+        self._waits.settle(self)
         self.wake()
 
-    def _position(self, partition: Waiting) -> int:
+    def position(self, partition: Waiting) -> int:
         """Return up to where it has delivered what it wants of a partition."""
         cursor = self.behind.get(partition) if isinstance(partition, Partition) else None
         return partition.served if cursor is None else cursor.offset
@@ -332,7 +332,7 @@ class Subscription:
             self._woken = True
             while self._woken:
                 self._woken = False
-                if await self._catch_up.read_all():
+                if await self._catch_up.read_all(self._read_next):
                     self._leave_behind()
         except Exception as error:  # noqa: BLE001 - supervises one reader
             self.fail(error)
@@ -349,7 +349,7 @@ class Subscription:
             self._catch_up.forget(partition)
         if all(cursor.end is None and cursor.offset >= partition.served for partition, cursor in self.behind.items()):
             self._catch_up.end()
-        self._waits.settle()
+        self._waits.settle(self)
 
     def fail(self, error: Exception) -> None:
         """End it. Its members get the error, or "internal error" for a fault of the broker."""
@@ -376,7 +376,7 @@ class Subscription:
         if found is None:
             if partition.is_closed:
                 self._catch_up.forget(partition)
-                self._waits.settle()
+                self._waits.settle(self)
             return True
         if partition.start > offset:
             self._drop(partition.start - offset)
@@ -389,7 +389,7 @@ class Subscription:
         if self.behind.get(partition) is cursor:  # unless that was the last message that its member wanted
             cursor.offset = found.following if shared == len(run) else run.offset(shared)
             self._loop.figures.expired += len(found.expired.below(cursor.offset))
-            self._waits.settle()
+            self._waits.settle(self)
         return shared == len(run) or (shared > 0 and self._has_room())
 
     def _skip(self, partition: Partition, offset: int) -> int:
