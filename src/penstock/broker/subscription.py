@@ -130,6 +130,9 @@ def choose_readers(found: tuple[Subscription, ...]) -> tuple[Subscription, ...]:
 
 
 class Subscription:
+    """It has more than 25 methods because it implements two interfaces: what the broker and the doors call, and the
+    reader that `DeliveryWaits` asks."""
+
     __slots__ = (
         "_after",
         "_catch_up",
