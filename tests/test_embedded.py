@@ -16,7 +16,7 @@ import pytest
 
 from penstock import AsyncClient, Broker, Client
 from penstock.errors import BadConfig, Closed, DirectoryInUse, NoBroker, PenstockError, TimedOut
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 
 def test_a_subscriber_gets_what_is_published() -> None:  # AP-11 … AP-16, AP-19

@@ -15,7 +15,7 @@ from penstock.client.aio import AsyncClient
 from penstock.client.message import Message
 from penstock.embedded import Broker
 from tests.support.handlers import NUMBERS, SOON, Seen, make_partitioned, make_topic, publish, stopping, until, wait
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 # Short enough to wait until it is over, long enough that a busy machine extends it in time.
 DEADLINE_MS = 1000

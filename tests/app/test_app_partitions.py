@@ -12,7 +12,7 @@ from penstock.app import App, Retry
 from penstock.client.message import Message
 from penstock.embedded import Broker
 from tests.support.handlers import SOON, Seen, make_partitioned, publish, until, wait
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 AT_ONCE = Retry.exponential(initial=0, maximum=0, then=0)
 

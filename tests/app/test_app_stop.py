@@ -14,7 +14,7 @@ from penstock.client.message import Message
 from penstock.embedded import Broker
 from penstock.errors import GroupConflict, UnknownGroup
 from tests.support.handlers import Seen, make_topic, publish, stopping, until, wait
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 
 @pytest.mark.parametrize("mode", ["shared", "partitioned"])

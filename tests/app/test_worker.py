@@ -16,7 +16,8 @@ from typing import Self
 import pytest
 
 from penstock.client.sync import Client
-from tests.support.server import PATIENCE_S, Ended, Serve, clean_environment
+from tests.support.process import PATIENCE_S, Ended
+from tests.support.server import Serve, clean_environment
 
 # As the command `penstock` does it, and unlike `python -m`, -P does not look for modules where it is run.
 COMMAND = [sys.executable, "-P", "-m", "penstock", "worker"]

@@ -26,7 +26,8 @@ from penstock.client.sync import Client
 from penstock.errors import BadRequest, PenstockError
 from penstock.store.store import Store
 from penstock.wire.binary import Read, read_frame
-from tests.support.server import PATIENCE_S, Serve, clean_environment
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve, clean_environment
 
 CONFIG: Final = """
 [storage]

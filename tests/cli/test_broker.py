@@ -27,7 +27,8 @@ from tests.support.commands import (
     until,
     wrong_usage,
 )
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 
 # ---- top and bench
 

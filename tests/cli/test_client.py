@@ -20,7 +20,8 @@ import pytest
 from penstock.client.qb import BrokerClient, BrokerMessage
 from penstock.client.sync import Client
 from tests.support.commands import NOBODY, Done, Penstock, interrupt, line_of, wrong_usage
-from tests.support.server import PATIENCE_S, Serve, clean_environment
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve, clean_environment
 
 PUBLISHER: Final = """\
 from client import BrokerClient

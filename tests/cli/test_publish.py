@@ -15,7 +15,7 @@ from penstock.client.sync import Client
 from penstock.client.values import Outgoing
 from penstock.errors import BadRequest
 from tests.support.commands import Penstock, at_terminal, wrong_usage
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 
 def values_of(client: Client, topic: str) -> list[bytes]:

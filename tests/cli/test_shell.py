@@ -20,7 +20,8 @@ import pytest
 from penstock.client.sync import Client
 from penstock.wire.cursus import VERBS, usage
 from tests.support.commands import NOBODY, Done, Penstock, at_terminal, interrupt, line_of
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 
 TRIES: Final = 20
 PROMPT: Final = "penstock> "

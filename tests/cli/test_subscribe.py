@@ -11,7 +11,8 @@ import pytest
 from penstock.client.sync import Client
 from penstock.errors import UnknownGroup
 from tests.support.commands import Done, Penstock, interrupt, line_of, publish, until, wrong_usage
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 
 # ---- subscribe
 

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from penstock import App, Broker, Client, Message, Outgoing, Retry
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 from tests.support.shells import SHELLS, shell_of
 
 _NUMBERS: Final = count()

@@ -27,7 +27,8 @@ from penstock.wire import binary, text
 from penstock.wire.binary import Type
 from tests.support.frames import Bare, Frames
 from tests.support.lengths import CREATE_SUBSCRIPTION, CREATE_TOPIC, PUBLISH, SUBSCRIBE, Cursus, Qb
-from tests.support.server import PATIENCE_S, Flux, Nats, Raw, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Nats, Raw, Serve
 
 BOOM: Final = "BOOM"
 

@@ -22,7 +22,8 @@ from penstock.wire.binary import Append, Type
 from penstock.wire.cursus import Record
 from tests.support.frames import Frames
 from tests.support.lengths import CREATE_TOPIC, PUBLISH, Cursus, Qb
-from tests.support.server import PATIENCE_S, Nats, Raw, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Nats, Raw, Serve
 from tests.support.web import ask
 
 TOKEN: Final = "s3cret"

@@ -19,7 +19,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from tests.support.server import PATIENCE_S, Flux, Nats, Serve, pub
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Nats, Serve, pub
 from tests.support.web import get
 
 # Nothing of `patient` is delivered again while a test runs, all of `quick` is at once.

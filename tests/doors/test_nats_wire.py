@@ -21,7 +21,8 @@ import pytest
 from nats.micro import add_service
 from nats.micro.service import EndpointConfig, ServiceConfig
 
-from tests.support.server import PATIENCE_S, Nats, Raw, Serve, hpub, pub, reserve_port
+from tests.support.process import PATIENCE_S
+from tests.support.server import Nats, Raw, Serve, hpub, pub, reserve_port
 
 _NATS_SERVER: Final = Path(sys.executable).with_name("nats-server")
 _INFO: Final = re.compile(rb"^INFO (.*?) *$")

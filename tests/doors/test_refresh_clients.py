@@ -23,9 +23,10 @@ from tests.support.client_core import Wire, nothing
 from tests.support.client_core import delivered as delivery
 from tests.support.commands import Penstock
 from tests.support.frames import Frames, delivered, read_json
+from tests.support.process import PATIENCE_S
 from tests.support.provider_door import ACK, READY, RESET
 from tests.support.provider_door import Client as ProvidersClient
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.server import Serve
 from tests.support.shells import SHELLS, Shell, shell_of
 
 RESET_ACK, READY_ACK = 0x0B, 0x0C

@@ -17,7 +17,8 @@ from nats.aio.msg import Msg
 from penstock import AsyncClient, Client
 from penstock.client.message import Message
 from penstock.errors import BadRequest, Closed, NoResponders, TimedOut, UnknownTopic
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 from tests.support.shells import SHELLS, Shell, shell_of
 
 _NUMBERS: Final = count()

@@ -19,7 +19,8 @@ from penstock import AsyncClient, BrokerClient, Client, Outgoing
 from penstock.errors import BadHeader
 from tests.support.commands import Penstock, client, penstock, server  # noqa: F401
 from tests.support.lengths import consume
-from tests.support.server import PATIENCE_S, Flux, Nats, Serve, hpub
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Nats, Serve, hpub
 
 
 def until(found: Callable[[], Any], expected: object) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from penstock.doors.gate import HANDSHAKE_BYTES_MAX
 from penstock.wire.websocket import Opcode
-from tests.support.server import PATIENCE_S, Flux, Raw, Serve, pub
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Raw, Serve, pub
 from tests.support.trees import eventually
 from tests.support.web import ask, get
 from tests.support.websocket import Frame, WebSocket, WebSocketRaw, deflate, encode, request

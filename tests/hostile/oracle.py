@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from tests.support import web
-from tests.support.server import PATIENCE_S, Nats, Serve, pub
+from tests.support.process import PATIENCE_S
+from tests.support.server import Nats, Serve, pub
 
 USER: Final = "bystander"
 PASSWORD: Final = "correct-horse"

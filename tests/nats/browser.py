@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 
 from tests.nats.test_clients import install_nats_js
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 NATS_WS: Final = "nats.ws@1.30.3"
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")

@@ -29,7 +29,8 @@ from penstock.errors import PenstockError
 from penstock.wire.websocket import Opcode
 from tests.nats.run import NATS_SERVER, Peer, nats_server, penstock
 from tests.nats.test_clients import NATS_JS, install_nats_js
-from tests.support.server import PATIENCE_S, Flux, Nats, Raw, Serve, pub
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Nats, Raw, Serve, pub
 from tests.support.websocket import Frame, WebSocketRaw, request
 
 # Shorter than nats-server allows for the whole; it closes one connection a second at the least.

@@ -19,7 +19,8 @@ from tests.nats.python_client import CHECKS, run_check
 from tests.nats.run import NATS_SERVER, Peer, nats_server, penstock, run_both
 from tests.nats.scenarios import SCENARIOS
 from tests.nats.test_clients import FAILED, install_nats_js, judge, of_nats_js
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 from tests.support.websocket import Frame, WebSocket, deflate, encode
 
 BINARY, PING, CLOSE = Opcode.BINARY, Opcode.PING, Opcode.CLOSE

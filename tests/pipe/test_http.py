@@ -17,7 +17,8 @@ from penstock.model.batch import Batch, encode
 from penstock.pipe.batches import CONTENT_TYPE, BatchSplitter
 from penstock.server.pipe_http import RECORDS_BYTES
 from tests.support.frames import Frames, batch
-from tests.support.server import PATIENCE_S, Flux, Serve, pub
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Serve, pub
 from tests.support.trees import ask, batches, eventually, get, status_of
 
 BATCHES = {"content-type": CONTENT_TYPE}

@@ -20,8 +20,9 @@ from penstock.errors import BadTopology, NoBroker, Overloaded, TimedOut, Unknown
 from penstock.pipe.ask import ask, http_client
 from penstock.pipe.registry import delay_s, watch
 from penstock.pipe.topology import Role, Topology
+from tests.support.process import PATIENCE_S
 from tests.support.registries import Answer, Answers, Registry, as_json, until
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.server import Serve
 
 NODE: Final = "shop-1"
 # It is asked again at once, so that a test waits for answers and not for time.

@@ -17,8 +17,9 @@ import pytest
 from penstock.client.sync import Client
 from penstock.errors import Closed, RefreshAborted, TimedOut
 from tests.support.data_directories import segments
+from tests.support.process import PATIENCE_S
 from tests.support.replicas import ReplicaProcess, check_copy, publishing, quiet, wait_some_more
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.server import Serve
 
 _numbers = count()
 

@@ -19,7 +19,8 @@ from penstock.errors import PenstockError
 from penstock.server.http import endpoints
 from penstock.server.settings import SETTINGS
 from penstock.web.endpoints import BODY_BYTES_MAX, STATUSES, application, status_of
-from tests.support.server import PATIENCE_S, Flux, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Serve
 from tests.support.web import ask, basic, get
 
 # ---- topics

@@ -16,8 +16,9 @@ import nats
 import pytest
 
 from penstock import Broker, BrokerClient, Client
+from tests.support.process import PATIENCE_S, Ended
 from tests.support.registries import Registry
-from tests.support.server import PATIENCE_S, Ended, Serve, clean_environment
+from tests.support.server import Serve, clean_environment
 from tests.support.trees import eventually
 
 

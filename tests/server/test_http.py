@@ -8,8 +8,9 @@ from pathlib import Path
 
 from penstock.client.sync import Client
 from penstock.server.rows import ANSWER_BYTES_MAX
+from tests.support.process import PATIENCE_S
 from tests.support.registries import until
-from tests.support.server import PATIENCE_S, Flux, Nats, Raw, Serve, pub
+from tests.support.server import Flux, Nats, Raw, Serve, pub
 from tests.support.web import ask, get
 
 

@@ -22,8 +22,9 @@ from penstock.doors.journal import INTERVAL_US, LINES_MAX, SLOW_US, Journal
 from penstock.doors.session import Session
 from penstock.errors import NoBroker, PenstockError, Unauthorized
 from penstock.testing import ManualClock
+from tests.support.process import PATIENCE_S
 from tests.support.proxy import Proxy
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.server import Serve
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) .+")
 

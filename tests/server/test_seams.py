@@ -45,7 +45,8 @@ from penstock.wire.binary import Type, json_frame
 from tests.support import web
 from tests.support.frames import Bare, Frames, messages
 from tests.support.lengths import CREATE_TOPIC, PUBLISH, Cursus, Qb
-from tests.support.server import PATIENCE_S, Flux, Nats, Raw, Serve, hpub, pub
+from tests.support.process import PATIENCE_S
+from tests.support.server import Flux, Nats, Raw, Serve, hpub, pub
 from tests.support.websocket import WebSocketRaw
 
 VICTIM: Final = b"victim"

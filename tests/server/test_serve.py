@@ -15,7 +15,8 @@ import pytest
 from penstock.client.qb import BrokerClient
 from penstock.server.config import load
 from penstock.server.server import Server
-from tests.support.server import PATIENCE_S, Ended, Flux, Nats, Raw, Serve, clean_environment, pub, reserve_port
+from tests.support.process import PATIENCE_S, Ended
+from tests.support.server import Flux, Nats, Raw, Serve, clean_environment, pub, reserve_port
 
 
 def refused(*arguments: object, **settings: object) -> Ended:

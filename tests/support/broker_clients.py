@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from penstock import BrokerClient
 from penstock.client.qb import BrokerMessage
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 Connect = Callable[..., BrokerClient]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from penstock import Client
 from penstock.client.message import Message
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 
 
 def address_of(server: Serve, door: str = "text") -> str:

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.client.sync import Client
 from tests.support import forks
-from tests.support.server import PATIENCE_S, Serve, clean_environment
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve, clean_environment
 
 # Nobody listens there: it is never given out.
 NOBODY: Final = "127.0.0.1:1"

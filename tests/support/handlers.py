@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.app import App, Retry
 from penstock.embedded import Broker
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 SOON = Retry.exponential(initial=0.01, maximum=0.01, then=0.01)
 NUMBERS = count()

@@ -28,8 +28,9 @@ from typing import Any, Final, Self
 
 from penstock.server.config import load
 from tests.docs import Block, blocks
+from tests.support.process import PATIENCE_S
 from tests.support.replicas import ReplicaProcess
-from tests.support.server import PATIENCE_S, Serve, clean_environment, reserve_port
+from tests.support.server import Serve, clean_environment, reserve_port
 
 # The ports that documents tell of, and which door each is of.
 _PORTS: Final = {"text": 4222, "quiet": 9092, "http": 8222, "qb": 9999}

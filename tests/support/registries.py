@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import select
-import signal
 import subprocess
 import sys
 import threading
@@ -14,13 +11,14 @@ import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import IO, Any, Final, NamedTuple, Self
 
 import httpx
 
 from penstock.address import join
 from tests.support import forks
-from tests.support.server import PATIENCE_S, Ended, clean_environment, reserve_port
+from tests.support.process import PATIENCE_S, Running
+from tests.support.server import clean_environment, reserve_port
 
 _READY: Final = re.compile(r"penstock \S+ registry ready: http on \S+:(\d+), (\d+) nodes in (.*), version (\d+)")
 
@@ -38,36 +36,23 @@ def get(url: str, **params: str) -> httpx.Response:
     return httpx.get(url, params=params, timeout=PATIENCE_S)
 
 
-class Registry:
-    """`penstock registry` on a free port. It ends with its block, by a clean stop that must succeed."""
+class Registry(Running):
+    """`penstock registry` on a free port."""
 
     def __init__(self, path: Path, host: str = "127.0.0.1") -> None:
+        super().__init__(path.parent)
         self.path = path
         self.host = host
         self.port = reserve_port(self)
-        self._starts = 0
-        self.start()
+        self._start()
 
     @property
     def url(self) -> str:
         return f"http://{join(self.host, self.port)}"
 
-    @property
-    def stderr(self) -> str:
-        return self._stderr_path.read_text()
-
     def start(self) -> None:
-        """On the same port each time."""
-        self._starts += 1
-        self._stderr_path = self.path.with_name(f"{self.path.name}.stderr.{self._starts}")
-        where = ("--host", self.host, "--port", str(self.port))
-        with self._stderr_path.open("wb") as stderr:
-            arguments = ["registry", str(self.path), *where]
-            self.process = forks.start(arguments, environment=clean_environment(), stderr=stderr)
-        found = _READY.fullmatch(self._line())
-        assert found, self.stderr
-        assert found[3] == str(self.path)
-        self.port, self.nodes, self.version = int(found[1]), int(found[2]), int(found[4])
+        """On the same port, after `stop` or `kill`."""
+        self._start_again()
 
     def topology(self, node_id: str) -> dict[str, Any]:
         answer = get(f"{self.url}/registry/topology", nodeId=node_id)
@@ -75,43 +60,15 @@ class Registry:
         document: dict[str, Any] = answer.json()
         return document
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> Ended:
-        self.process.send_signal(number)
-        return self._end()
+    def _launch(self, stderr: IO[bytes]) -> forks.Process:
+        arguments = ["registry", str(self.path), "--host", self.host, "--port", str(self.port)]
+        return forks.start(arguments, environment=clean_environment(), stderr=stderr)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.process.returncode is not None:
-            return
-        if kind is not None:
-            self.kill()
-            return
-        ended = self.stop()
-        assert ended.code == 0, ended.stderr
-        assert "Traceback" not in ended.stderr, ended.stderr
-
-    def _line(self) -> str:
-        stdout = self.process.stdout
-        assert stdout is not None
-        line = b""
-        while not line.endswith(b"\n"):
-            assert select.select([stdout], [], [], PATIENCE_S)[0], f"it does not get ready:\n{self.stderr}"
-            more = os.read(stdout.fileno(), 4096)
-            assert more, f"it ended:\n{self.stderr}"
-            line += more
-        return line.decode().rstrip("\n")
-
-    def _end(self) -> Ended:
-        code = self.process.wait(PATIENCE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return Ended(code, self.stderr)
+    def _read_ready(self, line: str) -> None:
+        found = _READY.fullmatch(line)
+        assert found, line
+        assert found[3] == str(self.path)
+        self.port, self.nodes, self.version = int(found[1]), int(found[2]), int(found[4])
 
 
 class MockCloud:

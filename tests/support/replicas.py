@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import select
-import signal
 import subprocess
 import sys
 import threading
@@ -16,21 +13,20 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import IO, Any, Final
 
 from penstock.client.sync import Client
 from penstock.client.values import Outgoing
 from tests.support import forks
-from tests.support.server import PATIENCE_S, Ended, Serve, clean_environment
+from tests.support.process import PATIENCE_S, Running
+from tests.support.server import Serve, clean_environment
 
 _READY: Final = re.compile(r"^penstock \S+ replica (\S+) ready: http on 127\.0\.0\.1:(\d+), ")
 _VARIABLES: Final = ("CONSUMER_", "BROKER_", "STORAGE_")
 
 
-class ReplicaProcess:
-    """`penstock replica` on a free port, set by the environment. It ends with its block, by a clean stop that must
-    succeed; unless the test ended it before."""
+class ReplicaProcess(Running):
+    """`penstock replica` on a free port, set by the environment."""
 
     def __init__(
         self,
@@ -44,11 +40,9 @@ class ReplicaProcess:
         **environment: object,
     ) -> None:
         """`before`: called in the new process before it is one."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
+        super().__init__(directory)
         self.data = directory / "copy"
         self.port = 0
-        self.ready = ""
         self._environment: dict[str, object] = {
             "CONSUMER_TYPE": "price",
             "CONSUMER_TOPIC": topic,
@@ -61,13 +55,7 @@ class ReplicaProcess:
         self._flags = list(flags)
         self._cwd = cwd
         self._before = before
-        self._starts = 0
-        self.process = self._start()
-        self._wait_ready()
-
-    @property
-    def stderr(self) -> str:
-        return self._stderr_path.read_text()
+        self._start()
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, Any]:
         """The status, and the JSON of the answer. Headers are named as in Python: `sec_fetch_site`."""
@@ -106,87 +94,31 @@ class ReplicaProcess:
             assert time.monotonic() < until, f"in vain: {self.ask('/api/query/health')}\n{self.stderr}"
             time.sleep(0.01)
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> Ended:
-        self.process.send_signal(number)
-        return self.wait()
-
-    def wait(self) -> Ended:
-        try:
-            self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"the replica does not end:\n{self.stderr}") from None
-        return self._ended()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._ended()
-
     def restart(self, **environment: object) -> None:
         """On the same directory, after `stop` or `kill`."""
-        assert self.process.returncode is not None, "it must end first"
         self._environment |= environment
-        self.process = self._start()
-        self._wait_ready()
+        self._start_again()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if self.process.returncode is not None:
-            return
-        if kind is not None:
-            self.kill()
-            return
-        died = self.process.poll() is not None
-        ended = self.wait() if died else self.stop()
-        assert not died, f"it ended by itself, with exit code {ended.code}:\n{ended.stderr}"
-        assert ended.code == 0, ended.stderr
-        assert "Traceback" not in ended.stderr, ended.stderr
-
-    def _start(self) -> forks.Process:
-        self._starts += 1
-        self._stderr_path = self.directory / f"stderr.{self._starts}"
+    def _launch(self, stderr: IO[bytes]) -> forks.Process:
         environment = {name: str(value) for name, value in self._environment.items()}
         inherited = {name: value for name, value in clean_environment().items() if not name.startswith(_VARIABLES)}
-        with self._stderr_path.open("wb") as stderr:
-            if self._before is None:
-                arguments = ["replica", *self._flags]
-                return forks.start(arguments, environment=inherited | environment, stderr=stderr, cwd=self._cwd)
-            return subprocess.Popen(
-                [sys.executable, "-m", "penstock", "replica", *self._flags],
-                cwd=self._cwd,
-                env=inherited | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                preexec_fn=self._before,  # noqa: PLW1509  there are no threads yet
-            )
+        if self._before is None:
+            arguments = ["replica", *self._flags]
+            return forks.start(arguments, environment=inherited | environment, stderr=stderr, cwd=self._cwd)
+        return subprocess.Popen(
+            [sys.executable, "-m", "penstock", "replica", *self._flags],
+            cwd=self._cwd,
+            env=inherited | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            preexec_fn=self._before,  # noqa: PLW1509  there are no threads yet
+        )
 
-    def _wait_ready(self) -> None:
-        stdout = self.process.stdout
-        assert stdout is not None
-        line = b""
-        until = time.monotonic() + PATIENCE_S
-        while not line.endswith(b"\n"):
-            if not select.select([stdout], [], [], max(0, until - time.monotonic()))[0]:
-                self.kill()
-                raise AssertionError(f"the replica does not get ready:\n{self.stderr}")
-            more = os.read(stdout.fileno(), 4096)
-            if not more:
-                ended = self.wait()
-                raise AssertionError(f"the replica ends with exit code {ended.code}:\n{ended.stderr}")
-            line += more
-        self.ready = line.decode().rstrip("\n")
-        found = _READY.match(self.ready)
-        assert found, self.ready
+    def _read_ready(self, line: str) -> None:
+        found = _READY.match(line)
+        assert found, line
         self.port = int(found[2])
-
-    def _ended(self) -> Ended:
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return Ended(self.process.returncode, self.stderr)
 
 
 def quiet(server: Serve) -> int:

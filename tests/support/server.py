@@ -5,29 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
-import signal
 import socket
-import subprocess
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Final, NamedTuple, Self
+from typing import IO, Any, ClassVar, Final, NamedTuple, Self
 
 from tests.support import forks
-
-# How long to wait for what must come. Only a test that fails waits so long.
-PATIENCE_S: Final = 60.0
+from tests.support.process import PATIENCE_S, Running
 
 _READY: Final = re.compile(r"^penstock (\S+) ready: (.*), data in (.*)$")
 _DOOR: Final = re.compile(r"(\w+) on \S+:(\d+)")
-
-
-class Ended(NamedTuple):
-    code: int
-    stderr: str
 
 
 def reserve_port(owner: object) -> int:
@@ -43,33 +31,26 @@ def reserve_port(owner: object) -> int:
     return port
 
 
-class Serve:
-    """`penstock serve` on free ports. Settings by their names in the environment: `topic_ack_deadline_ms=200`.
-
-    It ends with its block, by a clean stop that must succeed; unless the test ended it before.
-    """
+class Serve(Running):
+    """`penstock serve` on free ports. Settings by their names in the environment: `topic_ack_deadline_ms=200`."""
 
     descriptors_max: ClassVar[int | None] = None
 
     def __init__(
         self, directory: Path, *, config: str | None = None, flags: Sequence[str] = (), **settings: object
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory
+        super().__init__(directory)
         self.data = directory / "data"
         self.ports: dict[str, int] = {}
         self._reserved = {name: reserve_port(self) for name in ("text", "quiet", "http")}
-        self.ready = ""
         self.version = ""
         self._flags = list(flags)
         self._settings = settings
-        self._starts = 0
         if config is not None:
             path = directory / "config.toml"
             path.write_text(config)
             self._flags += ["--config", str(path)]
-        self.process = self._start()
-        self._wait_ready()
+        self._start()
 
     @property
     def port(self) -> int:
@@ -79,33 +60,10 @@ class Serve:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
-    @property
-    def stderr(self) -> str:
-        return self._stderr_path.read_text()
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> Ended:
-        self.process.send_signal(number)
-        return self.wait()
-
-    def wait(self) -> Ended:
-        try:
-            self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"the server does not end:\n{self.stderr}") from None
-        return self._ended()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._ended()
-
     def restart(self, **settings: object) -> None:
         """On the same data and ports, after `stop` or `kill`."""
-        assert self.process.returncode is not None, "it must end first"
         self._settings = self._settings | settings
-        self.process = self._start()
-        self._wait_ready()
+        self._start_again()
 
     def rss(self) -> int:
         """Bytes of memory that it has."""
@@ -120,24 +78,7 @@ class Serve:
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if self.process.returncode is not None:
-            return
-        if kind is not None:
-            self.kill()
-            return
-        died = self.process.poll() is not None
-        ended = self.wait() if died else self.stop()
-        assert not died, f"it ended by itself, with exit code {ended.code}:\n{ended.stderr}"
-        assert ended.code == 0, ended.stderr
-        assert "Traceback" not in ended.stderr, ended.stderr
-
-    def _start(self) -> forks.Process:
-        self._starts += 1
-        self._stderr_path = self.directory / f"stderr.{self._starts}"
+    def _launch(self, stderr: IO[bytes]) -> forks.Process:
         settings: dict[str, object] = {
             "server_port": self._reserved["text"],
             "server_quiet_port": self._reserved["quiet"],
@@ -148,39 +89,19 @@ class Serve:
             "storage_disk_reserve_bytes": 0,
         } | self._settings
         environment = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
-        with self._stderr_path.open("wb") as stderr:
-            return forks.start(
-                ["serve", *self._flags],
-                environment=clean_environment() | environment,
-                stderr=stderr,
-                descriptors_max=self.descriptors_max,
-            )
+        return forks.start(
+            ["serve", *self._flags],
+            environment=clean_environment() | environment,
+            stderr=stderr,
+            descriptors_max=self.descriptors_max,
+        )
 
-    def _wait_ready(self) -> None:
-        stdout = self.process.stdout
-        assert stdout is not None
-        line = b""
-        until = time.monotonic() + PATIENCE_S
-        while not line.endswith(b"\n"):
-            if not select.select([stdout], [], [], max(0, until - time.monotonic()))[0]:
-                self.kill()
-                raise AssertionError(f"the server does not get ready:\n{self.stderr}")
-            more = os.read(stdout.fileno(), 4096)
-            if not more:
-                ended = self.wait()
-                raise AssertionError(f"the server ends with exit code {ended.code}:\n{ended.stderr}")
-            line += more
-        self.ready = line.decode().rstrip("\n")
-        found = _READY.match(self.ready)
-        assert found, self.ready
+    def _read_ready(self, line: str) -> None:
+        found = _READY.match(line)
+        assert found, line
         self.version = found[1]
         self.ports = {name: int(port) for name, port in _DOOR.findall(found[2])}
         assert found[3] == str(self._settings.get("storage_data_dir", self.data))
-
-    def _ended(self) -> Ended:
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return Ended(self.process.returncode, self.stderr)
 
 
 def clean_environment() -> dict[str, str]:

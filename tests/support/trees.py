@@ -12,7 +12,8 @@ from urllib.parse import urlencode
 
 from penstock.model.batch import Batch
 from penstock.pipe.batches import BatchSplitter
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 
 
 def url(broker: Serve) -> str:

@@ -19,7 +19,8 @@ from penstock.client.sync import Client
 from penstock.errors import BadRequest, ConnectionLost, NoBroker, Unauthorized
 from penstock.wire import prefixed
 from tests.support.broker_clients import Connect, Inbox
-from tests.support.server import PATIENCE_S, Serve, clean_environment
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve, clean_environment
 
 # Nobody listens there: it is never given out.
 NOBODY: Final = 1

@@ -17,7 +17,7 @@ from penstock.errors import ConnectionLost, TimedOut
 from penstock.wire import prefixed
 from penstock.wire import qb as wire_qb
 from penstock.wire.qb import Kind, QbMessage
-from tests.support.server import PATIENCE_S
+from tests.support.process import PATIENCE_S
 
 
 class Played:

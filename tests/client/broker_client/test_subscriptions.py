@@ -17,7 +17,8 @@ from penstock.client.sync import Client
 from penstock.errors import ConnectionLost
 from penstock.wire.qb import Kind
 from tests.support.broker_clients import Connect, Inbox
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve
 
 # Of the topics of `quick` and `patient`.
 DELIVERIES: Final = 2

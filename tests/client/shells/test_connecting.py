@@ -21,8 +21,9 @@ from penstock.errors import (
     Unauthorized,
 )
 from tests.support.client_calls import address_of, take, values, wait_until
+from tests.support.process import PATIENCE_S
 from tests.support.proxy import Proxy
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.server import Serve
 from tests.support.shells import Shell
 
 

@@ -20,8 +20,9 @@ from penstock.errors import (
     UnknownTopic,
 )
 from tests.support.client_calls import address_of, values
+from tests.support.process import PATIENCE_S
 from tests.support.proxy import Proxy
-from tests.support.server import PATIENCE_S, Serve
+from tests.support.server import Serve
 from tests.support.shells import Shell
 
 

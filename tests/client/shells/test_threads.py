@@ -26,7 +26,8 @@ from penstock.errors import (
     Closed,
 )
 from tests.support.client_calls import address_of, fetched, take, values
-from tests.support.server import PATIENCE_S, Serve, clean_environment
+from tests.support.process import PATIENCE_S
+from tests.support.server import Serve, clean_environment
 
 
 class TestThreads:
