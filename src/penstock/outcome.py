@@ -37,7 +37,8 @@ class Outcome:
     def settle(self, error: PenstockError | None = None) -> None:
         assert not self.is_settled, "an outcome is settled once"
         self.is_settled = True
-        self.error = error
+        # Without the traceback: its frames would keep the outcome and what was to be stored alive.
+        self.error = None if error is None else error.with_traceback(None)
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(error)

@@ -170,7 +170,7 @@ class Intake:
                 try:
                     await self._prepare_topic(subject)
                 except PenstockError as error:
-                    refusals[subject] = error
+                    refusals[subject] = error.with_traceback(None)  # whose frames would keep the run alive
         await self._host.store.rounds.unflushed.room()
         return refusals
 

@@ -80,7 +80,7 @@ class Frames:
             frames = read()
             self._reader.check()
         except BadFrame as error:
-            self.refusal = error
+            self.refusal = error.with_traceback(None)  # which would keep the bytes
         return frames
 
     def admitted(self) -> None:
