@@ -33,6 +33,8 @@ _STARTERS: Final = {
 }
 # `make test` tries 100.
 _EXAMPLES: Final = 10
+# A state machine tries a tenth of its own number: each example has dozens of steps.
+_DIVISOR: Final = 10
 # `make test` tries each byte of a file, and a power cut in each call of the disk.
 _STRIDE: Final = 7
 
@@ -42,6 +44,7 @@ settings.register_profile("check", settings.get_profile("default"), deadline=Non
 def pytest_configure() -> None:
     settings.load_profile("check")
     sampling.stride = _STRIDE
+    sampling.divisor = _DIVISOR
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -50,11 +53,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    def is_kept(item: pytest.Item) -> bool:
-        return item.reportinfo()[2].partition("[")[0].partition(".")[0] in _tests_without_processes(item.path)
-
-    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
-    items[:] = [item for item in items if is_kept(item)]
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        function_or_class = item.nodeid.partition("::")[2].partition("[")[0].partition("::")[0]
+        (kept if function_or_class in _tests_without_processes(item.path) else dropped).append(item)
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = kept
     for item in items:
         _try_fewer_examples(getattr(item, "obj", None))
 
@@ -159,9 +164,10 @@ class _Module:
         self.packages: dict[str, set[str]] = {}
         self.autouse: set[str] = set()
         for statement in _statements(tree.body):
+            used, imported_inside = _used(statement)
             for name in _bound(statement):
-                self.uses.setdefault(name, set()).update(_used(statement))
-                imported = _imported(statement, name)
+                self.uses.setdefault(name, set()).update(used)
+                imported = _imported(statement, name) or imported_inside
                 self.imports.setdefault(name, set()).update(imported)
                 self.packages.setdefault(name, set()).update(each for full in imported for each in _prefixes(full))
             if isinstance(statement, ast.FunctionDef) and any(_is_autouse(each) for each in statement.decorator_list):
@@ -192,35 +198,31 @@ def _bound(statement: ast.stmt) -> set[str]:
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def _used(statement: ast.stmt) -> set[str]:
-    """Return names, and what may name a fixture: arguments and strings."""
-    found: set[str] = set()
+def _used(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """Return names, and what may name a fixture: arguments and strings. And what a function or class imports."""
+    used: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(statement):
         match node:
             case ast.Name(id=name) | ast.arg(arg=name) | ast.Constant(value=str(name)):
-                found.add(name)
-    return found
+                used.add(name)
+            case ast.Import() | ast.ImportFrom() if node is not statement:
+                imported.update(_imported(node))
+            case ast.Attribute(attr=name) if name in _STARTERS:
+                imported.add(name)
+    return used, imported
 
 
-def _imported(statement: ast.stmt, name: str) -> set[str]:
-    """Return what is imported under this name, or anywhere in the function or class that has it."""
-    found: set[str] = set()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Import):
-            found.update(
-                alias.name
-                for alias in node.names
-                if node is not statement or (alias.asname or alias.name.partition(".")[0]) == name
-            )
-        elif isinstance(node, ast.ImportFrom):
-            found.update(
-                f"{node.module}.{alias.name}"
-                for alias in node.names
-                if node is not statement or (alias.asname or alias.name) == name
-            )
-        elif isinstance(node, ast.Attribute) and node.attr in _STARTERS:
-            found.add(node.attr)
-    return found
+def _imported(statement: ast.stmt, name: str | None = None) -> set[str]:
+    """Return what a statement imports: all of it, or what it binds to a name."""
+    match statement:
+        case ast.Import(names=aliases):
+            found = {alias.name: alias.asname or alias.name.partition(".")[0] for alias in aliases}
+        case ast.ImportFrom(module=module, names=aliases):
+            found = {f"{module}.{alias.name}": alias.asname or alias.name for alias in aliases}
+        case _:
+            found = {}
+    return {full for full, bound in found.items() if name in (None, bound)}
 
 
 def _is_autouse(decorator: ast.expr) -> bool:

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 
 from penstock.broker.inflight import Inflight, PositionRecord
 from tests.support.inflights import as_json, check, outline
+from tests.support.sampling import examples
 
 # Which of the offsets that may be told: numbers, so that they can be drawn before the offsets are known.
 REASON = st.sampled_from(("", "x", "y"))
@@ -297,7 +298,9 @@ class InflightMachine(RuleBasedStateMachine):
         assert self.taken == self.acked + self.buried + self.lost + len(self.inflight)
 
 
-SETTINGS = settings(max_examples=80, stateful_step_count=50, deadline=None, print_blob=True, report_multiple_bugs=False)
+SETTINGS = settings(
+    max_examples=examples(80), stateful_step_count=50, deadline=None, print_blob=True, report_multiple_bugs=False
+)
 
 
 @pytest.mark.timeout(600)  # where they disagree, hypothesis makes the example smaller for up to 300 s

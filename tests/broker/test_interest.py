@@ -14,6 +14,7 @@ from penstock.broker import interest
 from penstock.broker.interest import Interest
 from penstock.model.subject import is_pattern, matches
 from tests.support.batches import peak_bytes
+from tests.support.sampling import examples
 
 # Patterns of five tokens meet others in the middle of a branch that does not fork.
 SUBJECTS: Final = [b".".join(tokens) for size in (1, 2, 3, 5) for tokens in product([b"a", b"b"], repeat=size)]
@@ -73,7 +74,7 @@ class InterestAgainstAList(RuleBasedStateMachine):
         self.match_all()
 
 
-InterestAgainstAList.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+InterestAgainstAList.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 TestInterestAgainstAList = InterestAgainstAList.TestCase
 
 

@@ -37,6 +37,7 @@ from penstock.outcome import Outcome
 from penstock.testing import FaultyFiles, ManualClock
 from tests.support import logs
 from tests.support.brokers import SECOND, Got, Life, Recorder
+from tests.support.sampling import examples
 
 T = TypeVar("T")
 
@@ -334,6 +335,8 @@ class Machine(RuleBasedStateMachine):
 def test_every_message_is_acknowledged_a_dead_letter_or_pending() -> None:
     logging.getLogger("penstock").setLevel(logging.CRITICAL)
     try:
-        run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+        run_state_machine_as_test(
+            Machine, settings=settings(max_examples=examples(40), stateful_step_count=30, deadline=None)
+        )
     finally:
         logging.getLogger("penstock").setLevel(logging.NOTSET)

@@ -33,6 +33,7 @@ from penstock.outcome import Outcome
 from penstock.testing import FaultyFiles, ManualClock
 from tests.support.batches import Lists, expected, read
 from tests.support.logs import open_log
+from tests.support.sampling import examples
 
 DIRECTORY = Path("/data/log")
 READERS: tuple[ReadMode, ...] = ("pread", "mmap")
@@ -533,7 +534,9 @@ def _stays(entry: Entry, place: int, latest: dict[bytes, int], horizon_us: int) 
     return latest.get(key, -1) <= entry.base + place
 
 
-SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None, print_blob=True, report_multiple_bugs=False)
+SETTINGS = settings(
+    max_examples=examples(40), stateful_step_count=40, deadline=None, print_blob=True, report_multiple_bugs=False
+)
 
 
 @pytest.mark.timeout(600)  # where they disagree, hypothesis makes the example smaller for up to 300 s

@@ -1,13 +1,19 @@
-"""Ranges that a test goes through: each number of them, or in `make check` a sample."""
+"""How much a test tries: in `make check` a sample of it."""
 
 from __future__ import annotations
 
-# `tests/check.py` sets another one, which is prime: so a sample of bytes has every alignment.
+# `tests/check.py` sets others. Its stride is prime: so a sample of bytes has every alignment.
 stride = 1
+divisor = 1
 
 
 def sampled(numbers: range) -> range:
     return numbers[::stride]
+
+
+def examples(count: int) -> int:
+    """Return how many examples of a state machine to try. `tests/check.py` sees the settings of other random tests."""
+    return max(1, count // divisor)
 
 
 def covered(found: object) -> bool:
