@@ -18,6 +18,7 @@ from penstock.model.run import Run
 from penstock.model.subject import matches
 from penstock.testing import FaultyFiles, ManualClock
 from tests.support.brokers import Life, Recorder, in_loop
+from tests.support.sampling import examples
 
 FLUSH: Final = Policy(durability=Durability.FLUSH)
 TOPICS: Final = {b"a": Policy(), b"b": Policy(), b"quick": FLUSH}
@@ -262,7 +263,7 @@ async def test_a_large_run_does_not_keep_the_others_waiting() -> None:
 
 
 @pytest.mark.parametrize("is_faulty", [False, True], ids=["sound", "faulty"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(20)))
 @in_loop
 async def test_each_connection_receives_the_messages_of_another_in_order(seed: int, is_faulty: bool) -> None:
     """All that is stored arrives, in order unless the disk fails."""
@@ -306,7 +307,7 @@ async def test_each_connection_receives_the_messages_of_another_in_order(seed: i
                 assert sorted(sink.values) == sorted(value for _, value in stored)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(examples(30)))
 @in_loop
 async def test_a_subscription_that_falls_behind_receives_the_messages_of_a_connection_in_order(seed: int) -> None:
     """Connections take messages, or none for a while; small segments and a small tail let them read from the disk."""

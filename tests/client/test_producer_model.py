@@ -23,6 +23,7 @@ from penstock.model import headers
 from penstock.model.batch import Batch, accept
 from penstock.model.run import open_batch
 from tests.support.client_core import Bench
+from tests.support.sampling import examples
 
 
 class Partition:
@@ -110,7 +111,7 @@ class Broker:
         return None
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(examples(150)))
 def test_every_message_is_stored_once_and_in_order_or_known_to_have_failed(seed: int) -> None:
     generator = random.Random(seed)
     broker, bench = Broker(generator), Bench(batch_bytes=200, linger=0.01, buffer_bytes=1 << 30, timeout=1e9)

@@ -43,6 +43,7 @@ from tests.support.log_images import (
     reopen,
 )
 from tests.support.logs import TIMESTAMP, append, messages, open_log
+from tests.support.sampling import covered, examples
 
 # ---- power cuts while a log is put in order.
 
@@ -234,7 +235,7 @@ def test_a_retention_that_is_cut_at_any_call_drops_the_oldest_first() -> None:
 # ---- a sync that failed.
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(20)))
 @pytest.mark.parametrize("policy", [FSYNC, FLUSH], ids=["fsync", "flush"])
 @pytest.mark.parametrize("value", [b"small", LARGE], ids=["round", "roll"])
 def test_what_is_served_after_a_failed_sync_and_a_restart_is_there_for_good(
@@ -271,7 +272,7 @@ def test_what_is_served_after_a_failed_sync_and_a_restart_is_there_for_good(
     assert b"refused" not in served.values()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(examples(20)))
 def test_a_recovery_whose_sync_fails_is_not_over(seed: int) -> None:
     disk = FaultyFiles(seed=seed)
     log = reopen(disk)
@@ -353,7 +354,7 @@ def test_no_offset_that_a_reader_saw_is_given_out_again_wherever_the_power_goes(
         assert log.end > max(later), cut
         assert messages(log).items() <= later.items(), cut
         assert not log.verify().damage, cut
-    assert cuts >= 20
+    assert covered(cuts >= 20)
 
 
 def test_a_roll_keeps_the_reservation() -> None:

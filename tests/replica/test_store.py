@@ -22,6 +22,7 @@ from penstock.store.store import Store
 from penstock.testing import FaultyFiles, ManualClock
 from penstock.testing.disk import PowerCut
 from tests.support.logs import memory_meta
+from tests.support.sampling import examples
 
 DATA = Path("/data")
 PRICES = OriginTopic("prices", 7)
@@ -353,7 +354,7 @@ def release(copies: Copies) -> None:
             copy.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(40)))
 def test_a_power_cut_at_any_call_loses_nothing_and_repeats_nothing(tmp_path: Path, seed: int) -> None:
     random = Random(seed)
     steps = steps_of(random)

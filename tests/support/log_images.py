@@ -17,6 +17,7 @@ from penstock.log.segment import ReadMode
 from penstock.model.batch import Batch, parse
 from penstock.testing import FaultyFiles, PowerCut
 from tests.support.logs import append, open_log
+from tests.support.sampling import examples
 
 DIRECTORY: Final = Path("/log")
 FSYNC: Final = Policy(segment_bytes=4096)
@@ -144,9 +145,10 @@ def cut_at_every_call(
 
     Each time on a new disk with `image`, several times over. The disk after the reboot, and what to call it.
     """
+    seeds = range(examples(SEEDS))
     for calls in itertools.count():
         finished = 0
-        for seed in range(SEEDS):
+        for seed in seeds:
             disk = disk_with(image, seed)
             deed = prepare(disk)
             disk.cut_after = disk.calls + calls
@@ -156,5 +158,5 @@ def cut_at_every_call(
             except PowerCut:
                 pass
             yield f"cut in call {calls}, seed {seed}", disk.power_cut()
-        if finished == SEEDS:
+        if finished == len(seeds):
             return

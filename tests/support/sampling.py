@@ -12,7 +12,7 @@ def sampled(numbers: range) -> range:
 
 
 def examples(count: int) -> int:
-    """Return how many examples of a state machine to try. `tests/check.py` sees the settings of other random tests."""
+    """Return how many seeds to try, or examples of a state machine: those of others are set in `tests/check.py`."""
     return max(1, count // divisor)
 
 

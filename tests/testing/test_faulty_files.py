@@ -15,6 +15,7 @@ from penstock.errors import DirectoryInUse
 from penstock.log.files import File, Files, OsFiles
 from penstock.testing import FaultyFiles, ManualClock
 from tests.support.faulty_disks import DATA, LOG, disk_with_log, files_of, outcomes
+from tests.support.sampling import examples
 
 # ---- errors
 
@@ -296,7 +297,7 @@ def result_or_errno(call: Call, files: Files, handles: dict[int, File]) -> objec
         return error.errno
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(40)))
 def test_with_power_and_room_it_does_what_a_real_disk_does(seed: int, tmp_path: Path) -> None:
     random = Random(seed)
     real, faulty = OsFiles(), FaultyFiles(seed=seed)
