@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.backup.target import DirectoryTarget, Target
+from penstock.errors import BadBackup
+from penstock.object_store import ObjectStore
 from penstock.store.store import Store
 from penstock.testing import ManualClock
 
@@ -20,7 +22,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Target:
     from penstock.backup.objects import ObjectTarget
 
     if request.param == "memory":
-        return ObjectTarget(stores.MemoryStore(), "memory://")
+        return ObjectTarget(ObjectStore(stores.MemoryStore(), "memory://", BadBackup))
     return ObjectTarget.open(f"file://{tmp_path}/objects")
 
 

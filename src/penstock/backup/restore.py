@@ -30,7 +30,7 @@ from penstock.backup.manifest import (
     BackedSegment,
     BackupManifest,
 )
-from penstock.backup.target import CHUNK_BYTES, Target, digest_of, read_tar, unpack, writing
+from penstock.backup.target import Target, digest_of, read_tar, unpack, writing
 from penstock.errors import BadBackup, BadDirectory, LogDamaged
 from penstock.log import log_files
 from penstock.log.files import FILE_MODE, OsFiles
@@ -38,6 +38,7 @@ from penstock.log.open_segments import OpenSegments
 from penstock.log.scan import Found
 from penstock.log.segment import Segment, log_name
 from penstock.model.batch import NO_SEGMENT, Control, encode_control
+from penstock.object_store import CHUNK_BYTES
 from penstock.outcome import Outcome
 from penstock.store.format import FORMAT, FORMAT_NAME, RESTORING_NAME
 from penstock.store.meta import Change

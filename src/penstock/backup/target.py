@@ -18,16 +18,15 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, Final, Protocol, cast
 
 from penstock.backup.manifest import MANIFEST_NAME, SEGMENT_NAME
 from penstock.errors import BadBackup, BadDirectory
 from penstock.log.files import FILE_MODE, OsFiles
+from penstock.object_store import CHUNK_BYTES, StoredFile
 from penstock.store.format import FORMAT_NAME, RESTORING_NAME
 
-CHUNK_BYTES: Final = 1 << 20
 _PARTIAL: Final = "partial"
 _FILE_SCHEME: Final = "file://"
 
@@ -46,13 +45,6 @@ class BackupPart(Protocol):
     def close(self) -> None:
         """Release the part, committed or not."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    bytes: int
-    # The time of the commit in seconds, by the clock of the target.
-    time_s: float
 
 
 class Target(Protocol):
