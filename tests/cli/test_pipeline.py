@@ -32,6 +32,7 @@ from penstock.pipelines.pipeline import KINDS
 from penstock.pipelines.pipeline_file import load
 from penstock.pipelines.progress import PipelineProgress, Reports, begin
 from penstock.pipelines.state_directory import StateDirectory, status
+from penstock.spark.archive_place import DirectoryPlace
 from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
 from penstock.spark.offsets import Offsets
 from penstock.spark.options import TopicPartition
@@ -853,7 +854,7 @@ def test_parquet_that_spark_would_not_write_again_is_refused(example: Example) -
 def test_an_archive_that_holds_what_would_be_read_is_refused(example: Example) -> None:
     example.change(('name = "archive-orders"', 'name = "archive-again"'))
     root = example.directory / "archive/orders"
-    manifest = ArchiveManifest(root)
+    manifest = ArchiveManifest(DirectoryPlace(root))
     manifest.create()
     file = ArchivedFile("data/x.parquet", "orders", 0, 40, 1, 0, 39, 0, 0)
     manifest.commit(Entry("spark:lost", 7, ("topic",), (file,)))

@@ -72,7 +72,7 @@ def spark_schema(names: Sequence[str] = tuple(TYPES), **changed: types.DataType)
 class Query:
     """A query as its writer sees it: tasks, commits, and restarts with the same checkpoint."""
 
-    def __init__(self, root: Path, name: str = "q", **options: str) -> None:
+    def __init__(self, root: Path | str, name: str = "q", **options: str) -> None:
         self.options = {"archive": str(root)} | {key.lower(): value for key, value in options.items()}
         self.name = name
 
@@ -91,7 +91,7 @@ class Query:
         self.commit(number, *(self.task(rows) for rows in tasks))
 
 
-def held(root: Path, topic: str = "orders", schema: pyarrow.Schema = SCHEMA) -> list[Row]:
+def held(root: Path | str, topic: str = "orders", schema: pyarrow.Schema = SCHEMA) -> list[Row]:
     """All that a reader finds, checked for the promises that hold of every read."""
     found = Archive(str(root))
     rows: list[Row] = []
@@ -445,8 +445,7 @@ def test_an_offset_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("s3://bucket/archive", "a directory that driver and executors share"),
-        ("hdfs:/archive", "a directory that driver and executors share"),
+        ("hdfs:/archive", "use a directory, or s3://BUCKET/PATH"),
         (" ", "archive is empty"),
     ],
 )
@@ -623,7 +622,9 @@ def test_stopped_at_any_step_of_a_batch_the_archive_has_each_row_once_after_the_
             for name in ("fsync", "link", "unlink", "mkdir"):
                 patch.setattr(os, name, stopping(getattr(os, name)))
             # A killed process does not tidy up; but this one goes on.
-            patch.setattr(parquet._WrittenFile, "abandon", lambda file: (file._writer.close(), file._file.close()))
+            patch.setattr(
+                parquet._WrittenFile, "abandon", lambda file: (file._writer.close(), file._file.stream.close())
+            )
             try:
                 query.batch(1, rows[5:8], rows[8:12])
                 finished = True

@@ -68,7 +68,7 @@ class PipelineSink:
     servers: Annotated[Servers | None, about("a broker other than the source's")] = None
     topic: Annotated[Topic | None, about("a topic, or a subject of one")] = None
     parquet: Annotated[Text | None, about("a directory of Parquet files, as Spark writes them")] = None
-    archive: Annotated[Text | None, about("the directory of an archive")] = None
+    archive: Annotated[Text | None, about("the directory of an archive, or the URL of an object store")] = None
     format: Annotated[Literal["parquet", "delta"], about("for an archive: `parquet` or `delta`")] = "parquet"
     partition: Annotated[Literal["hour", "day"], about("for an archive: a directory for each `hour` or `day`")] = "hour"
     key: Annotated[Text | None, about("for a topic: the key, a column or a SQL expression; by default unchanged")] = (

@@ -21,7 +21,8 @@ from penstock.errors import PenstockError, UnknownGroup
 from penstock.pipelines import queries
 from penstock.pipelines.pipeline import DeadLetterSettings, Pipeline, PipelineSink, PipelineSource
 from penstock.pipelines.state_directory import StateDirectory
-from penstock.spark.archive import Archive
+from penstock.spark.archive import Archive, format_of
+from penstock.spark.archive_place import open_place
 from penstock.spark.catalogue import SourceCatalogue
 from penstock.spark.manifest import starting_offsets
 from penstock.spark.options import TopicPartition
@@ -191,8 +192,7 @@ def _check_parquet(pipeline: Pipeline, path: str, batch: int) -> None:
 def _check_archive(pipeline: Pipeline, sink: PipelineSink) -> None:
     """Refuse a start below the end of the archive, which is only appended to."""
     assert sink.archive is not None
-    root = Path(sink.archive)
-    if not (root / "_manifest").is_dir() and not (root / "_delta_log").is_dir():
+    if format_of(open_place(sink.archive)) is None:
         return
     archive = Archive(sink.archive)
     catalogue = SourceCatalogue(queries.parsed_options(pipeline, pipeline.source))

@@ -14,18 +14,15 @@ Delta table, and the log of the table is the manifest.
 from __future__ import annotations
 
 import datetime
-import os
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyarrow
-from pyspark.sql.datasource import InputPartition
 
 from penstock.spark import manifest, parquet
+from penstock.spark.archive_place import ArchivePlace, DirectoryPlace, open_place
 from penstock.spark.manifest import ArchivedFile, ArchiveManifest
 
 if TYPE_CHECKING:
@@ -33,14 +30,13 @@ if TYPE_CHECKING:
 
 # About how many rows one task reads.
 SLICE_ROWS: Final = 500_000
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True)
-class ArchiveSlice(InputPartition):
+class ArchiveSlice:
     """Offsets of a topic partition, excluding the end, and the files that hold them."""
 
-    root: str
+    archive: str
     topic: str
     partition: int
     start: int
@@ -52,8 +48,9 @@ class Archive:
     """An archive, for reading. Each call sees what is committed at that time."""
 
     def __init__(self, path: str) -> None:
-        self.root = directory(path)
-        self._manifest = open_manifest(self.root)
+        """`path` is a directory, or the URL of an object store."""
+        self._place = open_place(path)
+        self._manifest = open_manifest(self._place)
 
     def topics(self) -> list[str]:
         return sorted({topic for topic, _ in self._manifest.ranges()})
@@ -64,8 +61,8 @@ class Archive:
         return {partition: known for (name, partition), known in found if name == topic}
 
     def files(self) -> list[str]:
-        """Return the path of every file in the archive."""
-        return [str(parquet.place_of(self.root, file.path)) for file in self._manifest.files()]
+        """Return the path or URL of every file in the archive."""
+        return [self._place.location(file.path) for file in self._manifest.files()]
 
     def slices(self, topic: str, partition: int, start: int, end: int) -> list[ArchiveSlice]:
         """Return consecutive slices that together hold the rows with start <= offset < end."""
@@ -83,62 +80,50 @@ class Archive:
         for first, last in zip(cuts, [*cuts[1:], end], strict=True):
             held = tuple(file for file in files if _is_within(file, topic, partition, first, last))
             if held:
-                found.append(ArchiveSlice(str(self.root), topic, partition, first, last, held))
+                found.append(ArchiveSlice(str(self._place), topic, partition, first, last, held))
         return found
 
     @staticmethod
     def read(slice: ArchiveSlice, schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
         """Read the rows of a slice, ascending by offset, with the columns of the schema."""
-        root = Path(slice.root)
-        files = [(parquet.place_of(root, file.path), file) for file in slice.files]
-        return parquet.read(files, slice.start, slice.end, schema)
+        return parquet.read(open_place(slice.archive), slice.files, slice.start, slice.end, schema)
 
     def sweep(self, older_than: datetime.timedelta = datetime.timedelta(days=7)) -> list[str]:
         """Remove files that no commit names, and return their paths. `older_than` spares those of running batches."""
         if not isinstance(self._manifest, ArchiveManifest):
-            raise ValueError(f"{self.root} is a Delta table: use DeltaTable.vacuum(full=True) instead")
+            raise ValueError(f"{self._place} is a Delta table: use DeltaTable.vacuum(full=True) instead")
         before = time.time() - older_than.total_seconds()
         # List files before reading the manifest, so that files committed in between are spared.
-        old = [
-            path.relative_to(self.root).as_posix()
-            for path in sorted((self.root / "data").rglob("*.parquet"))
-            if path.stat().st_mtime <= before
-        ]
-        return remove(self.root, self._manifest.unnamed(old))
+        old = self._place.parquet_files(before)
+        unnamed = self._manifest.unnamed(old)
+        self._place.remove(unnamed)
+        return [self._place.location(name) for name in unnamed]
 
 
-def directory(path: str) -> Path:
-    """Return the directory of an archive. Driver and executors must share it: it is local, or mounted by all."""
-    if _URL.match(path):
-        raise ValueError(f"invalid archive {path!r}: it must be a directory that driver and executors share, not a URL")
-    return Path(os.path.abspath(path))
-
-
-def format_of(root: Path) -> str | None:
-    """Return the format of the archive in a directory, `parquet` or `delta`; None if there is none."""
-    if (root / manifest.DIRECTORY).is_dir():
+def format_of(place: ArchivePlace) -> str | None:
+    """Return the format of the archive at a place, `parquet` or `delta`; None if there is none."""
+    names = place.top_names()
+    if manifest.DIRECTORY in names:
         return "parquet"
-    return "delta" if (root / "_delta_log").is_dir() else None
+    return "delta" if "_delta_log" in names else None
 
 
-def open_manifest(root: Path) -> ArchiveManifest | DeltaManifest:
+def open_manifest(place: ArchivePlace) -> ArchiveManifest | DeltaManifest:
     """Return the manifest of an existing archive."""
-    match format_of(root):
+    match format_of(place):
         case "parquet":
-            return ArchiveManifest(root)
+            return ArchiveManifest(place)
         case "delta":
-            from penstock.spark.delta import DeltaManifest
-
-            return DeltaManifest(root)
-    raise ValueError(f"{root} is not an archive: write one with .writeStream.format('penstock').option('archive', …)")
+            return delta_manifest(place)
+    raise ValueError(f"{place} is not an archive: write one with .writeStream.format('penstock').option('archive', …)")
 
 
-def remove(root: Path, paths: Sequence[str]) -> list[str]:
-    """Remove files, given as in the manifest, and return their paths."""
-    removed = [parquet.place_of(root, path) for path in paths]
-    for path in removed:
-        path.unlink(missing_ok=True)
-    return [str(path) for path in removed]
+def delta_manifest(place: ArchivePlace) -> DeltaManifest:
+    if not isinstance(place, DirectoryPlace):
+        raise ValueError(f"{place} cannot be a Delta table: only a directory can, use archiveFormat=parquet")
+    from penstock.spark.delta import DeltaManifest
+
+    return DeltaManifest(place.path)
 
 
 def _is_within(file: ArchivedFile, topic: str, partition: int, start: int, end: int) -> bool:

@@ -7,11 +7,9 @@ removes them.
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyarrow
@@ -19,7 +17,8 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from penstock.errors import BadDirectory
 from penstock.spark import columns, manifest, options, parquet
-from penstock.spark.archive import directory, format_of, remove
+from penstock.spark.archive import delta_manifest, format_of
+from penstock.spark.archive_place import ArchivePlace, open_place
 from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
 from penstock.spark.versions import StreamArrowWriter
 
@@ -48,7 +47,7 @@ def stream_writer(options: Mapping[str, str], schema: StructType) -> StreamArrow
 class _ArchiveTarget:
     """The options of a write. `writer` is only set for a batch; for a stream it is the query."""
 
-    root: Path
+    archive: str
     columns: tuple[str, ...]
     unit: parquet.Unit
     is_delta: bool
@@ -56,12 +55,8 @@ class _ArchiveTarget:
     writer: str = ""
     number: int = 0
 
-    def manifest(self) -> ArchiveManifest | DeltaManifest:
-        if not self.is_delta:
-            return ArchiveManifest(self.root)
-        from penstock.spark.delta import DeltaManifest
-
-        return DeltaManifest(self.root)
+    def manifest(self, place: ArchivePlace) -> ArchiveManifest | DeltaManifest:
+        return delta_manifest(place) if self.is_delta else ArchiveManifest(place)
 
 
 class _WrittenFiles(WriterCommitMessage):
@@ -107,11 +102,12 @@ class _ArchiveStreamWriter(StreamArrowWriter):
 
 
 def _write(target: _ArchiveTarget, writer: str, batches: Iterator[pyarrow.RecordBatch]) -> _WrittenFiles:
-    if not target.root.is_dir():
-        raise BadDirectory(f"{target.root} does not exist: driver and executors must share the directory of an archive")
+    place = open_place(target.archive)
+    if not place.exists():
+        raise BadDirectory(f"{place} does not exist: driver and executors must share the directory of an archive")
     # A Delta table has the topic as a partition column, not in its files.
     left_out = ("topic",) if target.is_delta else ()
-    return _WrittenFiles(writer, parquet.write(batches, target.root, target.columns, target.unit, left_out=left_out))
+    return _WrittenFiles(writer, parquet.write(batches, place, target.columns, target.unit, left_out=left_out))
 
 
 def _commit(target: _ArchiveTarget, number: int, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -119,29 +115,31 @@ def _commit(target: _ArchiveTarget, number: int, messages: Sequence[WriterCommit
     files = tuple(file for message in done for file in message.files)
     if not files:
         return
+    place = open_place(target.archive)
     for file in files:
-        _check_exists(target.root, file)
-    found = target.manifest()
+        _check_exists(place, file)
+    found = target.manifest(place)
     if not found.commit(Entry(done[0].writer, number, target.columns, files), gaps=target.gaps):
-        remove(target.root, found.unnamed(file.path for file in files))
+        place.remove(found.unnamed(file.path for file in files))
 
 
 def _abort(target: _ArchiveTarget, messages: Sequence[WriterCommitMessage | None]) -> None:
     """Remove the files of a batch that failed. The commit may have succeeded before: named files are kept."""
     paths = [file.path for message in messages if isinstance(message, _WrittenFiles) for file in message.files]
     if paths:
-        remove(target.root, target.manifest().unnamed(paths))
+        place = open_place(target.archive)
+        place.remove(target.manifest(place).unnamed(paths))
 
 
-def _check_exists(root: Path, file: ArchivedFile) -> None:
-    path = parquet.place_of(root, file.path)
+def _check_exists(place: ArchivePlace, file: ArchivedFile) -> None:
     try:
-        size = path.stat().st_size
+        size = place.size(file.path)
     except FileNotFoundError:
         size = -1
     if size != file.bytes:
         raise BadDirectory(
-            f"{path}, written by a task, does not exist: driver and executors must share the directory of an archive"
+            f"{place.location(file.path)}, written by a task, does not exist: driver and executors must share the"
+            " directory of an archive"
         )
 
 
@@ -162,7 +160,7 @@ def _target(
     path = options.text(given, "archive")
     assert path is not None  # the option selects this sink
     target = _ArchiveTarget(
-        root=directory(path),
+        archive=str(open_place(path)),
         columns=_columns(schema),
         unit="day" if options.choice(given, "archivePartition", ("hour", "day")) == "day" else "hour",
         is_delta=options.choice(given, "archiveFormat", ("parquet", "delta")) == "delta",
@@ -192,17 +190,15 @@ def _expected() -> str:
 
 
 def _prepare(target: _ArchiveTarget) -> None:
-    """Create the archive if the directory is empty. Refuse a directory with anything else."""
-    root = target.root
-    if root.exists() and not root.is_dir():
-        raise ValueError(f"invalid archive {root}: it is a file, not a directory")
-    found = format_of(root)
+    """Create the archive if its place is empty. Refuse a place with anything else."""
+    place = open_place(target.archive)
+    found = format_of(place)
     wanted = "delta" if target.is_delta else "parquet"
     if found not in (None, wanted):
-        raise ValueError(f"{root} is an archive in another format: write with archiveFormat={found}")
-    if found is None and root.is_dir() and any(not name.startswith(("_", ".")) for name in os.listdir(root)):
-        raise ValueError(f"{root} has other files and is not an archive: choose an empty or a new directory")
-    books = target.manifest()
+        raise ValueError(f"{place} is an archive in another format: write with archiveFormat={found}")
+    if found is None and any(not name.startswith(("_", ".")) for name in place.top_names()):
+        raise ValueError(f"{place} has other files and is not an archive: choose an empty or a new directory")
+    books = target.manifest(place)
     if isinstance(books, ArchiveManifest):
         books.create()
     else:

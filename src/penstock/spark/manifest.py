@@ -1,13 +1,15 @@
 """The manifest of an archive: its files, the batch of each, and the offsets that they hold.
 
-    <root>/_manifest/lock                                   held while a batch is committed
-                     00000000000000000107.json              an entry: one committed batch and its files
-                     00000000000000000099.checkpoint.json   the sum of the entries up to this one, without the files
-                     00000000000000000099.files.json        a piece: the files of the entries folded here
+    <archive>/_manifest/lock                                   in a directory: held while a batch is committed
+                        archive.json                           in an object store: says that there is an archive
+                        00000000000000000107.json              an entry: one committed batch and its files
+                        00000000000000000099.checkpoint.json   the sum of the entries up to this one, without the files
+                        00000000000000000099.files.json        a piece: the files of the entries folded here
 
-A data file that no entry names is not in the archive. An entry is written aside, synced and linked to its number, which
-succeeds only once per number, so a batch is added atomically. Every hundred entries are folded, so that a commit reads
-at most a hundred small files, however old the archive is. Folded entries are removed one fold later.
+A data file that no entry names is not in the archive. An entry is created under the next number, which succeeds only
+once per number, so a batch is added atomically. A writer whose number is taken looks again, and tries the next one.
+Every hundred entries are folded, so that a commit reads at most a hundred small files, however old the archive is.
+Folded entries are removed one fold later.
 
 An archive holds one range of offsets per topic partition, which grows at its end. Offsets within it may have no row:
 compaction and filters leave such holes. A single query leaves no other holes, so its batches may begin beyond the end.
@@ -16,20 +18,14 @@ Another writer that begins there would skip messages, and must set an option to 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
-import os
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from penstock.errors import BadDirectory
-from penstock.spark.durable_files import sync_directory
+from penstock.errors import BadDirectory, DiskError
+from penstock.spark.archive_place import ArchivePlace
 
 VERSION: Final = 1
 FOLD_EVERY: Final = 100
@@ -111,21 +107,17 @@ class ManifestState:
 
 
 class ArchiveManifest:
-    """The manifest of the archive at `root`. Any number may read while one commits; commits exclude each other."""
+    """The manifest of the archive at a place. Any number may read and commit at the same time."""
 
-    def __init__(self, root: Path, *, fold_every: int = FOLD_EVERY) -> None:
-        self.root = root
-        self.directory = root / DIRECTORY
+    def __init__(self, place: ArchivePlace, *, fold_every: int = FOLD_EVERY) -> None:
+        self._place = place
         self._fold_every = fold_every
         self._state = ManifestState()
         self._pieces: dict[int, list[ArchivedFile]] = {}
 
     def create(self) -> None:
         """Create an empty manifest if there is none."""
-        if not self.directory.is_dir():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for parent in (self.directory, self.root, self.root.parent):
-                sync_directory(parent)
+        self._place.make(DIRECTORY)
 
     def state(self) -> ManifestState:
         """Return the current state."""
@@ -141,24 +133,39 @@ class ArchiveManifest:
 
     def commit(self, entry: Entry, *, gaps: bool = False) -> bool:
         """Add a batch; return False if it was added before. Raise ValueError if it does not continue the archive."""
-        with self._locked():
-            state = self.state()
-            if state.holds(entry):
-                check_replay(self.root, entry, state.ranges)
-                # The writer that linked it may have been killed before the sync.
-                sync_directory(self.directory)
-                return False
-            check(self.root, entry, state, gaps=gaps)
-            self._put(f"{state.number + 1:020d}.json", _entry_json(state.number + 1, entry))
-            state = self.state()
-            if state.number - state.checkpoint >= self._fold_every:
-                self._fold(state)
-        return True
+        with self._place.locked(DIRECTORY):
+            while True:
+                state = self.state()
+                if state.holds(entry):
+                    check_replay(self._place, entry, state.ranges)
+                    # The writer that created it may have been killed before the sync.
+                    self._place.sync([_name(state.number, "json")])
+                    return False
+                check(self._place, entry, state, gaps=gaps)
+                if self._append(entry, state.number + 1):
+                    return True
 
     def unnamed(self, paths: Iterable[str]) -> list[str]:
         """Return those of the files that no entry names."""
         named = {file.path for file in self.files()}
         return [path for path in paths if path not in named]
+
+    def _append(self, entry: Entry, number: int) -> bool:
+        """Add an entry under a number; return False if another writer took it."""
+        try:
+            self._put(_name(number, "json"), _entry_json(number, entry))
+        except FileExistsError as error:
+            if self.state().number < number:
+                raise BadDirectory(f"{error.filename} exists, but is not listed: start the query again") from error
+            return False
+        state = self.state()
+        # Others may have folded while this writer was paused. If they removed the entry that had this number, creating
+        # it once more succeeded, but nobody reads it.
+        if not state.holds(entry) and self.unnamed(file.path for file in entry.files):
+            return False
+        if state.number - state.checkpoint >= self._fold_every:
+            self._fold(state)
+        return True
 
     def _retrying(self, look: Callable[[], _Found]) -> _Found:
         for _ in range(_LOOKS_MAX):
@@ -167,19 +174,19 @@ class ArchiveManifest:
             except FileNotFoundError as error:
                 missing = error
                 self._state = ManifestState()
-        if not self.directory.is_dir():
-            raise BadDirectory(f"{self.root} is not an archive: it has no {DIRECTORY}") from missing
+        if DIRECTORY not in self._place.top_names():
+            raise BadDirectory(f"{self._place} is not an archive: it has no {DIRECTORY}") from missing
         raise BadDirectory(
             f"{missing.filename} of the archive is missing: restore it, or start a new archive elsewhere"
         )
 
     def _refresh(self) -> ManifestState:
-        entries, checkpoints = _numbers(os.listdir(self.directory))
+        entries, checkpoints = _numbers(self._place.names(DIRECTORY))
         checkpoint, last = max(checkpoints, default=-1), max(entries | checkpoints, default=-1)
         if checkpoint > self._state.checkpoint:
-            self._state = _checkpoint_state(checkpoint, self._read(f"{checkpoint:020d}.checkpoint.json"))
+            self._state = _checkpoint_state(checkpoint, self._read(_name(checkpoint, "checkpoint.json")))
         for number in range(self._state.number + 1, last + 1):
-            self._state.apply(_entry(self._read(f"{number:020d}.json")))
+            self._state.apply(_entry(self._read(_name(number, "json"))))
         return self._state
 
     def _all_files(self) -> list[ArchivedFile]:
@@ -187,7 +194,7 @@ class ArchiveManifest:
         found: list[ArchivedFile] = []
         for piece in state.pieces:
             if piece not in self._pieces:
-                self._pieces[piece] = [_file(file) for file in self._read(f"{piece:020d}.files.json")["files"]]
+                self._pieces[piece] = [_file(file) for file in self._read(_name(piece, "files.json"))["files"]]
             found += self._pieces[piece]
         return found + state.recent
 
@@ -196,72 +203,51 @@ class ArchiveManifest:
         previous, number = state.checkpoint, state.number
         pieces = [*state.pieces, number]
         try:
-            self._put(f"{number:020d}.files.json", {"files": [asdict(file) for file in state.recent]})
-            self._put(f"{number:020d}.checkpoint.json", _checkpoint_json(state, pieces))
+            self._put(_name(number, "files.json"), {"files": [asdict(file) for file in state.recent]})
+            self._put(_name(number, "checkpoint.json"), _checkpoint_json(state, pieces))
             self._remove_folded(previous, number, pieces)
-        except OSError as error:
-            _log.warning("%s: the manifest could not be folded: %s", self.root, error)
+        except (OSError, DiskError) as error:
+            _log.warning("%s: the manifest could not be folded: %s", self._place, error)
 
     def _remove_folded(self, previous: int, number: int, pieces: Sequence[int]) -> None:
         """Remove the entries of the last fold. Those of this one stay for readers that are about to open them."""
-        for name in os.listdir(self.directory):
+        for name in self._place.names(DIRECTORY):
             stem, _, kind = name.partition(".")
             if not stem.isdecimal():
-                gone = name.startswith(".")  # left by a killed writer: we hold the lock
+                gone = name.startswith(".")  # left by a killed writer: in a directory we hold the lock
             elif kind == "files.json":
                 gone = int(stem) < number and int(stem) not in pieces  # of an interrupted fold
             else:
                 gone = int(stem) < previous or (kind == "json" and int(stem) == previous)
             if gone:
-                os.unlink(self.directory / name)
+                self._place.remove([f"{DIRECTORY}/{name}"])
 
     def _put(self, name: str, content: dict[str, Any]) -> None:
         """Write a file durably under a new name."""
-        aside, path = self.directory / f".{uuid.uuid4().hex}", self.directory / name
-        try:
-            with open(aside, "xb") as file:
-                file.write(json.dumps({"version": VERSION} | content, separators=(",", ":")).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(aside, path)
-        except FileExistsError as error:
-            raise BadDirectory(f"{path}: another writer took this number: start the query again") from error
-        except OSError as error:
-            if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise BadDirectory(f"{self.root}: an archive needs a file system with hard links") from error
-            raise
-        finally:
-            aside.unlink(missing_ok=True)
-        sync_directory(self.directory)
+        self._place.create(name, json.dumps({"version": VERSION} | content, separators=(",", ":")).encode())
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self.directory / name
-        content = path.read_bytes()
+        content = self._place.read(name)
         try:
             read: dict[str, Any] = json.loads(content)
             version = read["version"]
         except (ValueError, TypeError, KeyError) as error:
-            raise BadDirectory(f"{path} is damaged: restore it, or start a new archive elsewhere") from error
+            raise BadDirectory(
+                f"{self._place.location(name)} is damaged: restore it, or start a new archive elsewhere"
+            ) from error
         if version != VERSION:
             raise BadDirectory(
-                f"{path} has unknown version {version}, this Penstock reads {VERSION}: install a newer one"
+                f"{self._place.location(name)} has unknown version {version}, this Penstock reads {VERSION}: install a"
+                " newer one"
             )
         return read
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        try:
-            descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        except FileNotFoundError as error:
-            raise BadDirectory(f"{self.root} is not an archive: it has no {DIRECTORY}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+
+def _name(number: int, kind: str) -> str:
+    return f"{DIRECTORY}/{number:020d}.{kind}"
 
 
-def check(root: Path, entry: Entry, state: ManifestState, *, gaps: bool) -> None:
+def check(root: object, entry: Entry, state: ManifestState, *, gaps: bool) -> None:
     """Raise ValueError if a batch does not continue the archive, or has other columns."""
     if state.columns and entry.columns != state.columns:
         raise ValueError(
@@ -278,7 +264,7 @@ def check(root: Path, entry: Entry, state: ManifestState, *, gaps: bool) -> None
             refuse_gap(root, (topic, partition), first, ends)
 
 
-def check_replay(root: Path, entry: Entry, ranges: Mapping[tuple[str, int], ArchivedRange]) -> None:
+def check_replay(root: object, entry: Entry, ranges: Mapping[tuple[str, int], ArchivedRange]) -> None:
     """Raise ValueError if a batch that was archived before has other rows now: they would be dropped silently."""
     for (topic, partition), (first, end) in entry.spans().items():
         known = ranges.get((topic, partition))
@@ -290,7 +276,7 @@ def check_replay(root: Path, entry: Entry, ranges: Mapping[tuple[str, int], Arch
             )
 
 
-def refuse_overlap(root: Path, place: tuple[str, int], first: int, ends: Mapping[tuple[str, int], int]) -> None:
+def refuse_overlap(root: object, place: tuple[str, int], first: int, ends: Mapping[tuple[str, int], int]) -> None:
     if first < ends[place]:
         raise ValueError(
             f"the archive {root} holds {place[0]} partition {place[1]} up to offset {ends[place] - 1}, but this write"
@@ -298,7 +284,7 @@ def refuse_overlap(root: Path, place: tuple[str, int], first: int, ends: Mapping
         )
 
 
-def refuse_gap(root: Path, place: tuple[str, int], first: int, ends: Mapping[tuple[str, int], int]) -> None:
+def refuse_gap(root: object, place: tuple[str, int], first: int, ends: Mapping[tuple[str, int], int]) -> None:
     if first > ends[place]:
         raise ValueError(
             f"the archive {root} holds {place[0]} partition {place[1]} up to offset {ends[place] - 1}, but this write"

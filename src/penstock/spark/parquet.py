@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import os
 import urllib.parse
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
 import pyarrow
 from pyarrow import compute, parquet
 
 from penstock.errors import BadDirectory, ReadFailed
+from penstock.spark.archive_place import ArchivePlace
 from penstock.spark.columns import TYPES
-from penstock.spark.durable_files import sync_directory
 from penstock.spark.manifest import ArchivedFile
 
 Unit = Literal["hour", "day"]
@@ -46,14 +44,14 @@ _NAME_BYTES_MAX: Final = 200
 
 def write(
     batches: Iterable[pyarrow.RecordBatch],
-    root: Path,
+    place: ArchivePlace,
     columns: Sequence[str],
     unit: Unit,
     *,
     left_out: Sequence[str] = (),
 ) -> list[ArchivedFile]:
-    """Write rows to durable files below `root`, without the columns `left_out`. Leave no files if it fails."""
-    task = _TaskFiles(root, unit, [name for name in columns if name not in left_out])
+    """Write rows to durable files of an archive, without the columns `left_out`. Leave no files if it fails."""
+    task = _TaskFiles(place, unit, [name for name in columns if name not in left_out])
     try:
         for batch in batches:
             for part in _parts(_rows(batch, columns), unit):
@@ -65,22 +63,16 @@ def write(
 
 
 def read(
-    files: Sequence[tuple[Path, ArchivedFile]], start: int, end: int, schema: pyarrow.Schema
+    place: ArchivePlace, files: Sequence[ArchivedFile], start: int, end: int, schema: pyarrow.Schema
 ) -> Iterator[pyarrow.RecordBatch]:
     """Yield the rows of one topic partition with start <= offset < end, ascending. Offsets of files may overlap."""
     if not files:
         return
-    place = files[0][1]
     names = [name for name in schema.names if name not in ("topic", "partition")]
     wanted = names if "offset" in names else [*names, "offset"]
-    merged = _merged(sorted(files, key=lambda pair: pair[1].first), start, end, wanted)
+    merged = _merged(place, sorted(files, key=lambda file: file.first), start, end, wanted)
     for rows in _gathered(merged):
-        yield _finished(rows, place, schema)
-
-
-def place_of(root: Path, name: str) -> Path:
-    """Return the path of a file from its name in the manifest."""
-    return root.joinpath(*PurePosixPath(name).parts)
+        yield _finished(rows, files[0], schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +127,8 @@ def _ascends(table: pyarrow.Table) -> bool:
 class _TaskFiles:
     """The files that one task writes."""
 
-    def __init__(self, root: Path, unit: Unit, columns: Sequence[str]) -> None:
-        self._root = root
+    def __init__(self, place: ArchivePlace, unit: Unit, columns: Sequence[str]) -> None:
+        self._place = place
         self._unit: Unit = unit
         self._schema = pyarrow.schema([(name, TYPES[name]) for name in columns])
         self._open: dict[tuple[str, int, datetime.datetime], _WrittenFile] = {}  # least recently used first
@@ -152,7 +144,7 @@ class _TaskFiles:
             self._done.append(file.close())
             file = None
         if file is None:
-            file = _WrittenFile(self._root, _directory(part, self._unit), part, self._schema)
+            file = _WrittenFile(self._place, _directory(part, self._unit), part, self._schema)
             self._files.append(file)
         self._open[key] = file
         file.add(part.rows)
@@ -165,10 +157,7 @@ class _TaskFiles:
     def close(self) -> list[ArchivedFile]:
         self._done += [file.close() for file in self._open.values()]
         self._open = {}
-        # Another task may have created a parent directory and not synced it yet, so all of them are synced.
-        directories = {parent for file in self._files for parent in file.path.relative_to(self._root).parents}
-        for directory in sorted(directories, reverse=True):
-            sync_directory(self._root / directory)
+        self._place.sync([file.path for file in self._done])
         return self._done
 
     def abandon(self) -> None:
@@ -179,15 +168,13 @@ class _TaskFiles:
 class _WrittenFile:
     """A file that is being written. Batches are gathered to row groups."""
 
-    def __init__(self, root: Path, directory: str, part: _HourRows, schema: pyarrow.Schema) -> None:
+    def __init__(self, place: ArchivePlace, directory: str, part: _HourRows, schema: pyarrow.Schema) -> None:
         self._name = f"{directory}/{uuid.uuid4().hex}.parquet"
-        self.path = place_of(root, self._name)
         self._part = part
         self._schema = schema
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "xb")  # noqa: SIM115 - closed by close() or abandon()
+        self._file = place.begin(self._name)
         self._writer: Any = parquet.ParquetWriter(
-            self._file,
+            self._file.stream,
             schema,
             compression="zstd",
             # These have few distinct values. Trying the other columns takes time and gains nothing.
@@ -225,10 +212,7 @@ class _WrittenFile:
     def close(self) -> ArchivedFile:
         self.flush()
         self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        size = self._file.tell()
-        self._file.close()
+        size = self._file.store()
         assert self._first is not None  # a file is only opened for rows
         part, times = self._part, self._timestamps
         return ArchivedFile(
@@ -240,8 +224,7 @@ class _WrittenFile:
             self._writer.close()  # otherwise the garbage collector writes to the closed file
         except (OSError, ValueError):
             pass
-        self._file.close()
-        self.path.unlink(missing_ok=True)
+        self._file.abandon()
 
 
 def _directory(part: _HourRows, unit: Unit) -> str:
@@ -280,15 +263,14 @@ class _ReadFile:
 
 
 def _merged(
-    files: Sequence[tuple[Path, ArchivedFile]], start: int, end: int, names: Sequence[str]
+    place: ArchivePlace, files: Sequence[ArchivedFile], start: int, end: int, names: Sequence[str]
 ) -> Iterator[pyarrow.RecordBatch]:
     """Merge files by offset. Rows up to the lowest of the last offsets in memory are complete, and are yielded."""
     waiting, streams = deque(files), list[_ReadFile]()
     while waiting or streams:
         last = min((stream.last for stream in streams), default=None)
-        while waiting and (last is None or waiting[0][1].first <= last):
-            path, file = waiting.popleft()
-            rest = _file_rows(path, file, start, end, names)
+        while waiting and (last is None or waiting[0].first <= last):
+            rest = _file_rows(place, waiting.popleft(), start, end, names)
             head = next(rest, None)
             if head is not None:
                 streams.append(_ReadFile(head, rest))
@@ -304,13 +286,17 @@ def _merged(
 
 
 def _file_rows(
-    path: Path, file: ArchivedFile, start: int, end: int, names: Sequence[str]
+    place: ArchivePlace, file: ArchivedFile, start: int, end: int, names: Sequence[str]
 ) -> Iterator[pyarrow.RecordBatch]:
     """Read the row groups with requested offsets, and of these only the requested columns."""
+    shown = place.location(file.path)
     try:
-        if path.stat().st_size != file.bytes:
-            raise ReadFailed(f"{path} does not have the size in the manifest: restore it")
-        with parquet.ParquetFile(path, page_checksum_verification=True) as opened:
+        if place.size(file.path) != file.bytes:
+            raise ReadFailed(f"{shown} does not have the size in the manifest: restore it")
+        with (
+            place.open(file.path, file.bytes) as stream,
+            parquet.ParquetFile(stream, page_checksum_verification=True) as opened,
+        ):
             absent = [name for name in names if name not in opened.schema_arrow.names]
             if absent:
                 raise ValueError(
@@ -322,9 +308,9 @@ def _file_rows(
                 if low < high:
                     yield batch.select(list(names)).slice(low, high - low)
     except FileNotFoundError as error:
-        raise BadDirectory(f"{path} of the archive is missing: restore it") from error
+        raise BadDirectory(f"{shown} of the archive is missing: restore it") from error
     except (OSError, pyarrow.ArrowException) as error:
-        raise ReadFailed(f"{path} cannot be read: {error}") from error
+        raise ReadFailed(f"{shown} cannot be read: {error}") from error
 
 
 def _groups(opened: Any, start: int, end: int) -> list[int]:
