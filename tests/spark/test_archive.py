@@ -641,6 +641,95 @@ def test_stopped_at_any_step_of_a_batch_the_archive_has_each_row_once_after_the_
     assert found == {5, 12}
 
 
+# Compaction
+
+
+def small_batches(root: Path, count: int) -> list[Row]:
+    """Two partitions and three hours, in many batches."""
+    query, rows = Query(root), [row(n, partition=n % 2, at_us=START_US + n % 3 * HOUR_US) for n in range(count * 6)]
+    for number in range(count):
+        query.batch(number, rows[number * 6 : number * 6 + 6])
+    return sorted(rows, key=lambda each: (each["partition"], each["offset"]))
+
+
+def test_compaction_leaves_one_file_of_each_partition_and_hour(tmp_path: Path) -> None:
+    rows = small_batches(tmp_path, 10)
+    planned = [part for p in (0, 1) for part in Archive(str(tmp_path)).slices("orders", p, 0, 60)]
+    assert len(Archive(str(tmp_path)).files()) == 60
+
+    merged = list(Archive(str(tmp_path)).compact())
+
+    files = Archive(str(tmp_path)).files()
+    assert (len(merged), len(files)) == (6, 6)
+    assert held(tmp_path) == rows
+    pandas = pytest.importorskip("pandas")
+    table = pandas.concat(pandas.read_parquet(path, columns=["partition", "offset"]) for path in files)
+    assert (len(table), len(table.drop_duplicates()), table["offset"].sum()) == (60, 60, sum(range(60)))
+    # A reader that planned before reads on, until the replaced files are swept.
+    assert Archive(str(tmp_path)).sweep() == []
+    read = [each for part in planned for batch in Archive.read(part, SCHEMA) for each in batch.to_pylist()]
+    assert [each["offset"] for each in read] == [each["offset"] for each in rows]
+    assert len(Archive(str(tmp_path)).sweep(datetime.timedelta(0))) == 60
+    assert data_files(tmp_path) == sorted(files)
+    assert held(tmp_path) == rows
+    assert list(Archive(str(tmp_path)).compact()) == []
+
+
+def test_compaction_leaves_large_files_alone_and_a_query_goes_on(tmp_path: Path) -> None:
+    query, rows = Query(tmp_path), [row(n) for n in range(9)]
+    query.batch(0, rows[:3])
+    size = Path(Archive(str(tmp_path)).files()[0]).stat().st_size
+    query.batch(1, rows[3:6])
+
+    assert list(Archive(str(tmp_path)).compact(size)) == []
+    assert len(list(Archive(str(tmp_path)).compact(3 * size))) == 1
+    query.batch(1, rows[3:6])
+    query.batch(2, rows[6:])
+
+    assert held(tmp_path) == rows
+    assert len(Archive(str(tmp_path)).files()) == 2
+
+
+def test_compactions_beside_a_writer_and_readers_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    Query(tmp_path).batch(0, [row(0)])
+    failed: list[BaseException] = []
+    is_done = threading.Event()
+
+    def compacting() -> None:
+        try:
+            while not is_done.is_set():
+                list(Archive(str(tmp_path)).compact())
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    threads = [threading.Thread(target=compacting) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    query = Query(tmp_path)
+    try:
+        for number in range(1, 40):
+            query.batch(number, [row(number)])
+            assert held(tmp_path) == [row(n) for n in range(number + 1)]
+    finally:
+        is_done.set()
+        for thread in threads:
+            thread.join()
+    assert not failed
+    list(Archive(str(tmp_path)).compact())
+    assert len(Archive(str(tmp_path)).files()) == 1
+    Archive(str(tmp_path)).sweep(datetime.timedelta(0))
+    assert held(tmp_path) == [row(n) for n in range(40)]
+
+
+def test_a_delta_table_is_not_compacted(tmp_path: Path) -> None:
+    pytest.importorskip("deltalake")
+    Query(tmp_path, archiveFormat="delta").batch(0, [row(0)])
+
+    with pytest.raises(ValueError, match="only archives in the format parquet"):
+        list(Archive(str(tmp_path)).compact())
+
+
 # With the source: first the archive, then the log
 
 

@@ -215,6 +215,48 @@ def test_a_number_is_taken_once_even_without_the_lock(tmp_path: Path, monkeypatc
     assert not [name for name in os.listdir(tmp_path / "_manifest") if name.startswith(".")]
 
 
+def merging(name: str, time_s: int, *files: ArchivedFile) -> Entry:
+    """As compaction replaces files by one."""
+    merged = file(name, files[0].first, files[-1].last)
+    return Entry(f"{manifest.ONCE}{name}", 0, COLUMNS, (merged,), tuple(each.path for each in files), time_s)
+
+
+def test_replaced_files_are_out_of_the_archive_after_any_number_of_folds(tmp_path: Path) -> None:
+    books = made(tmp_path, fold_every=3)
+    files = [file(f"f{n}", n, n) for n in range(20)]
+    for number, each in enumerate(files[:10]):
+        books.commit(entry("q", number, each))
+
+    assert books.replace(merging("m", 100, *files[2:8]))
+    assert not ArchiveManifest(DirectoryPlace(tmp_path)).replace(merging("late", 101, *files[7:9]))
+    for number, each in enumerate(files[10:], 10):
+        books.commit(entry("q", number, each))
+        found = ArchiveManifest(DirectoryPlace(tmp_path))
+        expected = [*files[:2], *files[8 : number + 1], file("m", 2, 7)]
+        assert sorted(found.files(), key=lambda each: each.path) == sorted(expected, key=lambda each: each.path)
+        assert found.ranges() == {("orders", 0): (0, number + 1)}
+        paths = [each.path for each in files]
+        assert found.unneeded(paths[:10], before=99) == []
+        assert found.unneeded(paths[:10], before=100) == paths[2:8]
+        assert not found.commit(entry("q", 5, file("again", 5, 5)))
+    # A reader that is older than compaction must refuse to read.
+    versions = {json.loads(path.read_bytes())["version"] for path in (tmp_path / "_manifest").glob("*.json")}
+    assert versions == {1, 2}
+
+
+def test_replaced_files_are_forgotten_after_a_week(tmp_path: Path) -> None:
+    books = made(tmp_path, fold_every=2)
+    files = [file(f"f{n}", n, n) for n in range(4)]
+    books.commit(entry("q", 0, *files))
+
+    books.replace(merging("old", 100, *files[:2]))
+    books.replace(merging("new", 100 + manifest.REPLACED_S, *files[2:]))
+    books.commit(entry("q", 1, file("f4", 4, 4)))
+
+    found = ArchiveManifest(DirectoryPlace(tmp_path)).state()
+    assert set(found.replaced) == {files[2].path, files[3].path}
+
+
 STEPS = ("link", "fsync", "unlink", "listdir", "open")
 
 
@@ -291,9 +333,9 @@ def test_a_damaged_entry_is_named(tmp_path: Path, damage: bytes) -> None:
 def test_a_newer_entry_is_refused(tmp_path: Path) -> None:
     made(tmp_path).commit(entry("q", 0, file("a", 0, 9)))
     path = tmp_path / "_manifest" / f"{0:020d}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 2}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
 
-    with pytest.raises(BadDirectory, match="has unknown version 2, this Penstock reads 1"):
+    with pytest.raises(BadDirectory, match="has unknown version 3, this Penstock reads up to 2"):
         ArchiveManifest(DirectoryPlace(tmp_path)).files()
 
 

@@ -99,12 +99,7 @@ def test_killed_at_every_step_each_row_is_there_once(server: dict[str, str], url
         for number in range(3):
             assert object_writer.write(archive, number)
 
-        ended = subprocess.run(
-            [sys.executable, "-m", "tests.support.object_writer", archive, str(step)],
-            check=False,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        ended = killed(archive, step, "write")
 
         rows = independent(server, Archive(archive).files()).num_rows
         assert rows in (30, 40)
@@ -121,6 +116,37 @@ def test_killed_at_every_step_each_row_is_there_once(server: dict[str, str], url
         assert ended.returncode == -signal.SIGKILL
     assert states == {30, 40}
     assert step == int(ended.stdout) + 1 >= 7
+
+
+def killed(archive: str, step: int, action: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.support.object_writer", archive, str(step), action]
+    return subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+
+
+def test_compaction_that_is_killed_at_every_step_harms_nothing(server: dict[str, str], url: str) -> None:
+    """The steps: the merged file and the entry, of one hour and of another."""
+    counts = set()
+    for step in itertools.count(1):
+        archive = f"{url}-{step}"
+        query = Query(archive)
+        rows = [row(n, at_us=START_US + n % 2 * HOUR_US) for n in range(12)]
+        for number in range(3):
+            query.batch(number, rows[number * 4 : number * 4 + 4])
+
+        ended = killed(archive, step, "compact")
+
+        files = Archive(archive).files()
+        counts.add(len(files))
+        assert independent(server, files).sort_by("offset")["offset"].to_pylist() == list(range(12))
+        list(Archive(archive).compact())
+        assert Archive(archive).sweep(datetime.timedelta(0))
+        assert data_objects(archive) == sorted(Archive(archive).files())
+        assert len(data_objects(archive)) == 2
+        assert held(archive) == rows
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGKILL
+    assert counts == {6, 4, 2}
 
 
 def test_of_many_that_commit_at_once_one_wins_and_no_other_is_lost(url: str) -> None:

@@ -1,8 +1,9 @@
 """A writer of an archive in a process of its own, killed at a step, for `tests/spark/test_object_archive.py`.
 
-`python -m tests.support.object_writer ARCHIVE STEP` writes batch 3 as a task and the driver of a query do: it stores
-the files, commits them and folds the manifest. Before request STEP to the store that changes something, the process
-kills itself with SIGKILL. It prints the number of these requests if it gets to the end.
+`python -m tests.support.object_writer ARCHIVE STEP write` writes batch 3 as a task and the driver of a query do: it
+stores the files, commits them and folds the manifest. `compact` merges the files of the archive. Before request STEP to
+the store that changes something, the process kills itself with SIGKILL. It prints the number of these requests if it
+gets to the end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pyarrow
 
 from penstock.object_store import ObjectStore
 from penstock.spark import parquet
+from penstock.spark.archive import Archive
 from penstock.spark.archive_place import open_place
 from penstock.spark.columns import TYPES
 from penstock.spark.manifest import ArchiveManifest, Entry
@@ -75,5 +77,8 @@ def _count_changes(kill_at: int) -> Callable[[], int]:
 
 if __name__ == "__main__":
     changes = _count_changes(int(sys.argv[2]))
-    write(sys.argv[1], 3)
+    if sys.argv[3] == "write":
+        write(sys.argv[1], 3)
+    else:
+        list(Archive(sys.argv[1]).compact())
     print(changes())

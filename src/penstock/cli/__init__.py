@@ -42,6 +42,7 @@ MODULES: Final = {
     "replica": (_CLIENT, "Keep a local copy of a topic and serve queries over HTTP."),
     "pipeline": (_CLIENT, "Process topics with Spark: transform, aggregate, archive, replay and more."),
     "pipelines": (_CLIENT, "Run a directory of pipelines as a service, and show the pipelines of a broker."),
+    "archive": (_CLIENT, "Show what an archive of topics holds, and compact its files."),
     "bench": (_CLIENT, "Measure the throughput and latency of a broker."),
 }
 

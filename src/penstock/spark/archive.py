@@ -15,21 +15,28 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 import pyarrow
 
+from penstock.errors import ReadFailed
 from penstock.spark import manifest, parquet
 from penstock.spark.archive_place import ArchivePlace, DirectoryPlace, open_place
-from penstock.spark.manifest import ArchivedFile, ArchiveManifest
+from penstock.spark.columns import TYPES
+from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
 
 if TYPE_CHECKING:
     from penstock.spark.delta import DeltaManifest
 
 # About how many rows one task reads.
 SLICE_ROWS: Final = 500_000
+# Compaction merges files up to this size.
+FILE_BYTES: Final = 128 << 20
+KEEP: Final = datetime.timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,14 @@ class ArchiveSlice:
     start: int
     end: int
     files: tuple[ArchivedFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MergedFiles:
+    """The files that compaction merged, and the one that replaces them."""
+
+    replaced: tuple[ArchivedFile, ...]
+    file: ArchivedFile
 
 
 class Archive:
@@ -59,6 +74,9 @@ class Archive:
         """Return the first offset and the end, excluded, of each partition. Offsets in between may have no row."""
         found = self._manifest.ranges().items()
         return {partition: known for (name, partition), known in found if name == topic}
+
+    def archived_files(self) -> list[ArchivedFile]:
+        return self._manifest.files()
 
     def files(self) -> list[str]:
         """Return the path or URL of every file in the archive."""
@@ -88,16 +106,47 @@ class Archive:
         """Read the rows of a slice, ascending by offset, with the columns of the schema."""
         return parquet.read(open_place(slice.archive), slice.files, slice.start, slice.end, schema)
 
-    def sweep(self, older_than: datetime.timedelta = datetime.timedelta(days=7)) -> list[str]:
-        """Remove files that no commit names, and return their paths. `older_than` spares those of running batches."""
+    def compact(self, file_bytes: int = FILE_BYTES) -> Iterator[MergedFiles]:
+        """Merge small files of the same partition and hour, or day, to files of about `file_bytes`.
+
+        Readers see the small files or the merged one. The small files stay until `sweep` removes them.
+        """
+        if not isinstance(self._manifest, ArchiveManifest):
+            raise ValueError(f"{self._place} is a Delta table: only archives in the format parquet are compacted")
+        columns = self._manifest.state().columns
+        for files in _small_files(self._manifest.files(), file_bytes):
+            file = self._merge(files, columns)
+            paths = tuple(each.path for each in files)
+            entry = Entry(f"{manifest.ONCE}{uuid.uuid4().hex}", 0, columns, (file,), paths, int(time.time()))
+            if self._manifest.replace(entry):
+                yield MergedFiles(files, file)
+            else:
+                # Another compaction was faster.
+                self._place.remove([file.path])
+
+    def _merge(self, files: tuple[ArchivedFile, ...], columns: tuple[str, ...]) -> ArchivedFile:
+        schema = pyarrow.schema([(name, TYPES[name]) for name in columns])
+        rows = parquet.read(self._place, files, 0, max(file.last for file in files) + 1, schema)
+        unit: parquet.Unit = "hour" if PurePosixPath(files[0].path).parent.name.startswith("hour=") else "day"
+        (file,) = parquet.write(rows, self._place, columns, unit)
+        if file.rows != sum(each.rows for each in files):
+            self._place.remove([file.path])
+            raise ReadFailed(
+                f"{self._place}: {', '.join(each.path for each in files)} have not the rows in the manifest"
+            )
+        return file
+
+    def sweep(self, older_than: datetime.timedelta = KEEP) -> list[str]:
+        """Remove files that no commit names, and return their paths. `older_than` spares those of running batches, and
+        those that compaction replaced while readers may use them."""
         if not isinstance(self._manifest, ArchiveManifest):
             raise ValueError(f"{self._place} is a Delta table: use DeltaTable.vacuum(full=True) instead")
         before = time.time() - older_than.total_seconds()
         # List files before reading the manifest, so that files committed in between are spared.
         old = self._place.parquet_files(before)
-        unnamed = self._manifest.unnamed(old)
-        self._place.remove(unnamed)
-        return [self._place.location(name) for name in unnamed]
+        unneeded = self._manifest.unneeded(old, before)
+        self._place.remove(unneeded)
+        return [self._place.location(name) for name in unneeded]
 
 
 def format_of(place: ArchivePlace) -> str | None:
@@ -124,6 +173,22 @@ def delta_manifest(place: ArchivePlace) -> DeltaManifest:
     from penstock.spark.delta import DeltaManifest
 
     return DeltaManifest(place.path)
+
+
+def _small_files(files: Iterable[ArchivedFile], file_bytes: int) -> Iterator[tuple[ArchivedFile, ...]]:
+    """Yield files to merge: consecutive ones of the same partition and directory, two or more."""
+    groups: dict[tuple[str, int, PurePosixPath], list[ArchivedFile]] = {}
+    for file in sorted(files, key=lambda file: file.first):
+        if file.bytes < file_bytes:
+            groups.setdefault((file.topic, file.partition, PurePosixPath(file.path).parent), []).append(file)
+    for group in groups.values():
+        run: list[ArchivedFile] = []
+        for file in group:
+            if run and sum(each.bytes for each in run) + file.bytes > file_bytes:
+                yield from [tuple(run)] if len(run) > 1 else []
+                run = []
+            run.append(file)
+        yield from [tuple(run)] if len(run) > 1 else []
 
 
 def _is_within(file: ArchivedFile, topic: str, partition: int, start: int, end: int) -> bool:

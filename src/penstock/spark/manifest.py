@@ -14,6 +14,10 @@ Folded entries are removed one fold later.
 An archive holds one range of offsets per topic partition, which grows at its end. Offsets within it may have no row:
 compaction and filters leave such holes. A single query leaves no other holes, so its batches may begin beyond the end.
 Another writer that begins there would skip messages, and must set an option to confirm that.
+
+Compaction adds an entry that names a new file and the small files that it replaces, so readers see one or the other.
+The replaced files stay for readers that have planned with them; the checkpoint remembers when they were replaced. Such
+entries have version 2: an older Penstock would read the rows twice.
 """
 
 from __future__ import annotations
@@ -28,10 +32,13 @@ from penstock.errors import BadDirectory, DiskError
 from penstock.spark.archive_place import ArchivePlace
 
 VERSION: Final = 1
+REPLACING_VERSION: Final = 2
 FOLD_EVERY: Final = 100
 DIRECTORY: Final = "_manifest"
 # The prefix of writers that are used once. They are forgotten when their entry is folded.
 ONCE: Final = "once:"
+# How long the manifest remembers a replaced file.
+REPLACED_S: Final = 7 * 24 * 3600
 # How often a reader tries again when entries disappear because they are being folded.
 _LOOKS_MAX: Final = 10
 
@@ -56,12 +63,15 @@ class ArchivedFile:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A batch with its number, which ascends for each writer."""
+    """A batch with its number, which ascends for each writer; or, with `replaced`, a compaction."""
 
     writer: str
     batch: int
     columns: tuple[str, ...]
     files: tuple[ArchivedFile, ...]
+    # The paths that the files replace, and when, in seconds.
+    replaced: tuple[str, ...] = ()
+    time_s: int = 0
 
     def spans(self) -> dict[tuple[str, int], tuple[int, int]]:
         """Return the first offset and the end of each topic partition."""
@@ -83,7 +93,10 @@ class ArchivedRange:
 
 @dataclass(slots=True)
 class ManifestState:
-    """The sum of the entries up to `number`. `recent` are the files that are in no piece yet."""
+    """The sum of the entries up to `number`. `recent` are the files that are in no piece yet.
+
+    `replaced` are files that pieces and `recent` may still list, and when they were replaced.
+    """
 
     number: int = -1
     checkpoint: int = -1
@@ -92,6 +105,9 @@ class ManifestState:
     writers: dict[str, int] = field(default_factory=dict)
     pieces: list[int] = field(default_factory=list)
     recent: list[ArchivedFile] = field(default_factory=list)
+    replaced: dict[str, int] = field(default_factory=dict)
+    # Whether files were replaced after the checkpoint.
+    is_rewritten: bool = False
 
     def holds(self, entry: Entry) -> bool:
         return entry.batch <= self.writers.get(entry.writer, -1)
@@ -101,6 +117,10 @@ class ManifestState:
         self.columns = entry.columns
         self.writers[entry.writer] = entry.batch
         self.recent.extend(entry.files)
+        if entry.replaced:
+            self.replaced |= dict.fromkeys(entry.replaced, entry.time_s)
+            self.is_rewritten = True
+            return
         for place, (first, end) in entry.spans().items():
             known = self.ranges.get(place)
             self.ranges[place] = ArchivedRange(first if known is None else known.first, end, entry.writer)
@@ -128,7 +148,7 @@ class ArchiveManifest:
         return {place: (known.first, known.end) for place, known in self.state().ranges.items()}
 
     def files(self) -> list[ArchivedFile]:
-        """Return every file in the archive, in the order of commits."""
+        """Return every file in the archive, in the order of commits and compactions."""
         return self._retrying(self._all_files)
 
     def commit(self, entry: Entry, *, gaps: bool = False) -> bool:
@@ -145,10 +165,26 @@ class ArchiveManifest:
                 if self._append(entry, state.number + 1):
                     return True
 
+    def replace(self, entry: Entry) -> bool:
+        """Add a compaction; return False if another one has replaced some of its files."""
+        with self._place.locked(DIRECTORY):
+            while True:
+                number = self.state().number + 1
+                if self.unnamed(entry.replaced):
+                    return False
+                if self._append(entry, number):
+                    return True
+
     def unnamed(self, paths: Iterable[str]) -> list[str]:
         """Return those of the files that no entry names."""
         named = {file.path for file in self.files()}
         return [path for path in paths if path not in named]
+
+    def unneeded(self, paths: Iterable[str], before: float) -> list[str]:
+        """Return those of the files that no entry names, and that were not replaced after `before`, in seconds."""
+        unnamed = self.unnamed(paths)
+        replaced = self.state().replaced
+        return [path for path in unnamed if replaced.get(path, 0) <= before]
 
     def _append(self, entry: Entry, number: int) -> bool:
         """Add an entry under a number; return False if another writer took it."""
@@ -191,23 +227,31 @@ class ArchiveManifest:
 
     def _all_files(self) -> list[ArchivedFile]:
         state = self._refresh()
-        found: list[ArchivedFile] = []
-        for piece in state.pieces:
-            if piece not in self._pieces:
-                self._pieces[piece] = [_file(file) for file in self._read(_name(piece, "files.json"))["files"]]
-            found += self._pieces[piece]
-        return found + state.recent
+        found = [file for piece in state.pieces for file in self._piece(piece)] + state.recent
+        return [file for file in found if file.path not in state.replaced]
+
+    def _piece(self, number: int) -> list[ArchivedFile]:
+        if number not in self._pieces:
+            self._pieces[number] = [_file(file) for file in self._read(_name(number, "files.json"))["files"]]
+        return self._pieces[number]
 
     def _fold(self, state: ManifestState) -> None:
         """Fold the entries. A failure is only logged: the batch is committed, and a later fold does it."""
         previous, number = state.checkpoint, state.number
-        pieces = [*state.pieces, number]
         try:
-            self._put(_name(number, "files.json"), {"files": [asdict(file) for file in state.recent]})
+            # Pieces that list replaced files become part of the new one.
+            changed = [piece for piece in state.pieces if state.is_rewritten and self._lists_replaced(piece, state)]
+            files = [file for piece in changed for file in self._piece(piece)] + state.recent
+            pieces = [*(piece for piece in state.pieces if piece not in changed), number]
+            kept = [asdict(file) for file in files if file.path not in state.replaced]
+            self._put(_name(number, "files.json"), {"files": kept})
             self._put(_name(number, "checkpoint.json"), _checkpoint_json(state, pieces))
             self._remove_folded(previous, number, pieces)
         except (OSError, DiskError) as error:
             _log.warning("%s: the manifest could not be folded: %s", self._place, error)
+
+    def _lists_replaced(self, piece: int, state: ManifestState) -> bool:
+        return any(file.path in state.replaced for file in self._piece(piece))
 
     def _remove_folded(self, previous: int, number: int, pieces: Sequence[int]) -> None:
         """Remove the entries of the last fold. Those of this one stay for readers that are about to open them."""
@@ -224,7 +268,8 @@ class ArchiveManifest:
 
     def _put(self, name: str, content: dict[str, Any]) -> None:
         """Write a file durably under a new name."""
-        self._place.create(name, json.dumps({"version": VERSION} | content, separators=(",", ":")).encode())
+        version = REPLACING_VERSION if content.get("replaced") else VERSION
+        self._place.create(name, json.dumps({"version": version} | content, separators=(",", ":")).encode())
 
     def _read(self, name: str) -> dict[str, Any]:
         content = self._place.read(name)
@@ -235,10 +280,10 @@ class ArchiveManifest:
             raise BadDirectory(
                 f"{self._place.location(name)} is damaged: restore it, or start a new archive elsewhere"
             ) from error
-        if version != VERSION:
+        if version not in (VERSION, REPLACING_VERSION):
             raise BadDirectory(
-                f"{self._place.location(name)} has unknown version {version}, this Penstock reads {VERSION}: install a"
-                " newer one"
+                f"{self._place.location(name)} has unknown version {version}, this Penstock reads up to"
+                f" {REPLACING_VERSION}: install a newer one"
             )
         return read
 
@@ -321,26 +366,38 @@ def _entry_json(number: int, entry: Entry) -> dict[str, Any]:
         "columns": entry.columns,
         "ranges": _ranges_json((place, first, end, entry.writer) for place, (first, end) in entry.spans().items()),
         "files": [asdict(file) for file in entry.files],
-    }
+    } | ({"replaced": entry.replaced, "time_s": entry.time_s} if entry.replaced else {})
 
 
 def _entry(read: dict[str, Any]) -> Entry:
-    return Entry(read["writer"], read["batch"], tuple(read["columns"]), tuple(_file(file) for file in read["files"]))
+    files = tuple(_file(file) for file in read["files"])
+    replaced = tuple(read.get("replaced", ()))
+    return Entry(read["writer"], read["batch"], tuple(read["columns"]), files, replaced, read.get("time_s", 0))
 
 
 def _checkpoint_json(state: ManifestState, pieces: Sequence[int]) -> dict[str, Any]:
+    newest = max(state.replaced.values(), default=0)
+    replaced = {path: time_s for path, time_s in state.replaced.items() if time_s > newest - REPLACED_S}
     return {
         "number": state.number,
         "columns": state.columns,
         "ranges": _ranges_json((place, known.first, known.end, known.writer) for place, known in state.ranges.items()),
         "writers": {writer: batch for writer, batch in state.writers.items() if not writer.startswith(ONCE)},
         "pieces": list(pieces),
-    }
+    } | ({"replaced": replaced} if replaced else {})
 
 
 def _checkpoint_state(number: int, read: dict[str, Any]) -> ManifestState:
     ranges = {(r["topic"], r["partition"]): ArchivedRange(r["first"], r["end"], r["writer"]) for r in read["ranges"]}
-    return ManifestState(number, number, tuple(read["columns"]), ranges, dict(read["writers"]), list(read["pieces"]))
+    return ManifestState(
+        number=number,
+        checkpoint=number,
+        columns=tuple(read["columns"]),
+        ranges=ranges,
+        writers=dict(read["writers"]),
+        pieces=list(read["pieces"]),
+        replaced=dict(read.get("replaced", {})),
+    )
 
 
 def _ranges_json(ranges: Iterable[tuple[tuple[str, int], int, int, str]]) -> list[dict[str, Any]]:
