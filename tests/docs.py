@@ -221,7 +221,7 @@ def _allowed(setting: Field) -> str:
 def _tell_keys(table: str) -> Iterator[str]:
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, key in declared(TABLES[table]).items():
-        default = f"`{key.default}`" if key.default else ""
+        default = f"`{key.written_default}`" if key.default else ""
         rows.append(f"| `{name}` | {'required' if key.is_required else default} | {key.about} |")
     yield "\n".join(rows)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from penstock.broker.broker import Settings
+from penstock.broker.group_state import Mode
+from penstock.broker.start import Start
 from penstock.errors import PenstockError
 from penstock.log.policy import Policy
 from penstock.outcome import Outcome
@@ -136,6 +139,38 @@ async def test_what_retention_drops_before_it_is_acknowledged_is_counted_as_lost
         assert group.lag() == 0
         await life.stored(b"orders", b"next")
         assert ann.values[-1] == b"next"
+
+
+@ends
+@in_loop
+async def test_retention_waits_for_the_group_that_the_policy_names(end: End) -> None:
+    policy = Policy(segment_bytes=4096, retain_bytes=1, retain_for="archive")
+    async with Life(FaultyFiles(), settings=Settings(policy=policy), tail_bytes_max=1) as life:
+        for number in range(6):
+            await life.stored(b"orders", b"%d" % number + LARGE)
+        life.store.upkeep()
+        assert life.log(b"orders").start == 0, "the group does not exist yet"
+        group = await life.do(life.broker.groups.create(b"archive", b"orders", Mode.PARTITIONED, start=Start.EARLIEST))
+        life.store.upkeep()
+        assert life.log(b"orders").start == 0
+        (place,) = group.positions
+        committed: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        group.commit(place, 3, group.state.generation, Outcome(committed.set_result))
+        await life.settle()
+        assert committed.done()
+        life.store.upkeep()
+        assert life.log(b"orders").start == 3
+        disk = await end(life)
+    async with Life(disk, settings=Settings(policy=policy)) as life:
+        life.store.upkeep()
+        assert life.log(b"orders").start == 3
+        await life.do(life.broker.groups.delete(b"archive"))
+        life.store.upkeep()
+        assert life.log(b"orders").start == 3
+        topic = life.broker.topics.named(b"orders").topic
+        await life.do(life.broker.changes.alter(b"orders", policy=replace(topic.policy, retain_for=None)))
+        life.store.upkeep()
+        assert life.log(b"orders").start == 5
 
 
 @in_loop

@@ -18,7 +18,7 @@ def test_a_message_to_an_inbox_is_said_not_to_be_stored(penstock: Penstock) -> N
 def test_a_topic_is_made_as_it_is_asked_for(penstock: Penstock, client: Client) -> None:
     options = "--partitions 3 --durability flush --retain 7d --retain-bytes 5GB --segment-bytes 1MiB --dedup off"
     options += " --ack-deadline 2s --deliveries-max 2 --no-dead-letters --cleanup compact --tombstone 1h"
-    options += " --refresh-wait 90s"
+    options += " --refresh-wait 90s --retain-for archive-orders"
     made = penstock("topic", "create", "made", *options.split(), "--json").json
     assert made == asdict(client.topic("made"))
     assert (made["name"], made["partitions"], made["refused"]) == ("made", 3, None)
@@ -29,6 +29,7 @@ def test_a_topic_is_made_as_it_is_asked_for(penstock: Penstock, client: Client) 
         "cleanup": "compact",
         "retain_ms": 7 * 86_400_000,
         "retain_bytes": 5_000_000_000,
+        "retain_for": "archive-orders",
         "tombstone_ms": 3_600_000,
         "dedup": "off",
         "dedup_window_ms": None,

@@ -21,6 +21,7 @@ FULL = Policy(
     cleanup=Cleanup.COMPACT,
     retain_ms=1,
     retain_bytes=2,
+    retain_for="group",
     tombstone_ms=3,
     dedup=Dedup.PAYLOAD,
     dedup_window_ms=4,

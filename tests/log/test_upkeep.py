@@ -66,6 +66,24 @@ def test_segments_go_when_all_in_them_is_older_than_the_policy_keeps() -> None:
     assert append_flushed(log, b"6:") == 6
 
 
+def test_messages_that_a_group_needs_stay_however_old_they_are() -> None:
+    clock = ManualClock()
+    policy = Policy(segment_bytes=4096, retain_ms=1, retain_bytes=1, retain_for="archive")
+    log = open_small(FaultyFiles(), policy, clock=clock)
+    for number in range(6):
+        append_flushed(log, b"%d:" % number + LARGE)
+    clock.advance(1_000_000_000)
+    assert log.upkeep.retain() == 0, "nobody said yet what the group has"
+    assert log.upkeep.oldest_segment_time() is None
+    log.upkeep.needed_from = 3
+    assert log.upkeep.oldest_segment_time() is not None
+    assert (log.upkeep.retain(), log.start) == (3, 3)
+    log.upkeep.purge(4)
+    assert (log.upkeep.retain(), log.start) == (1, 4)
+    log.upkeep.needed_from = 6
+    assert (log.upkeep.retain(), log.start) == (1, 5)
+
+
 def test_the_oldest_segments_go_when_the_log_is_larger_than_the_policy_keeps() -> None:
     """RE-02, RE-05, ST-32"""
     disk = FaultyFiles()

@@ -226,7 +226,7 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
                 "transform, sink, trigger"
             ),
         ),
-        (ARCHIVE + "[archive]\nx = 1\n", "8: [archive] x is unknown: it has no keys"),
+        (ARCHIVE + "[archive]\nx = 1\n", "8: [archive] x is unknown: it has hold"),
         # What is missing.
         ('kind = "archive"\n' + ARCHIVE.split("\n", 2)[2], "1: name is missing: the name of the pipeline"),
         (

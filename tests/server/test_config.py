@@ -77,6 +77,7 @@ DEFAULTS = {
     "topic.segment_bytes": 64 * MIB,
     "topic.retain_ms": None,
     "topic.retain_bytes": None,
+    "topic.retain_for": None,
     "topic.cleanup": "delete",
     "topic.tombstone_ms": 86_400_000,
     "topic.dedup": "id",

@@ -103,6 +103,7 @@ class Broker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: asyncio.TaskGroup | None = None
         store.rounds.on_commit = self.subscriptions.order.serve
+        store.maintenance.before_upkeep = self._mark_needed
         store.maintenance.on_upkeep = self._keep_up
         for topic in store.topics:
             self.changes.serve(topic)
@@ -131,6 +132,15 @@ class Broker:
                 group.dispatcher.start()
             self.refreshes.start()
             started.set()
+
+    def _mark_needed(self) -> None:
+        """Tell the logs of topics with `retain_for` how far that group is. A group that does not exist needs all."""
+        for served in self.topics:
+            if (name := served.topic.policy.retain_for) is not None:
+                group = self.groups.get(name.encode())
+                for partition in served.partitions:
+                    position = None if group is None else group.positions.get(partition.place)
+                    partition.log.upkeep.needed_from = 0 if position is None else position.inflight.floor
 
     def _keep_up(self) -> None:
         """Let groups pass over what retention dropped, or what has expired."""

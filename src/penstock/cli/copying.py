@@ -40,7 +40,8 @@ def prepare(source: Topic, target: Client, name: str) -> Topic:
     """Return the topic to copy to; create it like the source if it does not exist."""
     found = next((topic for topic in target.topics() if topic.name == name), None)
     if found is None:
-        return target.create_topic(name, partitions=source.partitions, **source.policy)
+        # The group in retain_for does not read the copy.
+        return target.create_topic(name, partitions=source.partitions, **source.policy | {"retain_for": None})
     if found.partitions != source.partitions:
         raise PenstockError(
             f"{name} has {found.partitions} partitions and {source.name} has {source.partitions}: a copy needs the "

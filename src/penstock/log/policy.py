@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from penstock import schema
-from penstock.schema import NonNegative, Positive, about
+from penstock.schema import NonNegative, Positive, Text, about
 
 # A segment has a header, a footer and an index: smaller segments would be mostly overhead.
 SEGMENT_BYTES_MIN: Final = 4096
@@ -68,6 +68,9 @@ class Policy:
     segment_bytes: Annotated[SegmentBytes, about("seal a segment at this size")] = 64 << 20
     retain_ms: Annotated[Positive | None, about("drop segments that are older")] = None
     retain_bytes: Annotated[Positive | None, about("drop the oldest segments of a partition that is larger")] = None
+    retain_for: Annotated[
+        Text | None, about("drop no message that this group has not processed, whatever the limits say")
+    ] = None
     cleanup: Annotated[Cleanup, about("drop old segments, or keep the latest message of each key")] = Cleanup.DELETE
     # A reader that is slower than this may miss the deletion of a key.
     tombstone_ms: Annotated[NonNegative, about("compaction keeps the deletion of a key for this long")] = 86_400_000

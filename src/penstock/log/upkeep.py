@@ -55,6 +55,8 @@ class Upkeep:
         self.lock = threading.Lock()
         # Messages below this offset are needed no more: for a log of the broker's own.
         self.unneeded = 0
+        # With `retain_for` in the policy: that group needs the messages from this offset on. All, until it is known.
+        self.needed_from = 0
         # Where the segment began that was active at the last compaction.
         self._compacted_base = -1
         # The rest of a merge.
@@ -71,7 +73,8 @@ class Upkeep:
         complete = sum(following.base <= marks.committed for following in segments[1:])
         unneeded = sum(following.base <= max(self.unneeded, marks.purged) for following in segments[1:])
         expired = retention.expired(segments, self._terms.policy, self._clock.now_us())
-        count = min(max(expired, unneeded), complete)
+        processed = sum(following.base <= self._processed for following in segments[1:])
+        count = min(max(min(expired, processed), unneeded), complete)
         self._segments.drop(count)
         return count
 
@@ -84,14 +87,20 @@ class Upkeep:
         """Return when the last message of the oldest segment was appended; None if no message can be dropped."""
         segments = self._segments.all
         if len(segments) > 1:
-            return retention.begun_at(segments, 1) if segments[1].base <= self._marks.committed else None
-        is_open = self._appender.state is LogState.OPEN
+            droppable = min(self._processed, self._marks.committed)
+            return retention.begun_at(segments, 1) if segments[1].base <= droppable else None
+        is_open = self._appender.state is LogState.OPEN and self._processed >= self._marks.committed
         return self._flusher.append_clock.last if is_open and self._flusher.oldest_us is not None else None
 
     def drop_oldest(self) -> int:
         """Drop the oldest sealed segment, regardless of the policy; return its bytes."""
         self._finish_merge()
         return self._segments.drop(1)
+
+    @property
+    def _processed(self) -> int:
+        """Return the offset below which retention may drop messages."""
+        return self._marks.end if self._terms.policy.retain_for is None else self.needed_from
 
     # Compaction.
 

@@ -74,6 +74,7 @@ def run(
     PenstockError, with one sentence, if a query fails.
     """
     from penstock.pipelines import resumption, window_flush
+    from penstock.pipelines.retention_hold import hold_retention
 
     if flush:
         if follow:
@@ -89,6 +90,7 @@ def run(
             state.refuse_moved_state(pipeline)
         state.identify(pipeline)
         resumption.check(pipeline, state)
+        hold_retention(pipeline)
         execution = _Execution(
             pipeline, state, on_batch or (lambda _: None), show or (lambda _, __: None), stop, finish_s
         )

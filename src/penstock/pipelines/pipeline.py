@@ -87,7 +87,9 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveSettings:
-    pass
+    hold: Annotated[bool, about("the topic drops no message that is not archived yet, whatever its retention says")] = (
+        True
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

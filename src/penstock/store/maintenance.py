@@ -70,6 +70,8 @@ class Maintenance:
         self.lock = asyncio.Lock()
         # Whether it gives up at the next batch, because the store stops.
         self._is_ending = False
+        # Called before each upkeep in the loop, to tell the logs what is still needed.
+        self.before_upkeep: Callable[[], None] | None = None
         # Called after each upkeep in the loop, because the start of logs may have moved.
         self.on_upkeep: Callable[[], None] | None = None
         # Bytes of all segments, as of the last upkeep.
@@ -78,6 +80,8 @@ class Maintenance:
 
     def now(self) -> None:
         """Keep all logs up, in the calling thread."""
+        if self.before_upkeep is not None:
+            self.before_upkeep()
         self._rounds.roll(self._due_to_roll())
         self._keep_up(list(self._catalogue.logs.values()))
         self._rounds.roll(self._trim(self._trimmable()))
@@ -89,6 +93,8 @@ class Maintenance:
         while True:
             await asyncio.sleep(interval_s)
             try:
+                if self.before_upkeep is not None:
+                    self.before_upkeep()
                 self._rounds.roll(self._due_to_roll())
                 async with self.lock:
                     await loop.run_in_executor(worker, self._keep_up, list(self._catalogue.logs.values()))
@@ -199,8 +205,8 @@ class Maintenance:
         if left:
             self._health.report(
                 _LIMIT_PROBLEM,
-                f"the store has {self.store_bytes} bytes, {limit} are allowed (storage.retain_bytes), and all other "
-                f"topics are empty: the broker's own topics take the rest, raise the limit",
+                f"the store has {self.store_bytes} bytes, {limit} are allowed (storage.retain_bytes), and nothing more "
+                f"can be dropped: the broker's own topics and those with retain_for take the rest, raise the limit",
             )
         else:
             self._health.clear(_LIMIT_PROBLEM)
