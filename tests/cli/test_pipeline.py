@@ -287,12 +287,13 @@ def test_flush_writes_the_rows_of_a_left_join_that_found_nothing(example: Exampl
     [
         ("join", "an inner join writes rows as soon as they match"),
         ("archive", "a pipeline of kind archive holds no rows back"),
+        ("sql", "only Spark knows which rows a query of kind sql holds back"),
     ],
 )
 def test_flush_is_refused_where_nothing_stays_open(kind: str, why: str, broker: SparkBroker, tmp_path: Path) -> None:
     done = Example(kind, tmp_path, broker).run("--flush")
 
-    assert done.err.endswith(f" has nothing to flush: {why}. Omit --flush\n")
+    assert re.fullmatch(rf"error: pipeline \S+ (has nothing to|cannot be) flush(ed)?: {why}. Omit --flush\n", done.err)
 
 
 @of("deduplicate")
@@ -322,6 +323,21 @@ def test_join_finds_the_payments_of_orders_in_time(example: Example, broker: Spa
     found = values(broker, "orders-paid")
     assert Counter(order["id"] for order in found) == Counter(order["id"] for order in ORDERS if order["id"] in paid)
     assert all(order["method"] == "card" and order["paid_at"] > order["at"] for order in found)
+
+
+@of("sql")
+def test_sql_joins_orders_with_their_shipments(example: Example, broker: SparkBroker) -> None:
+    shipments = [{"id": each["id"], "carrier": "x", "shipped_at": each["paid_at"]} for each in PAYMENTS]
+    publish(broker, "shipments", *shipments)
+
+    end = example.run().end
+
+    found = values(broker, "orders-shipped")
+    both = pandas.DataFrame(ORDERS).merge(pandas.DataFrame(shipments), on="id")
+    expected = both[(both["shipped_at"] >= both["at"]) & (both["shipped_at"] <= both["at"].str.replace("T12", "T14"))]
+    assert Counter(order["id"] for order in found) == Counter(expected["id"])
+    assert (end["state"], end["rows"], end["rows_in"], end["rows_out"]) == ("done", 131, 131, len(expected))
+    assert (end["dead_letters"], broker.lag("shipped-orders-orders")) == (1, 0)
 
 
 @of("archive")
@@ -551,8 +567,8 @@ def test_a_sample_that_is_not_there_and_a_kind_without_samples_are_told(spark: S
 
     assert absent.err == f"error: {tmp_path}/none.jsonl: No such file or directory\n"
     assert archive.err == (
-        "error: a pipeline of kind archive cannot be run on a sample: transform, aggregate, deduplicate, replay, join "
-        "can\n"
+        "error: a pipeline of kind archive cannot be run on a sample: transform, aggregate, deduplicate, replay, join, "
+        "sql can\n"
     )
     assert join.err == "error: a pipeline of kind join needs a sample for [left], [right]: got 1\n"
 

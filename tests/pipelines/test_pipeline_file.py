@@ -71,6 +71,20 @@ topic = "orders"
 [sink]
 topic = "again"
 """
+SQL = """\
+name = "both"
+kind = "sql"
+[sources.orders]
+topic = "orders"
+schema = "id string, at timestamp"
+[sources.refunds]
+topic = "refunds"
+schema = "id string"
+[sql]
+query = "SELECT id FROM orders UNION ALL SELECT id FROM refunds"
+[sink]
+topic = "both"
+"""
 
 
 def read(directory: Path, text: str) -> Pipeline:
@@ -152,6 +166,14 @@ def test_a_join_has_two_sources() -> None:
 
     assert [source.topic for source in pipeline.sources] == ["orders", "payments"]
     assert isinstance(pipeline.settings, JoinSettings)
+
+
+def test_sql_has_a_source_for_each_view(tmp_path: Path) -> None:
+    pipeline = read(tmp_path, SQL)
+
+    assert [source.topic for source in pipeline.sources] == ["orders", "refunds"]
+    assert pipeline.source_names == ("orders", "refunds")
+    assert pipeline.where("sources", "refunds", "topic") == f"{tmp_path}/pipeline.toml:7: [sources.refunds] topic"
 
 
 @pytest.mark.parametrize(
@@ -247,12 +269,15 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
             TRANSFORM.replace('"transform"', '"transfrom"'),
             (
                 "2: kind is 'transfrom' (did you mean transform?): it must be archive, transform, "
-                "aggregate, deduplicate, replay, dead_letters or join"
+                "aggregate, deduplicate, replay, dead_letters, join or sql"
             ),
         ),
         (
             'name = "x"',
-            ("1: kind is missing: it must be archive, transform, aggregate, deduplicate, replay, dead_letters or join"),
+            (
+                "1: kind is missing: it must be archive, transform, aggregate, deduplicate, replay, dead_letters, join "
+                "or sql"
+            ),
         ),
         # Types.
         (TRANSFORM.replace('"orders"', "7"), f"4: [source] topic is 7: it must be {_A_TOPIC}"),
@@ -335,6 +360,53 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
         (
             TRANSFORM.replace('sql = "SELECT id FROM source"', 'python = "clean.py"'),
             ("7: [transform] python is 'clean.py': it must be module:function, such as shop.orders:clean"),
+        ),
+        # Sources with names.
+        (
+            SQL.replace('topic = "refunds"', "topic = 7").replace('"id string, at timestamp"', '"id string"\nend = 5'),
+            (
+                "6: [sources.orders] end is only for kind replay: a pipeline of kind sql has no end\n"
+                f"8: [sources.refunds] topic is 7: it must be {_A_TOPIC}"
+            ),
+        ),
+        (
+            SQL.replace('topic = "refunds"\n', "").replace('schema = "id string"\n', ""),
+            (
+                "6: [sources.refunds] needs one of topic, topics, pattern\n"
+                "6: [sources.refunds] schema is missing: the columns of the JSON values: `id string, amount double`"
+            ),
+        ),
+        (
+            SQL.replace("[sources.orders]", "[sources.'my orders']"),
+            "3: [sources.my orders] is not a name for a view: use letters, digits and _",
+        ),
+        (
+            SQL.replace("[sources.orders]", "[source]").replace("[sources.refunds]", "[sources]"),
+            (
+                "3: [source] does not belong here: a pipeline of kind sql has name, kind, sources, sql, sink, trigger\n"
+                "7: [sources.topic] is a table: write [sources.topic], and its keys below\n"
+                "7: [sources.topic] needs one of topic, topics, pattern\n"
+                "7: [sources.topic] schema is missing: the columns of the JSON values: `id string, amount double`\n"
+                "8: [sources.schema] is a table: write [sources.schema], and its keys below\n"
+                "8: [sources.schema] needs one of topic, topics, pattern\n"
+                "8: [sources.schema] schema is missing: the columns of the JSON values: `id string, amount double`"
+            ),
+        ),
+        (
+            'name = "x"\nkind = "sql"\n[sql]\nquery = "SELECT 1"\n[sink]\ntopic = "y"\n',
+            "1: [sources] has no table: write one for each view, such as [sources.orders]",
+        ),
+        (
+            SQL.replace('at timestamp"', 'at timestamp"\ntime = "at"'),
+            "6: [sources.orders] time needs watermark",
+        ),
+        (
+            TRANSFORM.replace('"id string"', '"id string"\nwatermark = "1 hour"'),
+            "6: [source] watermark is only for kind sql: a pipeline of kind transform has it in [transform]",
+        ),
+        (
+            SQL.replace('topic = "both"', 'parquet = "both"').replace("[sink]", 'mode = "update"\n[sink]'),
+            "11: [sql] mode is 'update', which needs a topic as sink: Parquet files are only appended to",
         ),
         # Contradictions.
         (
@@ -442,6 +514,9 @@ def test_a_file_may_be_yaml_or_json(tmp_path: Path) -> None:
         (TRANSFORM, "SELECT id", "SELECT upper(id)", True),
         (REPLAY, 'topic = "orders"', 'topic = "orders"\nstart = 5', False),
         (REPLAY, "[sink]", "[replay]\nrate = 5\n[sink]", True),
+        (SQL, 'topic = "both"', 'topic = "all"', True),
+        (SQL, "SELECT id FROM orders UNION ALL SELECT id FROM refunds", "SELECT id FROM refunds, orders", False),
+        (SQL, "[sources.refunds]", "[sources.returns]", False),
     ],
 )
 def test_a_change_keeps_the_checkpoint_or_does_not(

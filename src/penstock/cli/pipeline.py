@@ -83,9 +83,9 @@ class OtherBroker:
 @options
 def init(
     kind: Annotated[
-        Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join"],
+        Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql"],
         typer.Argument(
-            metavar="KIND", help="archive, transform, aggregate, deduplicate, replay, dead_letters or join."
+            metavar="KIND", help="archive, transform, aggregate, deduplicate, replay, dead_letters, join or sql."
         ),
     ],
     path: Annotated[
@@ -150,7 +150,7 @@ def run_on_sample(
     samples: Annotated[
         list[Path],
         typer.Option(
-            "--input", metavar="SAMPLE", help="Messages, a value per line. A join needs two: left, then right."
+            "--input", metavar="SAMPLE", help="Messages, a value per line. Repeat it for each source of the file."
         ),
     ],
     json: Json = False,

@@ -1,7 +1,7 @@
 """The building blocks of pipelines: functions from DataFrames to DataFrames, for streams and batches.
 
-    rows of the source ─ parse_json ┬ good ─ transform, aggregate, deduplicate, join ─ to_json ┬ rows for the sink
-                                    └ bad ─ dead_letters_of ───────────────────────────────────┘
+    rows of the source ─ parse_json ┬ good ─ transform, sql, aggregate, join, … ─ to_json ┬ rows for the sink
+                                    └ bad ─ dead_letters_of ──────────────────────────────┘
 
 Rows of the source have the columns topic, partition, offset, timestamp, key, value, subject and perhaps headers. A
 parsed row has the fields of its JSON, and those columns as _topic, _partition, …. Rows for the sink have value, key,
@@ -110,10 +110,20 @@ def transform(df: DataFrame, query: str | Callable[[DataFrame], DataFrame], *, v
         if not _is_data_frame(made):
             raise TypeError(f"{_name_of(query)} returned {type(made).__name__}: it must return a DataFrame")
         return made
-    # The name is local to the query, so that pipelines in one session do not see each other's rows. Spark substitutes
+    return sql({view: df}, query)
+
+
+def sql(views: Mapping[str, DataFrame], query: str) -> DataFrame:
+    """Return the result of a SQL query over views, at least one, by their names."""
+    # The names are local to the query, so that pipelines in one session do not see each other's rows. Spark substitutes
     # braces, so those of the query are escaped. The last line of the query may be a comment.
     own = query.strip().rstrip(";").replace("{", "{{").replace("}", "}}")
-    return df.sparkSession.sql(f"WITH `{view}` AS (SELECT * FROM {{rows}}) ({own}\n)", rows=df)
+    tables: dict[str, Any] = {f"rows{number}": df for number, df in enumerate(views.values())}
+    named_tables = ", ".join(
+        f"`{view}` AS (SELECT * FROM {{{table}}})" for view, table in zip(views, tables, strict=True)
+    )
+    session = next(iter(views.values())).sparkSession
+    return session.sql(f"WITH {named_tables} ({own}\n)", **tables)
 
 
 def aggregate(

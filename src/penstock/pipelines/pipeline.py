@@ -32,7 +32,10 @@ from penstock.pipelines.key_types import (
 from penstock.schema import Form, Positive, about, declared
 from penstock.toml_lines import KeyLines
 
-Kind = Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join"]
+# The path of a key in a file.
+Key = tuple[str, ...]
+
+Kind = Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,8 @@ class PipelineSource:
     )
     end: Annotated[FixedPlace, about("for a replay: where it ends, an offset or a time")] = None
     schema: Annotated[Text | None, about("the columns of the JSON values: `id string, amount double`")] = None
+    time: Annotated[Text | None, about("for kind sql: the column with the time of the event")] = None
+    watermark: Annotated[Duration | None, about("for kind sql: how late a row may be and still count")] = None
     archive: Annotated[Text | None, about("an archive with the messages that the topic no longer retains")] = None
     options: Annotated[Options, about("other options of the Spark source")] = field(default_factory=dict)
 
@@ -145,6 +150,15 @@ class JoinSettings:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlSettings:
+    query: Annotated[Text, about("a query over the views that [sources] names")]
+    mode: Annotated[
+        Literal["append", "update"],
+        about("`append`: write a row once, when it is final; `update`: whenever it changes, only to a topic"),
+    ] = "append"
+
+
 Settings = (
     ArchiveSettings
     | TransformSettings
@@ -153,6 +167,7 @@ Settings = (
     | ReplaySettings
     | DeadLetterSettings
     | JoinSettings
+    | SqlSettings
 )
 
 
@@ -164,8 +179,8 @@ class PipelineKind:
     needs_sink: bool = True
     # Whether it parses values as JSON.
     is_typed: bool = True
-    # The tables of the file that describe its sources.
-    sources: tuple[str, ...] = ("source",)
+    # The tables of the file that describe its sources. None: there is one for each, below `sources`, with a name.
+    sources: tuple[str, ...] | None = ("source",)
 
 
 KINDS: Final[Mapping[str, PipelineKind]] = {
@@ -176,9 +191,13 @@ KINDS: Final[Mapping[str, PipelineKind]] = {
     "replay": PipelineKind(settings=ReplaySettings, sinks=("topic",), is_typed=False),
     "dead_letters": PipelineKind(settings=DeadLetterSettings, sinks=("parquet",), needs_sink=False, is_typed=False),
     "join": PipelineKind(settings=JoinSettings, sinks=("topic", "parquet"), sources=("left", "right")),
+    "sql": PipelineKind(settings=SqlSettings, sinks=("topic", "parquet"), sources=None),
 }
 
-# The tables of a file, by their names. A join has left and right instead of source.
+# The table with a table for each source, where the file names them.
+SOURCES: Final = "sources"
+
+# The tables of a file, by their names. Instead of source a join has left and right, and sql has sources.
 TABLES: Final[Mapping[str, type[Any]]] = {
     "source": PipelineSource,
     "sink": PipelineSink,
@@ -193,8 +212,10 @@ class Pipeline:
 
     name: str
     kind: str
-    # A join has two, left and right; all other kinds have one.
+    # A join has two, left and right; sql has any number; all other kinds have one.
     sources: tuple[PipelineSource, ...]
+    # Where the file describes each of them: ("source",), or ("sources", "orders").
+    source_keys: tuple[Key, ...]
     # An instance of the kind's class in `KINDS`.
     settings: Settings
     # Only dead letters may have none.
@@ -206,6 +227,11 @@ class Pipeline:
     @property
     def source(self) -> PipelineSource:
         return self.sources[0]
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Return the name of each source. In sql it is that of its view."""
+        return tuple(key[-1] for key in self.source_keys)
 
     @property
     def directory(self) -> Path:
@@ -232,7 +258,7 @@ class Pipeline:
         if KINDS[self.kind].is_typed:
             found.append("schema")
         match self.settings:
-            case TransformSettings(python=None):
+            case TransformSettings(python=None) | SqlSettings():
                 found.append("SQL")
             case TransformSettings():
                 found.append("function")
@@ -261,12 +287,14 @@ class Pipeline:
             "name": self.name,
             "kind": self.kind,
             "sources": [_topics_of(source) for source in self.sources],
-            "settings": _stateful(self.settings, self.source),
+            "settings": _stateful(self),
         }
 
 
-def key_name(key: tuple[str, ...]) -> str:
-    """Return a key as error messages show it: `[sink] topic`, `[sink]` or `name`."""
+def key_name(key: Key) -> str:
+    """Return a key as error messages show it: `[sink] topic`, `[sources.orders] topic`, `[sink]` or `name`."""
+    if len(key) > 1 and key[0] == SOURCES:
+        key = (f"{SOURCES}.{key[1]}", *key[2:])
     if len(key) == 1:
         return key[0] if key[0] in declared(PipelineHead) else f"[{key[0]}]"
     return f"[{key[0]}] {'.'.join(key[1:])}" if key else "the file"
@@ -277,17 +305,22 @@ def _topics_of(source: PipelineSource) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names if getattr(source, name)}
 
 
-def _stateful(settings: Settings, source: PipelineSource) -> dict[str, Any]:
+def _stateful(pipeline: Pipeline) -> dict[str, Any]:
     """Return the settings that determine the state in a checkpoint.
 
-    A rate or a condition may change. So may SQL: a stateless query continues with another one, and for a stateful query
-    Spark itself refuses what it cannot do.
+    A rate or a condition may change. So may the SQL of a transform: a stateless query continues with another one, and
+    for a stateful query Spark itself refuses what it cannot do.
     """
-    match settings:
+    match pipeline.settings:
         case AggregateSettings() | DeduplicateSettings() | JoinSettings():
-            return asdict(settings)
+            return asdict(pipeline.settings)
+        case SqlSettings():
+            # Spark numbers the sources of a query in the order in which the query reads them. Another query would
+            # continue one topic at the offsets of another.
+            times = [(source.time, source.watermark) for source in pipeline.sources]
+            return asdict(pipeline.settings) | {"views": pipeline.source_names, "watermarks": times}
         case ReplaySettings():
             # Another range is another replay: the checkpoint would continue the old one.
-            return {"start": str(source.start), "end": str(source.end)}
+            return {"start": str(pipeline.source.start), "end": str(pipeline.source.end)}
         case _:
             return {}

@@ -8,6 +8,7 @@ Paths in a file are relative to the file, so that it can be run from any directo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -19,13 +20,16 @@ from penstock.errors import BadConfig
 from penstock.model import subject
 from penstock.pipelines.pipeline import (
     KINDS,
+    SOURCES,
     TABLES,
     AggregateSettings,
+    Key,
     Pipeline,
     PipelineHead,
     PipelineSink,
     PipelineSource,
     Settings,
+    SqlSettings,
     TransformSettings,
     Trigger,
     key_name,
@@ -33,12 +37,11 @@ from penstock.pipelines.pipeline import (
 from penstock.schema import Invalid, declared, did_you_mean, make, shown
 from penstock.table_file import TableFile
 
-Key = tuple[str, ...]
-
 DEAD_LETTERS: Final = "DLQ"
 
 _HEAD: Final = declared(PipelineHead)
 _PATHS: Final = ("archive", "parquet")
+_VIEW: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def load(path: str | Path) -> Pipeline:
@@ -70,16 +73,20 @@ class _FileReader:
         kind = head["kind"]
         if kind is None:
             return None
-        known = (*_HEAD, *KINDS[kind].sources, kind, "sink", "trigger")
-        self._refuse_unknown(self._tables, known, (), f"a pipeline of kind {kind} has")
-        sources = tuple(self._table(table, PipelineSource) for table in KINDS[kind].sources)
-        settings = self._table(kind, KINDS[kind].settings)
+        tables = KINDS[kind].sources or (SOURCES,)
+        self._refuse_unknown(
+            self._tables, (*_HEAD, *tables, kind, "sink", "trigger"), (), f"a pipeline of kind {kind} has"
+        )
+        source_keys = self._source_keys(kind)
+        sources = tuple(self._table(key, PipelineSource) for key in source_keys)
+        settings = self._table((kind,), KINDS[kind].settings)
         needs_sink = KINDS[kind].needs_sink or "sink" in self._tables
-        sink = self._table("sink", PipelineSink) if needs_sink else None
-        trigger = self._table("trigger", Trigger)
+        sink = self._table(("sink",), PipelineSink) if needs_sink else None
+        trigger = self._table(("trigger",), Trigger)
         if kind == "dead_letters":
             sources = tuple(self._with_dead_letters(source) for source in sources)
-        self._check_sources(kind, sources)
+        for key, source in zip(source_keys, sources, strict=True):
+            self._check_source(kind, key, source)
         self._check_sink(kind, sources, sink)
         self._check_settings(settings, sink)
         if self.problems:
@@ -87,6 +94,7 @@ class _FileReader:
         return Pipeline(
             **head,
             sources=sources,
+            source_keys=source_keys,
             settings=settings,
             sink=sink,
             trigger=trigger,
@@ -94,17 +102,36 @@ class _FileReader:
             lines=self._file.lines,
         )
 
-    def _table(self, name: str, kind: type[Any]) -> Any:
+    def _source_keys(self, kind: str) -> tuple[Key, ...]:
+        """Return the path of the table of each source."""
+        if (tables := KINDS[kind].sources) is not None:
+            return tuple((table,) for table in tables)
+        names = [str(name) for name in self._mapping((SOURCES,))]
+        if not names:
+            self._report((SOURCES,), "has no table: write one for each view, such as [sources.orders]")
+        for name in names:
+            if not _VIEW.fullmatch(name):
+                self._report((SOURCES, name), "is not a name for a view: use letters, digits and _")
+        return tuple((SOURCES, name) for name in names)
+
+    def _mapping(self, key: Key) -> dict[Any, Any]:
+        """Return a table of the file; an empty one if there is none, or something else in its place."""
+        found: Any = self._tables
+        for name in key:
+            found = found.get(name) or {}
+            if not isinstance(found, dict):
+                self._report(key, f"is a table: write [{'.'.join(key)}], and its keys below")
+                return {}
+        return dict(found)
+
+    def _table(self, key: Key, kind: type[Any]) -> Any:
         """Read a table of the file into `kind`. Report what cannot be read."""
-        table = self._tables.get(name) or {}
-        if not isinstance(table, dict):
-            self._report((name,), f"is a table: write [{name}], and its keys below")
-            table = {}
-        self._refuse_unknown(table, declared(kind), (name,), "it has")
-        values = self._values(table, kind, (name,))
-        for key in _PATHS:
-            if isinstance(path := values.get(key), str) and "://" not in path:
-                values[key] = str((self._file.path.resolve().parent / path).resolve())
+        table = self._mapping(key)
+        self._refuse_unknown(table, declared(kind), key, "it has")
+        values = self._values(table, kind, key)
+        for name in _PATHS:
+            if isinstance(path := values.get(name), str) and "://" not in path:
+                values[name] = str((self._file.path.resolve().parent / path).resolve())
         return make(kind, values)
 
     def _values(self, table: Mapping[str, Any], kind: type[Any], above: Key) -> dict[str, Any]:
@@ -126,7 +153,7 @@ class _FileReader:
         for key in table:
             if key in known:
                 continue
-            if not above and key in ("left", "right", *TABLES):
+            if not above and key in ("left", "right", SOURCES, *TABLES):
                 self._report((key,), f"does not belong here: {there} {', '.join(known)}")
             else:
                 hint = did_you_mean(str(key), known)
@@ -137,26 +164,35 @@ class _FileReader:
 
     # Values that are valid by themselves and contradict each other.
 
-    def _check_sources(self, kind: str, sources: tuple[PipelineSource, ...]) -> None:
-        for name, source in zip(KINDS[kind].sources, sources, strict=True):
-            self._need_one(name, source, ("topic", "topics", "pattern"))
-            if KINDS[kind].is_typed and source.schema is None and not self._is_reported(name, "schema"):
-                self._report_missing(name, "schema")
-            if not KINDS[kind].is_typed and source.schema is not None:
-                self._report((name, "schema"), f"is not for kind {kind}, which does not parse values")
-            if source.end == "earliest":
-                self._report((name, "end"), "is 'earliest', which leaves nothing to read: give an offset or a time")
-            if kind != "replay" and source.end is not None:
-                self._report((name, "end"), f"is only for kind replay: a pipeline of kind {kind} has no end")
-            if isinstance(source.start, datetime) and isinstance(source.end, datetime) and source.end < source.start:
-                self._report((name, "end"), "is before start")
-            if isinstance(source.start, int) and isinstance(source.end, int) and source.end < source.start:
-                self._report((name, "end"), "is below start")
+    def _check_source(self, kind: str, key: Key, source: PipelineSource) -> None:
+        self._need_one(key, source, ("topic", "topics", "pattern"))
+        if KINDS[kind].is_typed and source.schema is None and not self._is_reported(*key, "schema"):
+            self._report_missing(key, PipelineSource, "schema")
+        if not KINDS[kind].is_typed and source.schema is not None:
+            self._report((*key, "schema"), f"is not for kind {kind}, which does not parse values")
+        if source.end == "earliest":
+            self._report((*key, "end"), "is 'earliest', which leaves nothing to read: give an offset or a time")
+        if kind != "replay" and source.end is not None:
+            self._report((*key, "end"), f"is only for kind replay: a pipeline of kind {kind} has no end")
+        if isinstance(source.start, datetime) and isinstance(source.end, datetime) and source.end < source.start:
+            self._report((*key, "end"), "is before start")
+        if isinstance(source.start, int) and isinstance(source.end, int) and source.end < source.start:
+            self._report((*key, "end"), "is below start")
+        self._check_watermark(kind, key, source)
+
+    def _check_watermark(self, kind: str, key: Key, source: PipelineSource) -> None:
+        for name, other in (("time", "watermark"), ("watermark", "time")):
+            if getattr(source, name) is None:
+                continue
+            if kind != "sql":
+                self._report((*key, name), f"is only for kind sql: a pipeline of kind {kind} has it in [{kind}]")
+            elif getattr(source, other) is None and not self._is_reported(*key, other):
+                self._report((*key, name), f"needs {other}")
 
     def _check_sink(self, kind: str, sources: tuple[PipelineSource, ...], sink: PipelineSink | None) -> None:
         if sink is None:
             return
-        self._need_one("sink", sink, KINDS[kind].sinks)
+        self._need_one(("sink",), sink, KINDS[kind].sinks)
         for other in ("topic", "parquet", "archive"):
             if getattr(sink, other) is not None and other not in KINDS[kind].sinks:
                 allowed = " or ".join(KINDS[kind].sinks)
@@ -186,32 +222,32 @@ class _FileReader:
     def _check_settings(self, settings: Settings, sink: PipelineSink | None) -> None:
         match settings:
             case TransformSettings():
-                self._need_one("transform", settings, ("sql", "python"))
-            case AggregateSettings(mode="update") if sink is not None and sink.parquet is not None:
+                self._need_one(("transform",), settings, ("sql", "python"))
+            case AggregateSettings() | SqlSettings() if settings.mode == "update" and sink and sink.parquet:
+                table = "aggregate" if isinstance(settings, AggregateSettings) else "sql"
                 self._report(
-                    ("aggregate", "mode"),
-                    "is 'update', which needs a topic as sink: Parquet files are only appended to",
+                    (table, "mode"), "is 'update', which needs a topic as sink: Parquet files are only appended to"
                 )
 
-    def _need_one(self, table: str, of: object, names: tuple[str, ...]) -> None:
+    def _need_one(self, table: Key, of: object, names: tuple[str, ...]) -> None:
         # A value that is invalid by itself has been reported.
-        if any(self._is_reported(table, name) for name in names):
+        if any(self._is_reported(*table, name) for name in names):
             return
         given = [name for name in names if getattr(of, name) not in (None, ())]
         if len(given) == 1:
             return
         if len(names) == 1:
-            self._report_missing(table, names[0])
+            self._report_missing(table, type(of), names[0])
         elif given:
-            self._report((table, given[1]), f"contradicts {given[0]}: give one of {', '.join(names)}")
+            self._report((*table, given[1]), f"contradicts {given[0]}: give one of {', '.join(names)}")
         else:
-            self._report((table,), f"needs one of {', '.join(names)}")
+            self._report(table, f"needs one of {', '.join(names)}")
 
     def _is_reported(self, *key: str) -> bool:
         return key in self._reported
 
-    def _report_missing(self, table: str, key: str) -> None:
-        self._report((table, key), f"is missing: {declared(TABLES.get(table, PipelineSource))[key].about}")
+    def _report_missing(self, table: Key, kind: type[Any], name: str) -> None:
+        self._report((*table, name), f"is missing: {declared(kind)[name].about}")
 
     def _report(self, key: Key, what: str) -> None:
         line = self._file.lines.of(key)

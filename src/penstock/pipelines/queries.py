@@ -37,6 +37,7 @@ from penstock.pipelines.pipeline import (
     PipelineSink,
     PipelineSource,
     ReplaySettings,
+    SqlSettings,
 )
 from penstock.spark import connection
 from penstock.spark import options as source_options
@@ -168,7 +169,8 @@ class _QueryBuilder:
         settings = self.pipeline.settings
         sources = [self._parsed(side) for side in range(len(self.pipeline.sources))]
         rows = transformations.transformed([frames.good(source) for source in sources], self.pipeline)
-        self._store(rows, sources, mode=settings.mode if isinstance(settings, AggregateSettings) else "append")
+        mode = settings.mode if isinstance(settings, AggregateSettings | SqlSettings) else "append"
+        self._store(rows, sources, mode=mode)
 
     def _replay(self, settings: ReplaySettings) -> None:
         rate = {} if settings.rate is None else {"maxOffsetsPerTrigger": str(settings.rate)}

@@ -70,7 +70,7 @@ def run(spark: SparkSession, pipeline: Pipeline, *samples: Iterable[Sample]) -> 
     if pipeline.kind not in _KINDS:
         raise PenstockError(f"a pipeline of kind {pipeline.kind} cannot be run on a sample: {', '.join(_KINDS)} can")
     if len(samples) != len(pipeline.sources):
-        needed = ", ".join(f"[{name}]" for name in KINDS[pipeline.kind].sources)
+        needed = ", ".join(f"[{'.'.join(key)}]" for key in pipeline.source_keys)
         raise PenstockError(f"a pipeline of kind {pipeline.kind} needs a sample for {needed}: got {len(samples)}")
     check(spark, pipeline)
     tables: list[DataFrame] = [

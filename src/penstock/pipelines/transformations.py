@@ -14,7 +14,9 @@ from penstock.pipelines.pipeline import (
     DeduplicateSettings,
     JoinSettings,
     Pipeline,
+    PipelineSource,
     ReplaySettings,
+    SqlSettings,
     TransformSettings,
 )
 from penstock.spark.json_topics import RESERVED, parse_json
@@ -59,6 +61,9 @@ def transformed(tables: Sequence[DataFrame], pipeline: Pipeline) -> DataFrame:
                 right_time=settings.right_time or settings.time,
                 how="inner" if settings.how == "inner" else "left_outer",
             )
+        case SqlSettings():
+            watermarked = map(_watermarked, tables, pipeline.sources)
+            return frames.sql(dict(zip(pipeline.source_names, watermarked, strict=True)), settings.query)
     raise AssertionError(f"kind {pipeline.kind} does not parse rows")
 
 
@@ -126,4 +131,12 @@ def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
             return [(time, *by)]
         case JoinSettings(time=time, right_time=right_time, on=on):
             return [(time, *on), (right_time or time, *on)]
+        case SqlSettings():
+            return [() if source.time is None else (source.time,) for source in pipeline.sources]
     return [()]
+
+
+def _watermarked(rows: DataFrame, source: PipelineSource) -> DataFrame:
+    if source.time is None or source.watermark is None:
+        return rows
+    return rows.withWatermark(source.time, source.watermark)

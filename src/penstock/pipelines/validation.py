@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from pyspark.errors import PySparkException
@@ -20,9 +22,11 @@ from penstock.pipelines.pipeline import (
     DeadLetterSettings,
     DeduplicateSettings,
     JoinSettings,
+    Key,
     Pipeline,
     PipelineSource,
     ReplaySettings,
+    SqlSettings,
     TransformSettings,
 )
 from penstock.spark.json_topics import RESERVED, parse_json
@@ -51,11 +55,11 @@ class _Validator:
         self.problems: list[str] = []
 
     def run(self) -> None:
-        kind = KINDS[self._pipeline.kind]
+        is_typed = KINDS[self._pipeline.kind].is_typed
         rows = self._spark.createDataFrame([], SOURCE)
         tables = []
-        for name, source in zip(kind.sources, self._pipeline.sources, strict=True):
-            tables.append(self._parsed(rows, name, source) if kind.is_typed else rows)
+        for key, source in zip(self._pipeline.source_keys, self._pipeline.sources, strict=True):
+            tables.append(self._parsed(rows, key, source) if is_typed else rows)
         # Without the columns there is nothing else to check.
         if any(table is None for table in tables):
             return
@@ -63,9 +67,9 @@ class _Validator:
         if made is not None:
             self._check_sink(made)
 
-    def _parsed(self, rows: DataFrame, name: str, source: PipelineSource) -> DataFrame | None:
+    def _parsed(self, rows: DataFrame, key: Key, source: PipelineSource) -> DataFrame | None:
         assert source.schema is not None
-        with self._reporting(name, "schema"):
+        with self._reporting(*key, "schema"):
             return frames.good(parse_json(rows, source.schema))
         return None
 
@@ -83,6 +87,8 @@ class _Validator:
                 return table
             case JoinSettings():
                 return self._joined(table, more[0], settings)
+            case SqlSettings():
+                return self._queried(tables, settings)
             case ReplaySettings():
                 return table
             case DeadLetterSettings():
@@ -129,6 +135,36 @@ class _Validator:
                 return transformations.transformed([left, right], self._pipeline)
         return None
 
+    def _queried(self, tables: list[DataFrame], settings: SqlSettings) -> DataFrame | None:
+        before = len(self.problems)
+        for key, source, table in zip(self._pipeline.source_keys, self._pipeline.sources, tables, strict=True):
+            if source.time is not None:
+                self._check_time(table, source.time, *key, "time", side=".".join(key))
+        if len(self.problems) > before:
+            return None
+        with self._reporting("sql", "query"):
+            made = transformations.transformed(tables, self._pipeline)
+            frames.to_json(made, topic="-")
+            self._check_stream(settings)
+            return made
+        return None
+
+    def _check_stream(self, settings: SqlSettings) -> None:
+        """Raise PySparkException if Spark can run the query on tables, but not on streams.
+
+        Spark decides that when a query is started, so this starts it, on streams that have no rows and end at once.
+        """
+        with TemporaryDirectory(prefix="penstock-") as directory:
+            (Path(directory) / "in").mkdir()
+            rows = self._spark.readStream.schema(SOURCE).parquet(f"{directory}/in")
+            tables = [
+                frames.good(transformations.parsed(rows, self._pipeline, side))
+                for side in range(len(self._pipeline.sources))
+            ]
+            made = transformations.transformed(tables, self._pipeline)
+            writer = made.writeStream.format("noop").outputMode(settings.mode).trigger(availableNow=True)
+            writer.option("checkpointLocation", f"{directory}/checkpoint").start().awaitTermination()
+
     def _check_letters(self, table: DataFrame, settings: DeadLetterSettings) -> None:
         if settings.redrive is not None:
             with self._reporting("dead_letters", "redrive"):
@@ -167,21 +203,26 @@ class _Validator:
                 raise
             self._report(key, f"raised {type(error).__name__}: {error}")
 
-    def _where(self, key: tuple[str, ...], line: int | None) -> str:
+    def _where(self, key: Key, line: int | None) -> str:
         """Return the start of the message, with the line within the SQL if Spark reports one."""
         where = self._pipeline.where(*key)
         begin = self._pipeline.lines.texts.get(key)
-        if begin is None or line is None or key != ("transform", "sql"):
+        sql = self._sql(key)
+        if begin is None or line is None or sql is None:
             return where
-        assert isinstance(self._pipeline.settings, TransformSettings)
-        assert self._pipeline.settings.sql is not None
-        sql = self._pipeline.settings.sql
         # Spark gets the SQL without the blank lines above it.
         begin += sql[: len(sql) - len(sql.lstrip())].count("\n")
         _, _, named = where.partition(": ")
         return f"{self._pipeline.path}:{begin + line - 1}: {named}"
 
-    def _report(self, key: tuple[str, ...], what: str) -> None:
+    def _sql(self, key: Key) -> str | None:
+        """Return the query that is the value of a key, None if that is something else."""
+        match self._pipeline.settings, key:
+            case (TransformSettings(sql=sql), ("transform", "sql")) | (SqlSettings(query=sql), ("sql", "query")):
+                return sql
+        return None
+
+    def _report(self, key: Key, what: str) -> None:
         self.problems.append(f"{self._pipeline.where(*key)} {what}")
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.pipelines.pipeline import AggregateSettings, JoinSettings, Pipeline
+from penstock.pipelines.pipeline import AggregateSettings, JoinSettings, Pipeline, SqlSettings
 from penstock.spark.durable_files import write_durably
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ def check(pipeline: Pipeline) -> None:
             why = "with mode = 'update' all windows have been written already"
         case JoinSettings():
             why = "an inner join writes rows as soon as they match"
+        case SqlSettings():
+            raise PenstockError(
+                f"pipeline {pipeline.name} cannot be flushed: only Spark knows which rows a query of kind sql holds "
+                "back. Omit --flush"
+            )
         case _:
             why = f"a pipeline of kind {pipeline.kind} holds no rows back"
     raise PenstockError(f"pipeline {pipeline.name} has nothing to flush: {why}. Omit --flush")
