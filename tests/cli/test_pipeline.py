@@ -340,6 +340,20 @@ def test_sql_joins_orders_with_their_shipments(example: Example, broker: SparkBr
     assert (end["dead_letters"], broker.lag("shipped-orders-orders")) == (1, 0)
 
 
+@of("enrich")
+def test_enrich_adds_what_is_known_of_the_customer(example: Example, broker: SparkBroker) -> None:
+    for country in ("fr", "de"):
+        broker.publish("customers", json={"name": "Ann", "segment": "new", "country": country}, key="ann")
+
+    end = example.run().end
+
+    found = values(broker, "orders-enriched")
+    assert Counter(order["id"] for order in found) == Counter(order["id"] for order in ORDERS)
+    assert {(order["segment"], order["customer_country"]) for order in found} == {("new", "DE")}
+    assert (end["state"], end["rows"], end["lag"], broker.lag("orders-enriched")) == ("done", 101, 0, 0)
+    assert (end["rows_in"], end["rows_out"], end["dead_letters"]) == (101, 100, 1)
+
+
 @of("archive")
 def test_archive_keeps_all_messages_in_files(example: Example, broker: SparkBroker) -> None:
     assert example.run().end["rows"] == 101
@@ -567,8 +581,8 @@ def test_a_sample_that_is_not_there_and_a_kind_without_samples_are_told(spark: S
 
     assert absent.err == f"error: {tmp_path}/none.jsonl: No such file or directory\n"
     assert archive.err == (
-        "error: a pipeline of kind archive cannot be run on a sample: transform, aggregate, deduplicate, replay, join, "
-        "sql can\n"
+        "error: a pipeline of kind archive cannot be run on a sample: "
+        f"{', '.join(kind for kind in KINDS if kind not in ('archive', 'dead_letters'))} can\n"
     )
     assert join.err == "error: a pipeline of kind join needs a sample for [left], [right]: got 1\n"
 

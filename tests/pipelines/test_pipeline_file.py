@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import BadConfig
+from penstock.pipelines.key_types import seconds
 from penstock.pipelines.pipeline import (
     KINDS,
     AggregateSettings,
@@ -84,6 +85,20 @@ schema = "id string"
 query = "SELECT id FROM orders UNION ALL SELECT id FROM refunds"
 [sink]
 topic = "both"
+"""
+ENRICH = """\
+name = "more"
+kind = "enrich"
+[source]
+topic = "orders"
+schema = "id string, customer string"
+[lookup]
+topic = "customers"
+schema = "customer string, name string"
+[enrich]
+on = ["customer"]
+[sink]
+topic = "more"
 """
 
 
@@ -209,6 +224,9 @@ def test_another_broker_takes_the_place_of_all_that_are_not_named_for_the_sink(t
     assert here.source.options == {"user": "ann"}
     assert here.sink == PipelineSink(topic="clean", options={"user": "ann"})
     assert elsewhere.sink == PipelineSink(topic="clean", servers="sink:4222")
+    lookup = read(tmp_path, ENRICH).at("other:4222", user="ann").lookup
+    assert lookup is not None
+    assert lookup.options == {"user": "ann"}
 
 
 def test_a_path_with_a_scheme_is_left_as_it_is(tmp_path: Path) -> None:
@@ -220,6 +238,7 @@ def test_a_path_with_a_scheme_is_left_as_it_is(tmp_path: Path) -> None:
 # ---- what is refused
 
 _A_TOPIC = "a topic name in quotes, without blanks, wildcards and empty parts between dots"
+_A_KIND = " or ".join(", ".join(KINDS).rsplit(", ", 1))
 _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
 
 
@@ -267,17 +286,11 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
         # Kinds.
         (
             TRANSFORM.replace('"transform"', '"transfrom"'),
-            (
-                "2: kind is 'transfrom' (did you mean transform?): it must be archive, transform, "
-                "aggregate, deduplicate, replay, dead_letters, join or sql"
-            ),
+            (f"2: kind is 'transfrom' (did you mean transform?): it must be {_A_KIND}"),
         ),
         (
             'name = "x"',
-            (
-                "1: kind is missing: it must be archive, transform, aggregate, deduplicate, replay, dead_letters, join "
-                "or sql"
-            ),
+            f"1: kind is missing: it must be {_A_KIND}",
         ),
         # Types.
         (TRANSFORM.replace('"orders"', "7"), f"4: [source] topic is 7: it must be {_A_TOPIC}"),
@@ -408,6 +421,38 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
             SQL.replace('topic = "both"', 'parquet = "both"').replace("[sink]", 'mode = "update"\n[sink]'),
             "11: [sql] mode is 'update', which needs a topic as sink: Parquet files are only appended to",
         ),
+        # Lookups.
+        (
+            ENRICH.replace('topic = "customers"', 'parquet = "customers"'),
+            "8: [lookup] schema is only for a topic as lookup",
+        ),
+        (
+            ENRICH.replace('schema = "customer string, name string"', 'delta = "customers"'),
+            (
+                "6: [lookup] schema is missing: for a topic: the columns of the JSON values\n"
+                "8: [lookup] delta contradicts topic: give one of topic, parquet, delta"
+            ),
+        ),
+        (
+            ENRICH.replace("[lookup]", "[look]").replace("[enrich]", '[enrich]\nmissing = "drop"'),
+            (
+                "1: [lookup] needs one of topic, parquet, delta\n"
+                "6: [look] is unknown (did you mean lookup?): a pipeline of kind enrich has name, kind, source, "
+                "lookup, enrich, sink, trigger\n"
+                "10: [enrich] missing is 'drop': it must be null or dead_letter"
+            ),
+        ),
+        (
+            ENRICH.replace("[sink]", 'lookup_on = ["a", "b"]\n[sink]'),
+            "11: [enrich] lookup_on has 2 columns, but on has 1: name as many",
+        ),
+        (
+            TRANSFORM + "[lookup]\n",
+            (
+                "10: [lookup] does not belong here: a pipeline of kind transform has name, kind, source, transform, "
+                "sink, trigger"
+            ),
+        ),
         # Contradictions.
         (
             TRANSFORM.replace('"orders"', '"orders"\npattern = "o.*"'),
@@ -514,6 +559,7 @@ def test_a_file_may_be_yaml_or_json(tmp_path: Path) -> None:
         (TRANSFORM, "SELECT id", "SELECT upper(id)", True),
         (REPLAY, 'topic = "orders"', 'topic = "orders"\nstart = 5', False),
         (REPLAY, "[sink]", "[replay]\nrate = 5\n[sink]", True),
+        (ENRICH, 'topic = "customers"', 'topic = "people"', True),
         (SQL, 'topic = "both"', 'topic = "all"', True),
         (SQL, "SELECT id FROM orders UNION ALL SELECT id FROM refunds", "SELECT id FROM refunds, orders", False),
         (SQL, "[sources.refunds]", "[sources.returns]", False),
@@ -673,3 +719,10 @@ def _keys(value: Any, above: Key) -> Iterator[Key]:
             if isinstance(inner, dict):
                 yield (*above, number)
             yield from _keys(inner, (*above, number))
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [("250 milliseconds", 0.25), ("1 hour 30 minutes", 5400.0), ("1 week", 604_800)]
+)
+def test_a_duration_in_seconds(written: str, expected: float) -> None:
+    assert seconds(written) == expected

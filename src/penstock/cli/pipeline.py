@@ -83,9 +83,10 @@ class OtherBroker:
 @options
 def init(
     kind: Annotated[
-        Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql"],
+        Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql", "enrich"],
         typer.Argument(
-            metavar="KIND", help="archive, transform, aggregate, deduplicate, replay, dead_letters, join or sql."
+            metavar="KIND",
+            help="archive, transform, aggregate, deduplicate, replay, dead_letters, join, sql or enrich.",
         ),
     ],
     path: Annotated[
@@ -150,7 +151,7 @@ def run_on_sample(
     samples: Annotated[
         list[Path],
         typer.Option(
-            "--input", metavar="SAMPLE", help="Messages, a value per line. Repeat it for each source of the file."
+            "--input", metavar="SAMPLE", help="Messages, a value per line. Repeat it for each topic of the file."
         ),
     ],
     json: Json = False,

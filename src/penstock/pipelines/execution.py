@@ -11,6 +11,7 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -168,6 +169,8 @@ class _Execution:
         self._stop = stop
         self._finish_s = finish_s
         self._reports = Reports()
+        # What batches counted that Spark does not report. Their threads append it.
+        self._counts: deque[Mapping[str, int]] = deque()
         self._progress = begin(pipeline.name, pipeline.kind, pipeline.path, state.before())
 
     def run(self, spark: SparkSession, trigger: dict[str, Any], *, flush: bool) -> PipelineProgress:
@@ -212,7 +215,7 @@ class _Execution:
         check(spark, self._pipeline)
         self._send_code(spark)
         try:
-            return queries.start(spark, self._pipeline, str(self._state.checkpoint), trigger)
+            return queries.start(spark, self._pipeline, str(self._state.checkpoint), trigger, self._counts.append)
         except (PySparkException, ValueError) as error:
             found = failure.describe(error).sentence
             raise PenstockError(f"{self._pipeline.where(self._pipeline.kind)}: {found}") from error
@@ -257,6 +260,8 @@ class _Execution:
 
     def _collect(self, queries: list[StreamingQuery]) -> None:
         """Save and report the batches that are new."""
+        while self._counts:
+            self._progress = self._progress.with_counts(self._counts.popleft())
         for query in queries:
             for report in query.recentProgress:
                 found = self._reports.add(self._progress, report, is_first=query is queries[0])

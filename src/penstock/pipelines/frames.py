@@ -12,6 +12,8 @@ or not at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any, Final
 
 from pyspark.sql import Column, DataFrame
@@ -32,6 +34,8 @@ _JSON: Final = {
     "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss.SSSSSS",
 }
 _SUBJECT_BYTES_MAX: Final = 1024
+# The names of columns that exist only within `enrich` begin with this.
+_LOOKUP: Final = "_penstock_lookup"
 
 
 def good(df: DataFrame) -> DataFrame:
@@ -50,16 +54,22 @@ def to_json(df: DataFrame, *, topic: str, key: str | None = None, subject: str |
     `key` and `subject` are columns or SQL expressions. Without `key` the row keeps its `_key`, if it has one. The value
     of `subject` is appended to the topic; characters that a subject cannot have become `_`. `_headers` are kept.
     """
-    fields = [named(name) for name in df.columns if name not in RESERVED]
-    if not fields:
-        raise ValueError("no column to write as JSON: select at least one besides _topic, _key, …")
-    check_unique(df.columns)
-    return df.select(
-        fn.to_json(fn.struct(*fields), _JSON).cast("binary").alias("value"),
-        (_key(df) if key is None else _bytes_of(df, key)).alias("key"),
-        (fn.lit(topic) if subject is None else _below(topic, fn.expr(subject))).alias("subject"),
-        _headers(df, "_headers").alias("headers"),
-    )
+    return df.select(*_aliased(_json_message(df, topic, key, subject)))
+
+
+def one_pass(df: DataFrame, *, topic: str, group: str, key: str | None = None, subject: str | None = None) -> DataFrame:
+    """Return rows for the sink: those without `_reason` as `to_json` returns them, the others as dead letters.
+
+    A row is evaluated once, so it is one or the other even if evaluating it again would decide otherwise.
+    """
+    message, letter = _json_message(df, topic, key, subject), _dead_letter(group, df, DEAD_LETTERS)
+    is_bad = fn.col(REASON).isNotNull()
+    return df.select(*_aliased({name: fn.when(is_bad, letter[name]).otherwise(message[name]) for name in message}))
+
+
+def letters_among(rows: DataFrame) -> Column:
+    """Count the dead letters in `one_pass`."""
+    return fn.count(fn.when(fn.startswith(rows["subject"], fn.lit(f"{DEAD_LETTERS}.")), 1))
 
 
 def raw(df: DataFrame, *, topic: str, key: str | None = None, subject: str | None = None) -> DataFrame:
@@ -81,6 +91,10 @@ def dead_letters_of(df: DataFrame, *, group: str, prefix: str = DEAD_LETTERS) ->
     Value, key and headers are unchanged, except that an ID or a delay is removed. Added headers hold the reason, the
     group and the origin.
     """
+    return bad(df).select(*_aliased(_dead_letter(group, df, prefix)))
+
+
+def _dead_letter(group: str, df: DataFrame, prefix: str) -> dict[str, Column]:
     said = {
         "Reason": fn.regexp_replace(REASON, r"[\r\n]", " "),
         "Attempts": fn.lit("1"),
@@ -94,12 +108,29 @@ def dead_letters_of(df: DataFrame, *, group: str, prefix: str = DEAD_LETTERS) ->
     subject = fn.concat(fn.lit(f"{prefix}."), "_subject")
     # A subject that is too long with the prefix is shortened to its topic. The header has all of it.
     short = fn.concat(fn.lit(f"{prefix}."), "_topic")
-    return bad(df).select(
-        fn.col("_value").cast("binary").alias("value"),
-        fn.col("_key").cast("binary").alias("key"),
-        fn.when(fn.octet_length(subject) > _SUBJECT_BYTES_MAX, short).otherwise(subject).alias("subject"),
-        fn.map_concat(_headers(df, "_headers", "dead-letter-"), fn.create_map(*pairs)).alias("headers"),
-    )
+    return {
+        "value": fn.col("_value").cast("binary"),
+        "key": fn.col("_key").cast("binary"),
+        "subject": fn.when(fn.octet_length(subject) > _SUBJECT_BYTES_MAX, short).otherwise(subject),
+        "headers": fn.map_concat(_headers(df, "_headers", "dead-letter-"), fn.create_map(*pairs)),
+    }
+
+
+def _json_message(df: DataFrame, topic: str, key: str | None, subject: str | None) -> dict[str, Column]:
+    fields = [named(name) for name in df.columns if name not in RESERVED]
+    if not fields:
+        raise ValueError("no column to write as JSON: select at least one besides _topic, _key, …")
+    check_unique(df.columns)
+    return {
+        "value": fn.to_json(fn.struct(*fields), _JSON).cast("binary"),
+        "key": _key(df) if key is None else _bytes_of(df, key),
+        "subject": fn.lit(topic) if subject is None else _below(topic, fn.expr(subject)),
+        "headers": _headers(df, "_headers"),
+    }
+
+
+def _aliased(columns: Mapping[str, Column]) -> list[Column]:
+    return [column.alias(name) for name, column in columns.items()]
 
 
 def transform(df: DataFrame, query: str | Callable[[DataFrame], DataFrame], *, view: str = "source") -> DataFrame:
@@ -193,6 +224,48 @@ def join(
     return ours.join(theirs, agree, how).select(*_both(left.columns, right.columns, on))
 
 
+def latest(df: DataFrame) -> DataFrame:
+    """Return the latest message of each key, from rows of the source. A tombstone removes its key.
+
+    A key is always in one partition of a topic, where offsets order its messages. Messages without a key are left out.
+    """
+    row = fn.struct(*(named(name) for name in df.columns))
+    found = df.where("key IS NOT NULL").groupBy("topic", "key").agg(fn.max_by(row, "offset").alias("_row"))
+    return found.select("_row.*").where("value IS NOT NULL")
+
+
+def enrich(
+    df: DataFrame,
+    lookup: DataFrame,
+    *,
+    on: Sequence[str],
+    lookup_on: Sequence[str] = (),
+    columns: Mapping[str, str] | None = None,
+    required: bool = False,
+) -> DataFrame:
+    """Add columns of the row of `lookup` that is equal in `on`; nulls if there is none.
+
+    `df` is parsed rows with `_reason`. With `required`, a row that finds nothing gets a `_reason`. `lookup_on` is the
+    names of `on` in the lookup, which must be unique there. `columns` is SQL over the lookup by name; by default all of
+    its columns that are not in `lookup_on`.
+    """
+    keys = list(lookup_on or on)
+    wanted = columns or {name: named_sql(name) for name in lookup.columns if name not in {*keys, *RESERVED}}
+    check_unique([*df.columns, *wanted])
+    found = [named(name).alias(f"{_LOOKUP}{number}") for number, name in enumerate(keys)]
+    table = lookup.select(*found, *(fn.expr(sql).alias(name) for name, sql in wanted.items()))
+    table = table.withColumn(_LOOKUP, fn.lit(True))
+    agree = reduce(and_, (named(name) == fn.col(f"{_LOOKUP}{number}") for number, name in enumerate(on)))
+    joined = df.join(table, agree, "left")
+    reason = fn.col(REASON)
+    if required:
+        values = fn.concat_ws(", ", *(fn.coalesce(named(name).cast("string"), fn.lit("null")) for name in on))
+        missing = fn.concat(fn.lit(f"the lookup has no row with {', '.join(on)} = "), values)
+        reason = fn.coalesce(reason, fn.when(fn.col(_LOOKUP).isNull(), missing))
+    kept = [named(name) for name in df.columns if name != REASON]
+    return joined.select(*kept, *map(named, wanted), reason.alias(REASON))
+
+
 def replay(df: DataFrame, *, topic: str, key: str | None = None, subject: str | None = None) -> DataFrame:
     """Return rows for the sink, from rows of the source, for another topic.
 
@@ -250,7 +323,11 @@ def late_rows(progress: Any) -> int:
 
 def named(name: str) -> Column:
     """Return a column by its name, which may have any characters."""
-    return fn.col("`" + name.replace("`", "``") + "`")
+    return fn.col(named_sql(name))
+
+
+def named_sql(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
 
 
 # Columns.

@@ -142,3 +142,13 @@ Code = Annotated[
     Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z"),
     Form(allowed="module:function, such as shop.orders:clean"),
 ]
+
+_SECONDS: Final = {"millisecond": 0.001, "second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800}
+
+
+def seconds(duration: str) -> float:
+    """Return a `Duration` in seconds."""
+    words = duration.split()
+    return sum(
+        int(count) * _SECONDS[unit.removesuffix("s")] for count, unit in zip(words[::2], words[1::2], strict=True)
+    )

@@ -35,7 +35,7 @@ from penstock.toml_lines import KeyLines
 # The path of a key in a file.
 Key = tuple[str, ...]
 
-Kind = Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql"]
+Kind = Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql", "enrich"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,18 @@ class PipelineSource:
     watermark: Annotated[Duration | None, about("for kind sql: how late a row may be and still count")] = None
     archive: Annotated[Text | None, about("an archive with the messages that the topic no longer retains")] = None
     options: Annotated[Options, about("other options of the Spark source")] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLookup:
+    """The table in which rows are looked up. A valid one has exactly one of `topic`, `parquet` and `delta`."""
+
+    servers: Annotated[Servers | None, about("a broker other than the source's")] = None
+    topic: Annotated[Topic | None, about("a topic: the latest message of each key is a row")] = None
+    schema: Annotated[Text | None, about("for a topic: the columns of the JSON values")] = None
+    parquet: Annotated[Text | None, about("or a directory of Parquet files")] = None
+    delta: Annotated[Text | None, about("or the directory of a Delta table")] = None
+    options: Annotated[Options, about("for a topic: other options of the Spark source")] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +171,24 @@ class SqlSettings:
     ] = "append"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnrichSettings:
+    on: Annotated[SomeColumns, about("the columns that find a row of the lookup")]
+    lookup_on: Annotated[
+        Columns, about("the same in the lookup, if they have other names; `_key` is the key of its messages")
+    ] = ()
+    columns: Annotated[
+        Measures | None, about('the columns to add: `segment = "upper(segment)"`; by default all others of the lookup')
+    ] = None
+    refresh: Annotated[
+        Duration | None, about("how old the lookup may be; by default it is read again for each batch")
+    ] = None
+    missing: Annotated[
+        Literal["null", "dead_letter"],
+        about("a row that finds nothing: `null`: is written with nulls; `dead_letter`: becomes a dead letter"),
+    ] = "null"
+
+
 Settings = (
     ArchiveSettings
     | TransformSettings
@@ -168,6 +198,7 @@ Settings = (
     | DeadLetterSettings
     | JoinSettings
     | SqlSettings
+    | EnrichSettings
 )
 
 
@@ -181,6 +212,7 @@ class PipelineKind:
     is_typed: bool = True
     # The tables of the file that describe its sources. None: there is one for each, below `sources`, with a name.
     sources: tuple[str, ...] | None = ("source",)
+    has_lookup: bool = False
 
 
 KINDS: Final[Mapping[str, PipelineKind]] = {
@@ -192,6 +224,7 @@ KINDS: Final[Mapping[str, PipelineKind]] = {
     "dead_letters": PipelineKind(settings=DeadLetterSettings, sinks=("parquet",), needs_sink=False, is_typed=False),
     "join": PipelineKind(settings=JoinSettings, sinks=("topic", "parquet"), sources=("left", "right")),
     "sql": PipelineKind(settings=SqlSettings, sinks=("topic", "parquet"), sources=None),
+    "enrich": PipelineKind(settings=EnrichSettings, sinks=("topic",), has_lookup=True),
 }
 
 # The table with a table for each source, where the file names them.
@@ -200,6 +233,7 @@ SOURCES: Final = "sources"
 # The tables of a file, by their names. Instead of source a join has left and right, and sql has sources.
 TABLES: Final[Mapping[str, type[Any]]] = {
     "source": PipelineSource,
+    "lookup": PipelineLookup,
     "sink": PipelineSink,
     "trigger": Trigger,
     **{name: kind.settings for name, kind in KINDS.items()},
@@ -216,6 +250,8 @@ class Pipeline:
     sources: tuple[PipelineSource, ...]
     # Where the file describes each of them: ("source",), or ("sources", "orders").
     source_keys: tuple[Key, ...]
+    # Only for kind enrich.
+    lookup: PipelineLookup | None = None
     # An instance of the kind's class in `KINDS`.
     settings: Settings
     # Only dead letters may have none.
@@ -234,6 +270,12 @@ class Pipeline:
         return tuple(key[-1] for key in self.source_keys)
 
     @property
+    def sample_keys(self) -> tuple[Key, ...]:
+        """Return where the file describes the topics that a run on samples needs a sample of."""
+        has_topic = self.lookup is not None and self.lookup.topic is not None
+        return (*self.source_keys, ("lookup",)) if has_topic else self.source_keys
+
+    @property
     def directory(self) -> Path:
         """Return the directory of the file. Modules that the file names are searched here first."""
         return self.path.resolve().parent
@@ -246,10 +288,12 @@ class Pipeline:
             replace(source, servers=servers or source.servers, options={**source.options, **login})
             for source in self.sources
         )
-        sink = self.sink
+        sink, lookup = self.sink, self.lookup
         if sink is not None and sink.topic is not None and sink.servers is None:
             sink = replace(sink, options={**sink.options, **login})
-        return replace(self, sources=sources, sink=sink)
+        if lookup is not None and lookup.topic is not None and lookup.servers is None:
+            lookup = replace(lookup, options={**lookup.options, **login})
+        return replace(self, sources=sources, lookup=lookup, sink=sink)
 
     @property
     def checked_by_spark(self) -> list[str]:
@@ -266,6 +310,8 @@ class Pipeline:
                 found += ["columns", "measures"]
             case DeduplicateSettings() | JoinSettings():
                 found.append("columns")
+            case EnrichSettings():
+                found += ["lookup", "columns"]
             case DeadLetterSettings(redrive=str()):
                 found.append("redrive condition")
         if self.sink is not None and self.sink.topic is not None:

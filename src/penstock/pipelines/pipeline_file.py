@@ -23,9 +23,11 @@ from penstock.pipelines.pipeline import (
     SOURCES,
     TABLES,
     AggregateSettings,
+    EnrichSettings,
     Key,
     Pipeline,
     PipelineHead,
+    PipelineLookup,
     PipelineSink,
     PipelineSource,
     Settings,
@@ -40,7 +42,7 @@ from penstock.table_file import TableFile
 DEAD_LETTERS: Final = "DLQ"
 
 _HEAD: Final = declared(PipelineHead)
-_PATHS: Final = ("archive", "parquet")
+_PATHS: Final = ("archive", "parquet", "delta")
 _VIEW: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -73,12 +75,13 @@ class _FileReader:
         kind = head["kind"]
         if kind is None:
             return None
-        tables = KINDS[kind].sources or (SOURCES,)
+        tables = [*(KINDS[kind].sources or (SOURCES,)), *(["lookup"] if KINDS[kind].has_lookup else [])]
         self._refuse_unknown(
             self._tables, (*_HEAD, *tables, kind, "sink", "trigger"), (), f"a pipeline of kind {kind} has"
         )
         source_keys = self._source_keys(kind)
         sources = tuple(self._table(key, PipelineSource) for key in source_keys)
+        lookup = self._table(("lookup",), PipelineLookup) if KINDS[kind].has_lookup else None
         settings = self._table((kind,), KINDS[kind].settings)
         needs_sink = KINDS[kind].needs_sink or "sink" in self._tables
         sink = self._table(("sink",), PipelineSink) if needs_sink else None
@@ -87,6 +90,7 @@ class _FileReader:
             sources = tuple(self._with_dead_letters(source) for source in sources)
         for key, source in zip(source_keys, sources, strict=True):
             self._check_source(kind, key, source)
+        self._check_lookup(lookup)
         self._check_sink(kind, sources, sink)
         self._check_settings(settings, sink)
         if self.problems:
@@ -95,6 +99,7 @@ class _FileReader:
             **head,
             sources=sources,
             source_keys=source_keys,
+            lookup=lookup,
             settings=settings,
             sink=sink,
             trigger=trigger,
@@ -189,6 +194,17 @@ class _FileReader:
             elif getattr(source, other) is None and not self._is_reported(*key, other):
                 self._report((*key, name), f"needs {other}")
 
+    def _check_lookup(self, lookup: PipelineLookup | None) -> None:
+        if lookup is None:
+            return
+        self._need_one(("lookup",), lookup, ("topic", "parquet", "delta"))
+        if lookup.topic is None:
+            for name in ("servers", "schema", "options"):
+                if getattr(lookup, name):
+                    self._report(("lookup", name), "is only for a topic as lookup")
+        elif lookup.schema is None and not self._is_reported("lookup", "schema"):
+            self._report_missing(("lookup",), PipelineLookup, "schema")
+
     def _check_sink(self, kind: str, sources: tuple[PipelineSource, ...], sink: PipelineSink | None) -> None:
         if sink is None:
             return
@@ -228,6 +244,8 @@ class _FileReader:
                 self._report(
                     (table, "mode"), "is 'update', which needs a topic as sink: Parquet files are only appended to"
                 )
+            case EnrichSettings(on=on, lookup_on=names) if on and names and len(on) != len(names):
+                self._report(("enrich", "lookup_on"), f"has {len(names)} columns, but on has {len(on)}: name as many")
 
     def _need_one(self, table: Key, of: object, names: tuple[str, ...]) -> None:
         # A value that is invalid by itself has been reported.

@@ -21,18 +21,19 @@ from datetime import datetime
 from functools import reduce
 from typing import Any, Final
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as fn
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
-from penstock.pipelines import frames, transformations
+from penstock.pipelines import frames, lookups, transformations
 from penstock.pipelines.pipeline import (
     AggregateSettings,
     ArchiveSettings,
     DeadLetterSettings,
+    EnrichSettings,
     Pipeline,
     PipelineSink,
     PipelineSource,
@@ -55,14 +56,19 @@ _LOGIN: Final = ("user", "password", "token")
 
 # Processes a batch, given its number. After a crash the same batch may be processed again.
 BatchFunction = Callable[[DataFrame, int], None]
+# Takes what was counted in a batch, by the names `in`, `out` and `letters`.
+Count = Callable[[Mapping[str, int]], None]
 
 
-def start(spark: SparkSession, pipeline: Pipeline, checkpoint: str, trigger: Mapping[str, Any]) -> list[StreamingQuery]:
+def start(
+    spark: SparkSession, pipeline: Pipeline, checkpoint: str, trigger: Mapping[str, Any], count: Count | None = None
+) -> list[StreamingQuery]:
     """Start the queries of a pipeline. `trigger` holds the arguments of `DataStreamWriter.trigger`.
 
-    Dead letters with neither a sink nor a redrive have no query: `dead_letter_table` reads them.
+    `count` gets what a batch counted and Spark does not report, by name, in another thread. Dead letters with neither a
+    sink nor a redrive have no query: `dead_letter_table` reads them.
     """
-    builder = _QueryBuilder(spark, pipeline, checkpoint, dict(trigger))
+    builder = _QueryBuilder(spark, pipeline, checkpoint, dict(trigger), count=count or (lambda _: None))
     try:
         builder.start()
     except BaseException:
@@ -141,6 +147,7 @@ class _QueryBuilder:
     trigger: dict[str, Any]
     # Takes the name and the rows of each query, which is then not started.
     explain: Callable[[str, DataFrame], None] | None = None
+    count: Count = lambda _: None
     # The queries that were started.
     queries: list[StreamingQuery] = field(default_factory=list)
 
@@ -152,6 +159,8 @@ class _QueryBuilder:
                 self._replay(settings)
             case DeadLetterSettings() as settings:
                 self._dead_letters(settings)
+            case EnrichSettings():
+                self._enrich()
             case _:
                 self._process()
 
@@ -171,6 +180,38 @@ class _QueryBuilder:
         rows = transformations.transformed([frames.good(source) for source in sources], self.pipeline)
         mode = settings.mode if isinstance(settings, AggregateSettings | SqlSettings) else "append"
         self._store(rows, sources, mode=mode)
+
+    def _enrich(self) -> None:
+        """Look up the rows of each batch, and store them with their dead letters.
+
+        In a stream Spark would read the files of the lookup only once.
+        """
+        rows = self._parsed(0)
+        lookup = lookups.FreshLookup(self.pipeline)
+        if self.explain is not None:
+            return self.explain("rows", transformations.enriched(rows, lookup.rows(self.spark), self.pipeline))
+
+        def enrich(batch: DataFrame, number: int) -> None:
+            found = transformations.enriched(batch, lookup.rows(batch.sparkSession), self.pipeline)
+            if self._is_one_broker:
+                self._store_counted(transformations.messages_and_letters(found, self.pipeline), number)
+            else:
+                # Two transactions. Dead letters come first: if the run is killed in between, and the lookup then has
+                # the missing row, it is stored as both, not as neither.
+                found = found.localCheckpoint()
+                letters = _storing(self._letter_options(0), "letters")
+                self._store_counted(transformations.letters(found, self.pipeline), number, letters)
+                self._store_counted(transformations.messages(frames.good(found), self.pipeline), number)
+
+        self._run("rows", rows, rows.writeStream.foreachBatch(enrich))
+
+    def _store_counted(self, rows: DataFrame, number: int, store: BatchFunction | None = None) -> None:
+        """Store rows of `one_pass`, or of a part of it, and count them."""
+        seen = Observation()
+        counted = rows.observe(seen, fn.count(fn.lit(1)).alias("in"), frames.letters_among(rows).alias("letters"))
+        (store or _storing(self._sink_options))(counted, number)
+        counts: dict[str, int] = seen.get
+        self.count({**counts, "out": counts["in"] - counts["letters"]})
 
     def _replay(self, settings: ReplaySettings) -> None:
         rate = {} if settings.rate is None else {"maxOffsetsPerTrigger": str(settings.rate)}
@@ -249,10 +290,14 @@ class _QueryBuilder:
 
     def _store_letters(self) -> None:
         """Write dead letters with separate queries, to the brokers of their sources."""
-        for side, source in enumerate(self.pipeline.sources):
+        for side in range(len(self.pipeline.sources)):
             letters = self._letters(side, self._parsed(side, group=""))
             name = "letters" if len(self.pipeline.sources) == 1 else f"letters-{side}"
-            self._run(name, letters, _to(letters, _login(source.options) | {"servers": source.servers}))
+            self._run(name, letters, _to(letters, self._letter_options(side)))
+
+    def _letter_options(self, side: int) -> dict[str, str]:
+        source = self.pipeline.sources[side]
+        return _login(source.options) | {"servers": source.servers}
 
     def _letters(self, side: int, parsed: DataFrame) -> DataFrame:
         """Return the dead letters of a source. All of its rows are counted here, as every pipeline does this once."""
@@ -330,13 +375,13 @@ def _to(rows: DataFrame, options: Mapping[str, str]) -> DataStreamWriter:
     return rows.writeStream.format("penstock").options(**options)
 
 
-def _storing(options: Mapping[str, str]) -> BatchFunction:
-    """Store batches exactly once, like the streaming sink."""
+def _storing(options: Mapping[str, str], part: str = "") -> BatchFunction:
+    """Store batches exactly once, like the streaming sink. Each part of a batch is stored with its own name."""
 
     def store(batch: DataFrame, number: int) -> None:
         query = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
         assert query is not None, "Spark calls this for a batch of a query"
-        once = {"txnId": query, "txnVersion": str(number)}
+        once = {"txnId": f"{query} {part}" if part else query, "txnVersion": str(number)}
         batch.write.format("penstock").options(**options, **once).mode("append").save()
 
     return store

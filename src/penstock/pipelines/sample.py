@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.client.values import Outgoing
 from penstock.errors import PenstockError
-from penstock.pipelines.pipeline import KINDS, Pipeline, PipelineSource
+from penstock.pipelines.pipeline import KINDS, Pipeline, PipelineLookup, PipelineSource
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -69,17 +69,19 @@ def run(spark: SparkSession, pipeline: Pipeline, *samples: Iterable[Sample]) -> 
 
     if pipeline.kind not in _KINDS:
         raise PenstockError(f"a pipeline of kind {pipeline.kind} cannot be run on a sample: {', '.join(_KINDS)} can")
-    if len(samples) != len(pipeline.sources):
-        needed = ", ".join(f"[{'.'.join(key)}]" for key in pipeline.source_keys)
+    if len(samples) != len(pipeline.sample_keys):
+        needed = ", ".join(f"[{'.'.join(key)}]" for key in pipeline.sample_keys)
         raise PenstockError(f"a pipeline of kind {pipeline.kind} needs a sample for {needed}: got {len(samples)}")
     check(spark, pipeline)
     tables: list[DataFrame] = [
         spark.createDataFrame(_rows(source, sample), SOURCE)
-        for source, sample in zip(pipeline.sources, samples, strict=True)
+        for source, sample in zip(pipeline.sources, samples, strict=False)
     ]
     if pipeline.kind == "replay":
         return SampleOutput(rows=_written(transformations.messages(tables[0], pipeline)), dead_letters=[])
     parsed = [transformations.parsed(table, pipeline, side) for side, table in enumerate(tables)]
+    if pipeline.lookup is not None:
+        parsed = [transformations.enriched(parsed[0], _lookup(spark, pipeline, samples[1:]), pipeline)]
     rows = transformations.transformed([frames.good(table) for table in parsed], pipeline)
     letters = [row for table in parsed for row in transformations.letters(table, pipeline).collect()]
     if pipeline.sink is not None and pipeline.sink.topic is not None:
@@ -98,8 +100,20 @@ def read(path: Path) -> list[bytes]:
         raise PenstockError(f"{path}: {error.strerror}") from None
 
 
-def _rows(source: PipelineSource, sample: Iterable[Sample]) -> list[tuple[Any, ...]]:
-    topic = source.topic or next(iter(source.topics), None) or "sample"
+def _lookup(spark: SparkSession, pipeline: Pipeline, samples: Sequence[Iterable[Sample]]) -> DataFrame:
+    """Return the lookup: from its sample if it is a topic, else from its files."""
+    from penstock.pipelines import lookups
+    from penstock.pipelines.validation import SOURCE
+
+    assert pipeline.lookup is not None
+    if not samples:
+        return lookups.read(spark, pipeline)
+    return lookups.of_messages(spark.createDataFrame(_rows(pipeline.lookup, samples[0]), SOURCE), pipeline.lookup)
+
+
+def _rows(source: PipelineSource | PipelineLookup, sample: Iterable[Sample]) -> list[tuple[Any, ...]]:
+    topics = source.topics if isinstance(source, PipelineSource) else ()
+    topic = source.topic or next(iter(topics), None) or "sample"
     now = datetime.now(UTC)
     rows = []
     for offset, each in enumerate(sample):

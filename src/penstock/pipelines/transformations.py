@@ -12,6 +12,7 @@ from penstock.pipelines import frames
 from penstock.pipelines.pipeline import (
     AggregateSettings,
     DeduplicateSettings,
+    EnrichSettings,
     JoinSettings,
     Pipeline,
     PipelineSource,
@@ -30,6 +31,20 @@ def parsed(rows: DataFrame, pipeline: Pipeline, side: int) -> DataFrame:
     schema = pipeline.sources[side].schema
     assert schema is not None
     return parse_json(rows, schema, required=_required(pipeline)[side])
+
+
+def enriched(rows: DataFrame, lookup: DataFrame, pipeline: Pipeline) -> DataFrame:
+    """Add columns of the lookup to parsed rows. Those that find nothing may get a reason to be dead letters."""
+    settings = pipeline.settings
+    assert isinstance(settings, EnrichSettings)
+    return frames.enrich(
+        rows,
+        lookup,
+        on=settings.on,
+        lookup_on=settings.lookup_on,
+        columns=settings.columns,
+        required=settings.missing == "dead_letter",
+    )
 
 
 def transformed(tables: Sequence[DataFrame], pipeline: Pipeline) -> DataFrame:
@@ -61,6 +76,9 @@ def transformed(tables: Sequence[DataFrame], pipeline: Pipeline) -> DataFrame:
                 right_time=settings.right_time or settings.time,
                 how="inner" if settings.how == "inner" else "left_outer",
             )
+        case EnrichSettings():
+            # `enriched` has done it, before the rows that become dead letters were told from the others.
+            return rows
         case SqlSettings():
             watermarked = map(_watermarked, tables, pipeline.sources)
             return frames.sql(dict(zip(pipeline.source_names, watermarked, strict=True)), settings.query)
@@ -81,6 +99,14 @@ def messages(rows: DataFrame, pipeline: Pipeline) -> DataFrame:
         case _:
             shape = frames.to_json
     return shape(rows, topic=sink.topic, key=sink.key, subject=sink.subject)
+
+
+def messages_and_letters(rows: DataFrame, pipeline: Pipeline) -> DataFrame:
+    """Return parsed rows as what the kind writes to the topic of the sink, and as dead letters."""
+    sink = pipeline.sink
+    assert sink is not None
+    assert sink.topic is not None
+    return frames.one_pass(rows, topic=sink.topic, group=pipeline.name, key=sink.key, subject=sink.subject)
 
 
 def fields(rows: DataFrame) -> DataFrame:

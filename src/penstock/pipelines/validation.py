@@ -12,15 +12,16 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final
 
 from pyspark.errors import PySparkException
-from pyspark.sql.functions import expr
+from pyspark.sql.functions import expr, lit
 
-from penstock.errors import BadConfig
-from penstock.pipelines import failure, frames, transformations
+from penstock.errors import BadConfig, PenstockError
+from penstock.pipelines import failure, frames, lookups, transformations
 from penstock.pipelines.pipeline import (
     KINDS,
     AggregateSettings,
     DeadLetterSettings,
     DeduplicateSettings,
+    EnrichSettings,
     JoinSettings,
     Key,
     Pipeline,
@@ -29,7 +30,7 @@ from penstock.pipelines.pipeline import (
     SqlSettings,
     TransformSettings,
 )
-from penstock.spark.json_topics import RESERVED, parse_json
+from penstock.spark.json_topics import REASON, RESERVED, parse_json
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -89,6 +90,8 @@ class _Validator:
                 return self._joined(table, more[0], settings)
             case SqlSettings():
                 return self._queried(tables, settings)
+            case EnrichSettings():
+                return self._enriched(table, settings)
             case ReplaySettings():
                 return table
             case DeadLetterSettings():
@@ -149,6 +152,35 @@ class _Validator:
             return made
         return None
 
+    def _enriched(self, table: DataFrame, settings: EnrichSettings) -> DataFrame | None:
+        lookup = self._lookup()
+        if lookup is None:
+            return None
+        before = len(self.problems)
+        self._check_columns(table, settings.on, "enrich", "on")
+        names, key = (settings.lookup_on, "lookup_on") if settings.lookup_on else (settings.on, "on")
+        self._check_columns(lookup, names, "enrich", key, side="lookup")
+        for name, sql in (settings.columns or {}).items():
+            with self._reporting("enrich", "columns", name):
+                lookup.select(expr(sql))
+        if len(self.problems) == before:
+            with self._reporting("enrich"):
+                return frames.good(
+                    transformations.enriched(table.withColumn(REASON, lit(None)), lookup, self._pipeline)
+                )
+        return None
+
+    def _lookup(self) -> DataFrame | None:
+        lookup = self._pipeline.lookup
+        assert lookup is not None
+        if lookup.topic is not None:
+            with self._reporting("lookup", "schema"):
+                return lookups.of_messages(self._spark.createDataFrame([], SOURCE), lookup)
+            return None
+        with self._reporting("lookup", "delta" if lookup.parquet is None else "parquet"):
+            return lookups.read(self._spark, self._pipeline)
+        return None
+
     def _check_stream(self, settings: SqlSettings) -> None:
         """Raise PySparkException if Spark can run the query on tables, but not on streams.
 
@@ -194,7 +226,7 @@ class _Validator:
         """Report an error of Spark as a problem of this key."""
         try:
             yield
-        except (PySparkException, ValueError, TypeError) as error:
+        except (PySparkException, PenstockError, ValueError, TypeError) as error:
             found = failure.describe(error)
             self.problems.append(f"{self._where(key, found.line)}: {found.sentence}")
         except Exception as error:
