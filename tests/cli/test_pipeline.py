@@ -354,6 +354,52 @@ def test_enrich_adds_what_is_known_of_the_customer(example: Example, broker: Spa
     assert (end["rows_in"], end["rows_out"], end["dead_letters"]) == (101, 100, 1)
 
 
+@of("sessionize")
+def test_sessions_are_those_of_pandas_and_flush_writes_the_last_ones(example: Example, broker: SparkBroker) -> None:
+    clicks = [
+        {"customer": f"c{n % 3}", "page": f"p{n % 4}", "at": f"2030-01-31T{n // 4:02}:{n * n % 60:02}:00Z"}
+        for n in range(90)
+    ]
+    # Rows that are exactly the gap apart are one session.
+    clicks += [{"customer": "edge", "page": "p", "at": f"2030-01-31T{at}:00Z"} for at in ("12:00", "12:30", "13:01")]
+    publish(broker, "clicks", *clicks, {"page": "p0", "at": clicks[0]["at"]})
+
+    first = example.run().end
+    before = values(broker, "visits")
+    flushed = example.run("--flush").end
+    again = example.run("--flush").end
+    found = values(broker, "visits")
+
+    expected = sessions(clicks, pandas.Timedelta("30min"))
+    assert (
+        Counter(
+            (each["customer"], each["session_start"][:19], each["last_click"][:19], each["clicks"], each["pages"])
+            for each in found
+        )
+        == expected
+    )
+    ends = {pandas.Timestamp(each["session_end"]) - pandas.Timestamp(each["last_click"]) for each in found}
+    assert ends == {pandas.Timedelta("30min")}
+    assert 0 < len(before) < len(found)
+    assert (first["rows_in"], first["dead_letters"], first["late_rows"]) == (94, 1, 0)
+    assert (first["rows_out"] + flushed["rows_out"], again["batches"]) == (len(found), 0)
+
+
+def sessions(clicks: Sequence[Mapping[str, str]], gap: Any) -> Counter[tuple[Any, ...]]:
+    """Customer, first and last click, and the numbers of clicks and pages, as pandas has them."""
+    table = pandas.DataFrame(clicks).assign(at=lambda each: pandas.to_datetime(each["at"]))
+    table = table.sort_values(["customer", "at"])
+    table["session"] = (table.groupby("customer")["at"].diff() > gap).cumsum()
+    rows = table.groupby(["customer", "session"]).agg(
+        first=("at", "min"), last=("at", "max"), clicks=("at", "size"), pages=("page", "nunique")
+    )
+    shown = "%Y-%m-%dT%H:%M:%S"
+    return Counter(
+        (key[0], row["first"].strftime(shown), row["last"].strftime(shown), row["clicks"], row["pages"])
+        for key, row in rows.iterrows()
+    )
+
+
 @of("archive")
 def test_archive_keeps_all_messages_in_files(example: Example, broker: SparkBroker) -> None:
     assert example.run().end["rows"] == 101
@@ -469,6 +515,11 @@ def test_a_function_beside_the_file_makes_rows_of_rows(example: Example, broker:
             "join",
             [("id string, method", "order string, method")],
             r"join.toml:15: \[join\] on names 'id', which \[right\] schema does not have: it has order, .*",
+        ),
+        (
+            "sessionize",
+            [("size(collect_set(page))", "count(DISTINCT page)")],
+            r"sessionize.toml:10: \[sessionize\]: Distinct aggregations are not supported on streaming .*",
         ),
         (
             "dead_letters",

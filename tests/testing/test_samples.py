@@ -75,6 +75,29 @@ def test_windows_are_those_of_pandas(run: Callable[..., SampleOutput]) -> None:
     assert found == {key: (row["size"], round(row["sum"], 2)) for key, row in expected.iterrows()}
 
 
+def test_sessions_are_those_of_pandas(run: Callable[..., SampleOutput]) -> None:
+    # Each minute of `orders` is an hour here, so there are gaps.
+    sample = [
+        {
+            "customer": each["id"][:2],
+            "page": each["country"],
+            "at": each["at"].replace("T12:", "T").removesuffix("Z")[:16],
+        }
+        for each in orders(200)
+        if int(each["at"][14:16]) < 24
+    ]
+
+    done = run(EXAMPLES / "sessionize.toml", sample)
+
+    table = pandas.DataFrame(sample).assign(at=lambda each: pandas.to_datetime(each["at"]))
+    table = table.sort_values(["customer", "at"])
+    table["session"] = (table.groupby("customer")["at"].diff() > pandas.Timedelta("30min")).cumsum()
+    expected = table.groupby(["customer", "session"]).size()
+    assert Counter((value["customer"], value["clicks"]) for value in done.values) == Counter(
+        (key[0], size) for key, size in expected.items()
+    )
+
+
 def test_a_join_is_that_of_pandas(run: Callable[..., SampleOutput]) -> None:
     left = orders(100)
     right = [{"id": each["id"], "method": "card", "paid_at": each["at"]} for each in orders(100)]

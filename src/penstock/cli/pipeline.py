@@ -83,10 +83,21 @@ class OtherBroker:
 @options
 def init(
     kind: Annotated[
-        Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql", "enrich"],
+        Literal[
+            "archive",
+            "transform",
+            "aggregate",
+            "deduplicate",
+            "replay",
+            "dead_letters",
+            "join",
+            "sql",
+            "enrich",
+            "sessionize",
+        ],
         typer.Argument(
             metavar="KIND",
-            help="archive, transform, aggregate, deduplicate, replay, dead_letters, join, sql or enrich.",
+            help="archive, transform, aggregate, deduplicate, replay, dead_letters, join, sql, enrich or sessionize.",
         ),
     ],
     path: Annotated[

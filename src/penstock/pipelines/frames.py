@@ -182,6 +182,24 @@ def aggregate(
     return rows.select(*bounds, *map(named, by), *map(named, measures))
 
 
+def sessionize(
+    df: DataFrame, *, by: Sequence[str], time: str, gap: str, watermark: str, measures: Mapping[str, str]
+) -> DataFrame:
+    """Aggregate over sessions: rows that are equal in `by` and follow each other within `gap`.
+
+    The columns are session_start, the time of the first row; session_end, which is `gap` after the last; those of `by`,
+    and the measures. The arguments are as in `aggregate`.
+    """
+    if not measures:
+        raise ValueError("a session needs at least one measure")
+    check_unique(["session_start", "session_end", *by, *measures])
+    made = [fn.expr(sql).alias(name) for name, sql in measures.items()]
+    session = fn.session_window(fn.col(time), gap).alias("_session")
+    rows = df.withWatermark(time, watermark).groupBy(session, *map(named, by)).agg(*made)
+    bounds = [fn.col("_session.start").alias("session_start"), fn.col("_session.end").alias("session_end")]
+    return rows.select(*bounds, *map(named, by), *map(named, measures))
+
+
 def deduplicate(df: DataFrame, *, by: Sequence[str], time: str, watermark: str) -> DataFrame:
     """Return the first row of each key.
 

@@ -35,7 +35,9 @@ from penstock.toml_lines import KeyLines
 # The path of a key in a file.
 Key = tuple[str, ...]
 
-Kind = Literal["archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql", "enrich"]
+Kind = Literal[
+    "archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql", "enrich", "sessionize"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,15 @@ class EnrichSettings:
     ] = "null"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionizeSettings:
+    by: Annotated[SomeColumns, about("the columns whose values have sessions of their own")]
+    time: Annotated[Text, about("the column with the time of the event")]
+    gap: Annotated[Duration, about("the longest time between two rows of a session")]
+    watermark: Annotated[Duration, about("how late a row may be and still count")]
+    measures: Annotated[Measures, about('the measures of each session: `clicks = "count(*)"`')]
+
+
 Settings = (
     ArchiveSettings
     | TransformSettings
@@ -199,6 +210,7 @@ Settings = (
     | JoinSettings
     | SqlSettings
     | EnrichSettings
+    | SessionizeSettings
 )
 
 
@@ -225,6 +237,7 @@ KINDS: Final[Mapping[str, PipelineKind]] = {
     "join": PipelineKind(settings=JoinSettings, sinks=("topic", "parquet"), sources=("left", "right")),
     "sql": PipelineKind(settings=SqlSettings, sinks=("topic", "parquet"), sources=None),
     "enrich": PipelineKind(settings=EnrichSettings, sinks=("topic",), has_lookup=True),
+    "sessionize": PipelineKind(settings=SessionizeSettings, sinks=("topic", "parquet")),
 }
 
 # The table with a table for each source, where the file names them.
@@ -306,7 +319,7 @@ class Pipeline:
                 found.append("SQL")
             case TransformSettings():
                 found.append("function")
-            case AggregateSettings():
+            case AggregateSettings() | SessionizeSettings():
                 found += ["columns", "measures"]
             case DeduplicateSettings() | JoinSettings():
                 found.append("columns")
@@ -358,7 +371,7 @@ def _stateful(pipeline: Pipeline) -> dict[str, Any]:
     for a stateful query Spark itself refuses what it cannot do.
     """
     match pipeline.settings:
-        case AggregateSettings() | DeduplicateSettings() | JoinSettings():
+        case AggregateSettings() | DeduplicateSettings() | JoinSettings() | SessionizeSettings():
             return asdict(pipeline.settings)
         case SqlSettings():
             # Spark numbers the sources of a query in the order in which the query reads them. Another query would

@@ -17,6 +17,7 @@ from penstock.pipelines.pipeline import (
     Pipeline,
     PipelineSource,
     ReplaySettings,
+    SessionizeSettings,
     SqlSettings,
     TransformSettings,
 )
@@ -61,6 +62,15 @@ def transformed(tables: Sequence[DataFrame], pipeline: Pipeline) -> DataFrame:
                 slide=settings.slide,
                 watermark=settings.watermark,
                 by=settings.by,
+                measures=settings.measures,
+            )
+        case SessionizeSettings():
+            return frames.sessionize(
+                rows,
+                by=settings.by,
+                time=settings.time,
+                gap=settings.gap,
+                watermark=settings.watermark,
                 measures=settings.measures,
             )
         case DeduplicateSettings():
@@ -147,13 +157,13 @@ def function_of(pipeline: Pipeline) -> Callable[[DataFrame], DataFrame]:
 def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
     """Return the columns that rows need besides those of the schema, for each source. Without them rows would vanish.
 
-    A row without a time belongs to no window, rows without a key are not duplicates of each other, and a row without a
-    join column never matches.
+    A row without a time belongs to no window or session, rows without a key are not duplicates of each other, nor
+    one session, and a row without a join column never matches.
     """
     match pipeline.settings:
         case AggregateSettings(time=time):
             return [(time,)]
-        case DeduplicateSettings(time=time, by=by):
+        case DeduplicateSettings(time=time, by=by) | SessionizeSettings(time=time, by=by):
             return [(time, *by)]
         case JoinSettings(time=time, right_time=right_time, on=on):
             return [(time, *on), (right_time or time, *on)]

@@ -27,6 +27,7 @@ from penstock.pipelines.pipeline import (
     Pipeline,
     PipelineSource,
     ReplaySettings,
+    SessionizeSettings,
     SqlSettings,
     TransformSettings,
 )
@@ -80,7 +81,7 @@ class _Validator:
         match settings:
             case TransformSettings():
                 return self._transformed(table, settings)
-            case AggregateSettings():
+            case AggregateSettings() | SessionizeSettings():
                 return self._aggregated(table, settings)
             case DeduplicateSettings():
                 self._check_time(table, settings.time, "deduplicate", "time")
@@ -114,16 +115,19 @@ class _Validator:
             return frames.transform(table, function)
         return None
 
-    def _aggregated(self, table: DataFrame, settings: AggregateSettings) -> DataFrame | None:
-        before = len(self.problems)
-        self._check_time(table, settings.time, "aggregate", "time")
-        self._check_columns(table, settings.by, "aggregate", "by")
+    def _aggregated(self, table: DataFrame, settings: AggregateSettings | SessionizeSettings) -> DataFrame | None:
+        before, kind = len(self.problems), self._pipeline.kind
+        self._check_time(table, settings.time, kind, "time")
+        self._check_columns(table, settings.by, kind, "by")
         for name, sql in settings.measures.items():
-            with self._reporting("aggregate", "measures", name):
+            with self._reporting(kind, "measures", name):
                 table.groupBy().agg(expr(sql))
         if len(self.problems) == before:
-            with self._reporting("aggregate"):
-                return transformations.transformed([table], self._pipeline)
+            with self._reporting(kind):
+                made = transformations.transformed([table], self._pipeline)
+                if isinstance(settings, SessionizeSettings):
+                    self._check_stream()
+                return made
         return None
 
     def _joined(self, left: DataFrame, right: DataFrame, settings: JoinSettings) -> DataFrame | None:
@@ -148,7 +152,7 @@ class _Validator:
         with self._reporting("sql", "query"):
             made = transformations.transformed(tables, self._pipeline)
             frames.to_json(made, topic="-")
-            self._check_stream(settings)
+            self._check_stream(settings.mode)
             return made
         return None
 
@@ -181,7 +185,7 @@ class _Validator:
             return lookups.read(self._spark, self._pipeline)
         return None
 
-    def _check_stream(self, settings: SqlSettings) -> None:
+    def _check_stream(self, mode: str = "append") -> None:
         """Raise PySparkException if Spark can run the query on tables, but not on streams.
 
         Spark decides that when a query is started, so this starts it, on streams that have no rows and end at once.
@@ -194,7 +198,7 @@ class _Validator:
                 for side in range(len(self._pipeline.sources))
             ]
             made = transformations.transformed(tables, self._pipeline)
-            writer = made.writeStream.format("noop").outputMode(settings.mode).trigger(availableNow=True)
+            writer = made.writeStream.format("noop").outputMode(mode).trigger(availableNow=True)
             writer.option("checkpointLocation", f"{directory}/checkpoint").start().awaitTermination()
 
     def _check_letters(self, table: DataFrame, settings: DeadLetterSettings) -> None:

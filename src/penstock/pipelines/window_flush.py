@@ -1,4 +1,4 @@
-"""Closing the last windows of an aggregation, or writing the last rows of a left join, at the end of a run.
+"""Closing the last windows or sessions, or writing the last rows of a left join, at the end of a run.
 
 Spark closes a window when the watermark passes its end, and only rows advance the watermark, so the last windows of a
 topic stay open. A flush is one more batch, without rows, whose watermark closes all of them. It is planned the way
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.pipelines.pipeline import AggregateSettings, JoinSettings, Pipeline, SqlSettings
+from penstock.pipelines.pipeline import AggregateSettings, JoinSettings, Pipeline, SessionizeSettings, SqlSettings
 from penstock.spark.durable_files import write_durably
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _VERSION: Final = "v1"
 def check(pipeline: Pipeline) -> None:
     """Raise PenstockError if the pipeline never has anything to flush."""
     match pipeline.settings:
-        case AggregateSettings(mode="append") | JoinSettings(how="left"):
+        case AggregateSettings(mode="append") | SessionizeSettings() | JoinSettings(how="left"):
             return
         case AggregateSettings():
             why = "with mode = 'update' all windows have been written already"
@@ -78,6 +78,8 @@ def _closing_ms(spark: SparkSession, pipeline: Pipeline, query: Path) -> int | N
     match pipeline.settings:
         case AggregateSettings():
             found, closing = spark.read.format("statestore").load(str(query)), fn.col("key.window.end")
+        case SessionizeSettings():
+            found, closing = spark.read.format("statestore").load(str(query)), fn.col("value.session_window.end")
         case JoinSettings(time=time, within=within):
             found = spark.read.format("statestore").option("joinSide", "left").load(str(query)).select("value.*")
             # A row on the right at this very time would still match, so the watermark must be later.
