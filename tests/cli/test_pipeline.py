@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 pandas = pytest.importorskip("pandas")
+deltalake = pytest.importorskip("deltalake")
 
 # Spark's start on a machine that has other things to do.
 _PATIENCE_S: Final = 240.0
@@ -398,6 +399,27 @@ def sessions(clicks: Sequence[Mapping[str, str]], gap: Any) -> Counter[tuple[Any
         (key[0], row["first"].strftime(shown), row["last"].strftime(shown), row["clicks"], row["pages"])
         for key, row in rows.iterrows()
     )
+
+
+@of("upsert")
+def test_upsert_keeps_a_table_of_the_latest_rows(example: Example, broker: SparkBroker) -> None:
+    example.change(('topic = "customers"', 'topic = "people"'))
+    for number in range(10):
+        broker.publish("people", json={"customer": f"c{number % 4}", "name": f"n{number}"}, key=f"c{number % 4}")
+    broker.publish("people", None, key="c1")
+    broker.publish("people", b"nobody", key="c2")
+
+    end = example.run().end
+    broker.publish("people", None, key="c3")
+    again = example.run().end
+
+    table = pyarrow.dataset.dataset(deltalake.DeltaTable(example.directory / "tables/customers").file_uris()).to_table()
+    assert sorted(zip(table["customer"].to_pylist(), table["name"].to_pylist(), strict=True)) == [
+        ("c0", "n8"),
+        ("c2", "n6"),
+    ]
+    assert (end["rows"], end["rows_in"], end["rows_out"], end["dead_letters"]) == (12, 12, 4, 1)
+    assert (again["rows"], again["rows_out"], again["lag"], broker.lag("customers-table")) == (1, 1, 0, 0)
 
 
 @of("archive")

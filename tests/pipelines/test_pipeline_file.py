@@ -100,6 +100,17 @@ on = ["customer"]
 [sink]
 topic = "more"
 """
+UPSERT = """\
+name = "latest"
+kind = "upsert"
+[source]
+topic = "orders"
+schema = "id string"
+[upsert]
+key = "id"
+[sink]
+delta = "table"
+"""
 
 
 def read(directory: Path, text: str) -> Pipeline:
@@ -453,6 +464,28 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
                 "sink, trigger"
             ),
         ),
+        # Tables.
+        (
+            UPSERT.replace('"table"', '"s3://bucket/table"\noptions = { x = 1 }'),
+            (
+                "9: [sink] delta is 's3://bucket/table': it must be a directory, not a URL\n"
+                "10: [sink] options is not for a Delta table, which Spark does not write"
+            ),
+        ),
+        (
+            UPSERT.replace("delta =", "topic ="),
+            (
+                "8: [sink] delta is missing: the directory of a Delta table\n"
+                "9: [sink] topic is not for kind upsert, which writes to delta"
+            ),
+        ),
+        (
+            AGGREGATE.replace('topic = "totals"', 'delta = "table"'),
+            (
+                "11: [sink] needs one of topic, parquet\n"
+                "12: [sink] delta is not for kind aggregate, which writes to topic or parquet"
+            ),
+        ),
         # Contradictions.
         (
             TRANSFORM.replace('"orders"', '"orders"\npattern = "o.*"'),
@@ -559,6 +592,7 @@ def test_a_file_may_be_yaml_or_json(tmp_path: Path) -> None:
         (TRANSFORM, "SELECT id", "SELECT upper(id)", True),
         (REPLAY, 'topic = "orders"', 'topic = "orders"\nstart = 5', False),
         (REPLAY, "[sink]", "[replay]\nrate = 5\n[sink]", True),
+        (UPSERT, 'key = "id"', 'key = "ident"', False),
         (ENRICH, 'topic = "customers"', 'topic = "people"', True),
         (SQL, 'topic = "both"', 'topic = "all"', True),
         (SQL, "SELECT id FROM orders UNION ALL SELECT id FROM refunds", "SELECT id FROM refunds, orders", False),

@@ -94,10 +94,12 @@ def init(
             "sql",
             "enrich",
             "sessionize",
+            "upsert",
         ],
         typer.Argument(
             metavar="KIND",
-            help="archive, transform, aggregate, deduplicate, replay, dead_letters, join, sql, enrich or sessionize.",
+            help="archive, transform, aggregate, deduplicate, replay, dead_letters, join, sql, enrich, sessionize or "
+            "upsert.",
         ),
     ],
     path: Annotated[

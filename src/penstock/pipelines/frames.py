@@ -284,6 +284,37 @@ def enrich(
     return joined.select(*kept, *map(named, wanted), reason.alias(REASON))
 
 
+def with_tombstones(df: DataFrame, *, key: str) -> DataFrame:
+    """Make tombstones valid rows: without fields, except for `key`, which is the key of the message.
+
+    `df` is parsed rows with `_reason`.
+    """
+    kind = df.schema[key].dataType
+    of_message = fn.col("_key").cast("string").try_cast(kind)
+    refused = fn.when(fn.col("_key").isNull(), "it has neither a value nor a key").when(
+        of_message.isNull(), f"it has no value, and its key is not of type {kind.simpleString()}"
+    )
+    is_tombstone = fn.col("_value").isNull()
+    return df.withColumns(
+        {
+            key: fn.when(is_tombstone, of_message).otherwise(named(key)),
+            REASON: fn.when(is_tombstone, refused).otherwise(fn.col(REASON)),
+        }
+    )
+
+
+def changes(df: DataFrame, *, key: str, deleted: str) -> DataFrame:
+    """Return the last row of each key, from rows of `with_tombstones`, and whether that is a tombstone, as `deleted`.
+
+    Messages of one key must be in one partition, where offsets order them.
+    """
+    fields = [named(name) for name in df.columns if name not in RESERVED]
+    row = fn.struct(*fields, fn.col("_value").isNull().alias(deleted))
+    # Within a batch only: Delta has the rows of those before.
+    found = df.groupBy(named(key)).agg(fn.max_by(row, fn.struct("_offset", "_partition")).alias("_row"))
+    return found.select("_row.*")
+
+
 def replay(df: DataFrame, *, topic: str, key: str | None = None, subject: str | None = None) -> DataFrame:
     """Return rows for the sink, from rows of the source, for another topic.
 

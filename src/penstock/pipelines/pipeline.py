@@ -36,7 +36,17 @@ from penstock.toml_lines import KeyLines
 Key = tuple[str, ...]
 
 Kind = Literal[
-    "archive", "transform", "aggregate", "deduplicate", "replay", "dead_letters", "join", "sql", "enrich", "sessionize"
+    "archive",
+    "transform",
+    "aggregate",
+    "deduplicate",
+    "replay",
+    "dead_letters",
+    "join",
+    "sql",
+    "enrich",
+    "sessionize",
+    "upsert",
 ]
 
 
@@ -82,12 +92,13 @@ class PipelineLookup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSink:
-    """Where rows are written. A valid one has exactly one of `topic`, `parquet` and `archive`."""
+    """Where rows are written. A valid one has exactly one of `topic`, `parquet`, `archive` and `delta`."""
 
     servers: Annotated[Servers | None, about("a broker other than the source's")] = None
     topic: Annotated[Topic | None, about("a topic, or a subject of one")] = None
     parquet: Annotated[Text | None, about("a directory of Parquet files, as Spark writes them")] = None
     archive: Annotated[Text | None, about("the directory of an archive, or the URL of an object store")] = None
+    delta: Annotated[Text | None, about("the directory of a Delta table")] = None
     format: Annotated[Literal["parquet", "delta"], about("for an archive: `parquet` or `delta`")] = "parquet"
     partition: Annotated[Literal["hour", "day"], about("for an archive: a directory for each `hour` or `day`")] = "hour"
     key: Annotated[Text | None, about("for a topic: the key, a column or a SQL expression; by default unchanged")] = (
@@ -200,6 +211,11 @@ class SessionizeSettings:
     measures: Annotated[Measures, about('the measures of each session: `clicks = "count(*)"`')]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpsertSettings:
+    key: Annotated[Text, about("the column that identifies a row; in a tombstone, the key of the message is its value")]
+
+
 Settings = (
     ArchiveSettings
     | TransformSettings
@@ -211,6 +227,7 @@ Settings = (
     | SqlSettings
     | EnrichSettings
     | SessionizeSettings
+    | UpsertSettings
 )
 
 
@@ -238,6 +255,7 @@ KINDS: Final[Mapping[str, PipelineKind]] = {
     "sql": PipelineKind(settings=SqlSettings, sinks=("topic", "parquet"), sources=None),
     "enrich": PipelineKind(settings=EnrichSettings, sinks=("topic",), has_lookup=True),
     "sessionize": PipelineKind(settings=SessionizeSettings, sinks=("topic", "parquet")),
+    "upsert": PipelineKind(settings=UpsertSettings, sinks=("delta",)),
 }
 
 # The table with a table for each source, where the file names them.
@@ -321,7 +339,7 @@ class Pipeline:
                 found.append("function")
             case AggregateSettings() | SessionizeSettings():
                 found += ["columns", "measures"]
-            case DeduplicateSettings() | JoinSettings():
+            case DeduplicateSettings() | JoinSettings() | UpsertSettings():
                 found.append("columns")
             case EnrichSettings():
                 found += ["lookup", "columns"]
@@ -371,7 +389,7 @@ def _stateful(pipeline: Pipeline) -> dict[str, Any]:
     for a stateful query Spark itself refuses what it cannot do.
     """
     match pipeline.settings:
-        case AggregateSettings() | DeduplicateSettings() | JoinSettings() | SessionizeSettings():
+        case AggregateSettings() | DeduplicateSettings() | JoinSettings() | SessionizeSettings() | UpsertSettings():
             return asdict(pipeline.settings)
         case SqlSettings():
             # Spark numbers the sources of a query in the order in which the query reads them. Another query would

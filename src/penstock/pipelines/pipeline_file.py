@@ -209,7 +209,7 @@ class _FileReader:
         if sink is None:
             return
         self._need_one(("sink",), sink, KINDS[kind].sinks)
-        for other in ("topic", "parquet", "archive"):
+        for other in ("topic", "parquet", "archive", "delta"):
             if getattr(sink, other) is not None and other not in KINDS[kind].sinks:
                 allowed = " or ".join(KINDS[kind].sinks)
                 self._report(("sink", other), f"is not for kind {kind}, which writes to {allowed}")
@@ -220,6 +220,11 @@ class _FileReader:
         for name in ("format", "partition"):
             if isinstance(given, dict) and name in given and sink.archive is None:
                 self._report(("sink", name), "is only for an archive as sink")
+        if sink.delta is not None:
+            if "://" in sink.delta:
+                self._report(("sink", "delta"), f"is {sink.delta!r}: it must be a directory, not a URL")
+            if sink.options:
+                self._report(("sink", "options"), "is not for a Delta table, which Spark does not write")
         for source in sources:
             self._refuse_loop(source, sink)
 

@@ -39,6 +39,7 @@ from penstock.pipelines.pipeline import (
     PipelineSource,
     ReplaySettings,
     SqlSettings,
+    UpsertSettings,
 )
 from penstock.spark import connection
 from penstock.spark import options as source_options
@@ -50,6 +51,8 @@ _REDRIVEN_MAX: Final = 1000
 _REDRIVE_S: Final = 60.0
 # Dead letters read in one batch, unless the file sets another limit.
 _LETTERS_MAX: Final = 100_000
+# Messages merged in one batch, unless the file sets another limit.
+_UPSERTED_MAX: Final = 100_000
 
 _QUERY_ID: Final = "sql.streaming.queryId"
 _LOGIN: Final = ("user", "password", "token")
@@ -161,6 +164,8 @@ class _QueryBuilder:
                 self._dead_letters(settings)
             case EnrichSettings():
                 self._enrich()
+            case UpsertSettings() as settings:
+                self._upsert(settings)
             case _:
                 self._process()
 
@@ -204,6 +209,29 @@ class _QueryBuilder:
                 self._store_counted(transformations.messages(frames.good(found), self.pipeline), number)
 
         self._run("rows", rows, rows.writeStream.foreachBatch(enrich))
+
+    def _upsert(self, settings: UpsertSettings) -> None:
+        """Merge each batch into a Delta table, and store its dead letters with another query."""
+        from penstock.spark.delta_table import UpsertTable
+
+        path = self._sink.delta
+        assert path is not None
+        table = UpsertTable(path, settings.key)
+        # A batch passes through the memory of this process.
+        limit = {"maxOffsetsPerTrigger": str(_UPSERTED_MAX)} | dict(self.pipeline.source.options)
+        rows = frames.good(self._parsed(0, **limit))
+
+        def upsert(batch: DataFrame, number: int) -> None:
+            query = _query_of(batch)
+            if table.has(query, number):
+                return
+            changes = transformations.transformed([batch], self.pipeline).toArrow()
+            if changes.num_rows:
+                table.merge(changes, query, number, deleted=transformations.DELETED)
+            self.count({"out": changes.num_rows})
+
+        self._run("rows", rows, rows.writeStream.foreachBatch(upsert))
+        self._store_letters()
 
     def _store_counted(self, rows: DataFrame, number: int, store: BatchFunction | None = None) -> None:
         """Store rows of `one_pass`, or of a part of it, and count them."""
@@ -379,12 +407,18 @@ def _storing(options: Mapping[str, str], part: str = "") -> BatchFunction:
     """Store batches exactly once, like the streaming sink. Each part of a batch is stored with its own name."""
 
     def store(batch: DataFrame, number: int) -> None:
-        query = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
-        assert query is not None, "Spark calls this for a batch of a query"
+        query = _query_of(batch)
         once = {"txnId": f"{query} {part}" if part else query, "txnVersion": str(number)}
         batch.write.format("penstock").options(**options, **once).mode("append").save()
 
     return store
+
+
+def _query_of(batch: DataFrame) -> str:
+    """Return the ID of the query that a batch belongs to. It is that of the checkpoint."""
+    query = batch.sparkSession.sparkContext.getLocalProperty(_QUERY_ID)
+    assert query is not None, "Spark calls this for a batch of a query"
+    return query
 
 
 def _paced(each: BatchFunction) -> BatchFunction:

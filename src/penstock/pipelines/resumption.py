@@ -44,7 +44,7 @@ def check(pipeline: Pipeline, state: StateDirectory) -> None:
         _check_group(pipeline, state, known, planned)
     if state.has_begun:
         _check_transactions(pipeline, state)
-    _check_sink(pipeline, state.batch("rows"))
+    _check_sink(pipeline, state.batch("rows"), state)
 
 
 def restart(pipeline: Pipeline, state: StateDirectory, say: Callable[[str], None]) -> None:
@@ -162,13 +162,15 @@ def _brokers(pipeline: Pipeline) -> Iterator[tuple[Client, str]]:
 # ---- the sink
 
 
-def _check_sink(pipeline: Pipeline, batch: int | None) -> None:
-    """Check the sink against the last batch in the state, None if that has none."""
+def _check_sink(pipeline: Pipeline, batch: int | None, state: StateDirectory | None = None) -> None:
+    """Check the sink against the last batch in the state, None if that has none. Without a state a run starts over."""
     sink = pipeline.sink
     if sink is None or isinstance(pipeline.settings, DeadLetterSettings):
         return
     if sink.parquet is not None:
         _check_parquet(pipeline, sink.parquet, -1 if batch is None else batch)
+    if sink.delta is not None and state is not None:
+        _check_delta(pipeline, sink.delta, state)
     if sink.archive is not None and batch is None:
         _check_archive(pipeline, sink)
 
@@ -187,6 +189,19 @@ def _check_parquet(pipeline: Pipeline, path: str, batch: int) -> None:
             "new batches for duplicates and drop them. Run it with the state that wrote them (--data), or remove that "
             "directory, or set another one in [sink] parquet"
         )
+
+
+def _check_delta(pipeline: Pipeline, path: str, state: StateDirectory) -> None:
+    """Refuse batch numbers that the table has: new rows would be taken for duplicates and dropped."""
+    from penstock.spark.delta_table import UpsertTable
+
+    for query, number in state.queries():
+        stored = UpsertTable(path).last(query)
+        if stored is not None and stored > number:
+            raise PenstockError(
+                f"{path} holds batches up to {stored}, but the state of pipeline {pipeline.name} ends with batch "
+                f"{number}: this state is an old copy. {_REMEDY}"
+            )
 
 
 def _check_archive(pipeline: Pipeline, sink: PipelineSink) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.client.values import Outgoing
 from penstock.errors import PenstockError
-from penstock.pipelines.pipeline import KINDS, Pipeline, PipelineLookup, PipelineSource
+from penstock.pipelines.pipeline import KINDS, Pipeline, PipelineLookup, PipelineSource, UpsertSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -84,7 +84,9 @@ def run(spark: SparkSession, pipeline: Pipeline, *samples: Iterable[Sample]) -> 
         parsed = [transformations.enriched(parsed[0], _lookup(spark, pipeline, samples[1:]), pipeline)]
     rows = transformations.transformed([frames.good(table) for table in parsed], pipeline)
     letters = [row for table in parsed for row in transformations.letters(table, pipeline).collect()]
-    if pipeline.sink is not None and pipeline.sink.topic is not None:
+    if isinstance(pipeline.settings, UpsertSettings):
+        written = _upserted(rows, pipeline.settings.key)
+    elif pipeline.sink is not None and pipeline.sink.topic is not None:
         written = _written(transformations.messages(rows, pipeline))
     else:
         files = frames.to_json(transformations.fields(rows), topic="-").collect()
@@ -135,6 +137,18 @@ def _written(messages: DataFrame) -> list[SampleRow]:
     return [
         SampleRow(value=_value(row["value"]), subject=row["subject"], key=_text(row["key"]), headers=row["headers"])
         for row in messages.collect()
+    ]
+
+
+def _upserted(changes: DataFrame, key: str) -> list[SampleRow]:
+    """Return the changes of a table. A row that is deleted has no value."""
+    from penstock.pipelines import frames, transformations
+
+    made = frames.to_json(changes, topic="-", key=frames.named_sql(key)).collect()
+    values = [(_value(row["value"]), _text(row["key"])) for row in made]
+    return [
+        SampleRow(value=None if value.pop(transformations.DELETED) else value, key=of, headers={})
+        for value, of in values
     ]
 
 

@@ -250,7 +250,7 @@ def _loaded(file: str) -> Pipeline | None:
 
 def _target(pipeline: Pipeline) -> tuple[str | None, ...]:
     sink = pipeline.sink
-    return () if sink is None else (sink.servers, sink.topic, sink.parquet, sink.archive)
+    return () if sink is None else (sink.servers, sink.topic, sink.parquet, sink.archive, sink.delta)
 
 
 def _try_lock(lock: IO[str]) -> bool:

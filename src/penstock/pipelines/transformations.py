@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock.errors import BadConfig
 from penstock.pipelines import frames
@@ -20,18 +20,25 @@ from penstock.pipelines.pipeline import (
     SessionizeSettings,
     SqlSettings,
     TransformSettings,
+    UpsertSettings,
 )
 from penstock.spark.json_topics import RESERVED, parse_json
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+# The column of an upsert that tells tombstones from rows. It is not written.
+DELETED: Final = "_deleted"
+
 
 def parsed(rows: DataFrame, pipeline: Pipeline, side: int) -> DataFrame:
     """Parse the rows of a source, which has a schema. `side` is its number in the pipeline."""
     schema = pipeline.sources[side].schema
     assert schema is not None
-    return parse_json(rows, schema, required=_required(pipeline)[side])
+    found = parse_json(rows, schema, required=_required(pipeline)[side])
+    if isinstance(pipeline.settings, UpsertSettings):
+        return frames.with_tombstones(found, key=pipeline.settings.key)
+    return found
 
 
 def enriched(rows: DataFrame, lookup: DataFrame, pipeline: Pipeline) -> DataFrame:
@@ -89,6 +96,8 @@ def transformed(tables: Sequence[DataFrame], pipeline: Pipeline) -> DataFrame:
         case EnrichSettings():
             # `enriched` has done it, before the rows that become dead letters were told from the others.
             return rows
+        case UpsertSettings():
+            return frames.changes(rows, key=settings.key, deleted=DELETED)
         case SqlSettings():
             watermarked = map(_watermarked, tables, pipeline.sources)
             return frames.sql(dict(zip(pipeline.source_names, watermarked, strict=True)), settings.query)
@@ -167,6 +176,8 @@ def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
             return [(time, *by)]
         case JoinSettings(time=time, right_time=right_time, on=on):
             return [(time, *on), (right_time or time, *on)]
+        case UpsertSettings(key=key):
+            return [(key,)]
         case SqlSettings():
             return [() if source.time is None else (source.time,) for source in pipeline.sources]
     return [()]

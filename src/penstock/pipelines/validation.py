@@ -30,6 +30,7 @@ from penstock.pipelines.pipeline import (
     SessionizeSettings,
     SqlSettings,
     TransformSettings,
+    UpsertSettings,
 )
 from penstock.spark.json_topics import REASON, RESERVED, parse_json
 
@@ -93,6 +94,8 @@ class _Validator:
                 return self._queried(tables, settings)
             case EnrichSettings():
                 return self._enriched(table, settings)
+            case UpsertSettings():
+                self._check_upsert(table, settings)
             case ReplaySettings():
                 return table
             case DeadLetterSettings():
@@ -173,6 +176,20 @@ class _Validator:
                     transformations.enriched(table.withColumn(REASON, lit(None)), lookup, self._pipeline)
                 )
         return None
+
+    def _check_upsert(self, table: DataFrame, settings: UpsertSettings) -> None:
+        before = len(self.problems)
+        self._check_columns(table, (settings.key,), "upsert", "key")
+        if len(self.problems) > before:
+            return
+        with self._reporting("upsert"):
+            changes = transformations.transformed([table], self._pipeline)
+        with self._reporting("sink", "delta"):
+            from penstock.spark.delta_table import UpsertTable
+
+            assert self._pipeline.sink is not None
+            assert self._pipeline.sink.delta is not None
+            UpsertTable(self._pipeline.sink.delta, settings.key).check(changes.drop(transformations.DELETED).toArrow())
 
     def _lookup(self) -> DataFrame | None:
         lookup = self._pipeline.lookup
