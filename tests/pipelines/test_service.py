@@ -85,6 +85,14 @@ class Harness:
         messages.close()
         return sorted((row["id"], row["n"]) for row in found)
 
+    def processed(self, name: str, rows: int) -> None:
+        """Wait until the broker was told that a pipeline has processed these rows."""
+        for _ in range(1000):
+            if any(each.rows == rows for each in self.broker.pipelines() if each.name == self.name(name)):
+                return
+            threading.Event().wait(0.05)
+        raise AssertionError(f"{name} has not processed {rows} rows")
+
     def reported(self, name: str, is_wanted: Callable[[str], bool]) -> str:
         """Wait until the broker knows a wanted state of a pipeline."""
         for _ in range(1000):
@@ -216,3 +224,44 @@ def test_an_invalid_change_leaves_the_running_version_alone(spark: SparkSession,
         reason = harness.until("twin", JobState.INVALID)
         assert reason is not None
         assert "another file" in reason
+
+
+def test_every_kind_that_looks_up_joins_or_merges_is_served(spark: SparkSession, harness: Harness) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    source = (
+        f"""servers = "{harness.broker.servers}"\ntopic = "{harness.source}"\nschema = "id int, n int, at timestamp" """
+    )
+    tables = {
+        "sql": (
+            f"[sources.a]\n{source}\n[sources.b]\n{source}\n"
+            '[sql]\nquery = "SELECT id, n FROM a UNION ALL SELECT id, n + 10 AS n FROM b"'
+        ),
+        "enrich": (
+            f'[source]\n{source}\n[lookup]\ntopic = "{harness.source}"\nschema = "n int"\n'
+            '[enrich]\non = ["id"]\nlookup_on = ["_key"]\ncolumns = { looked_up = "n" }'
+        ),
+        "sessionize": (
+            f'[source]\n{source}\n[sessionize]\nby = ["id"]\ntime = "at"\ngap = "1 minute"\nwatermark = "1 second"\n'
+            'measures = { n = "count(*)" }'
+        ),
+        "upsert": f'[source]\n{source}\n[upsert]\nkey = "id"',
+    }
+    for kind, text in tables.items():
+        sink = 'delta = "table"' if kind == "upsert" else f'topic = "{harness.name(kind)}"'
+        (harness.directory / f"{kind}.toml").write_text(
+            f'name = "{harness.name(kind)}"\nkind = "{kind}"\n{text}\n[sink]\n{sink}\n'
+            '[trigger]\ninterval = "10 milliseconds"\n'
+        )
+    for number, minute in ((1, 0), (1, 1), (2, 30)):
+        row = {"id": number, "n": minute, "at": f"2030-01-31T12:{minute:02}:00Z"}
+        harness.broker.publish(harness.source, json=row, key=str(number))
+    with serving(spark, harness):
+        assert harness.rows("sql", 6) == [(1, 0), (1, 1), (1, 10), (1, 11), (2, 30), (2, 40)]
+        assert harness.rows("enrich", 3) == [(1, 0), (1, 1), (2, 30)]
+        # The session of 2 is open.
+        assert harness.rows("sessionize", 1) == [(1, 2)]
+        for kind in tables:
+            harness.reported(kind, lambda state: state == "running")
+        harness.processed("upsert", 3)
+    table = deltalake.DeltaTable(harness.directory / "table").to_pandas()
+    assert sorted(zip(table["id"], table["n"], strict=True)) == [(1, 1), (2, 30)]
