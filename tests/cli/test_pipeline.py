@@ -344,7 +344,7 @@ def test_sql_joins_orders_with_their_shipments(example: Example, broker: SparkBr
 @of("enrich")
 def test_enrich_adds_what_is_known_of_the_customer(example: Example, broker: SparkBroker) -> None:
     for country in ("fr", "de"):
-        broker.publish("customers", json={"name": "Ann", "segment": "new", "country": country}, key="ann")
+        broker.publish("customers", json={"customer": "ann", "segment": "new", "country": country}, key="ann")
 
     end = example.run().end
 
@@ -641,6 +641,21 @@ def test_a_sample_is_run_without_a_broker(spark: SparkSession, tmp_path: Path) -
     assert lines[1] == ["id", "customer", "country", "amount", "tax", "at", "_subject", "_key"]
     assert lines[3] == ["a", "-", "DE", "5.0", "1.0", "-", "orders-clean", "a"]
     assert ["1", "dead", "letter"] in lines
+
+
+def test_a_sample_of_a_lookup_has_a_row_on_each_line(spark: SparkSession, tmp_path: Path) -> None:
+    penstock("init", "enrich", tmp_path / "orders.toml")
+    orders, customers = tmp_path / "orders.jsonl", tmp_path / "customers.jsonl"
+    orders.write_text('{"id": "o1", "customer": "ann"}\n{"id": "o2", "customer": "bob"}\n')
+    customers.write_text('{"customer": "ann", "segment": "new", "country": "de"}\n')
+    command = ("test", tmp_path / "orders.toml", "--input", orders, "--input", customers)
+
+    found = json.loads(penstock(*command, "--json").out)
+    customers.write_text(customers.read_text() * 2)
+    twice = penstock(*command)
+
+    assert sorted((row["key"], row["value"]["segment"]) for row in found["rows"]) == [("o1", "new"), ("o2", None)]
+    assert twice.err == ("error: the lookup has several rows with customer = 'ann': it must have one for each key\n")
 
 
 def test_a_sample_that_is_not_there_and_a_kind_without_samples_are_told(spark: SparkSession, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.pipelines import frames
 from penstock.pipelines.key_types import seconds
 from penstock.pipelines.pipeline import EnrichSettings, Pipeline, PipelineLookup
-from penstock.spark.json_topics import parse_json
+from penstock.spark.json_topics import SOURCE, parse_json
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -38,6 +38,19 @@ def read(spark: SparkSession, pipeline: Pipeline) -> DataFrame:
     return spark.createDataFrame(delta_table.read(lookup.delta))
 
 
+def without_rows(spark: SparkSession, pipeline: Pipeline) -> DataFrame:
+    """Return a table with the columns of the lookup. No broker is needed."""
+    lookup = pipeline.lookup
+    assert lookup is not None
+    if lookup.topic is not None:
+        return of_messages(spark.createDataFrame([], SOURCE), lookup)
+    if lookup.delta is None:
+        return read(spark, pipeline).limit(0)
+    from penstock.spark import delta_table
+
+    return spark.createDataFrame(delta_table.schema(lookup.delta).empty_table())
+
+
 def of_messages(messages: DataFrame, lookup: PipelineLookup) -> DataFrame:
     """Return the latest row of each key of a topic, with the key as text. Values that do not parse are left out."""
     assert lookup.schema is not None
@@ -52,7 +65,7 @@ class FreshLookup:
         settings = pipeline.settings
         assert isinstance(settings, EnrichSettings)
         self._pipeline = pipeline
-        self._keys = settings.lookup_on or settings.on
+        self._keys = settings.lookup_keys
         self._age_s = 0.0 if settings.refresh is None else seconds(settings.refresh)
         self._rows: DataFrame | None = None
         self._read_s = 0.0
@@ -64,12 +77,12 @@ class FreshLookup:
             # A checkpoint, unlike a cache, is never read again. Spark drops it when nothing refers to it any more.
             self._rows = read(spark, self._pipeline).localCheckpoint()
             self._read_s = now_s
-            _check_unique(self._rows, self._keys)
+            check_unique(self._rows, self._keys)
         return self._rows
 
 
-def _check_unique(rows: DataFrame, keys: Sequence[str]) -> None:
-    """Refuse several rows with one key: they would multiply the rows that find them."""
+def check_unique(rows: DataFrame, keys: Sequence[str]) -> None:
+    """Raise PenstockError if several rows have one key: they would multiply the rows that find them."""
     several = rows.groupBy(*map(frames.named, keys)).count().where("count > 1").drop("count").first()
     if several is not None:
         shown = ", ".join(f"{name} = {value!r}" for name, value in several.asDict().items())

@@ -201,6 +201,11 @@ class EnrichSettings:
         about("a row that finds nothing: `null`: is written with nulls; `dead_letter`: becomes a dead letter"),
     ] = "null"
 
+    @property
+    def lookup_keys(self) -> tuple[str, ...]:
+        """Return the names of `on` in the lookup."""
+        return self.lookup_on or self.on
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionizeSettings:

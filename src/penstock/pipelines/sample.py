@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.client.values import Outgoing
 from penstock.errors import PenstockError
-from penstock.pipelines.pipeline import KINDS, Pipeline, PipelineLookup, PipelineSource, UpsertSettings
+from penstock.pipelines.pipeline import KINDS, EnrichSettings, Pipeline, PipelineLookup, PipelineSource, UpsertSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -65,7 +65,8 @@ class SampleOutput:
 def run(spark: SparkSession, pipeline: Pipeline, *samples: Iterable[Sample]) -> SampleOutput:
     """Run a pipeline on messages, one sample for each of its sources. Raise BadConfig if Spark rejects the file."""
     from penstock.pipelines import frames, transformations
-    from penstock.pipelines.validation import SOURCE, check
+    from penstock.pipelines.validation import check
+    from penstock.spark.json_topics import SOURCE
 
     if pipeline.kind not in _KINDS:
         raise PenstockError(f"a pipeline of kind {pipeline.kind} cannot be run on a sample: {', '.join(_KINDS)} can")
@@ -104,13 +105,22 @@ def read(path: Path) -> list[bytes]:
 
 def _lookup(spark: SparkSession, pipeline: Pipeline, samples: Sequence[Iterable[Sample]]) -> DataFrame:
     """Return the lookup: from its sample if it is a topic, else from its files."""
+    from pyspark.sql import functions as fn
+
     from penstock.pipelines import lookups
-    from penstock.pipelines.validation import SOURCE
+    from penstock.spark.json_topics import SOURCE
 
     assert pipeline.lookup is not None
-    if not samples:
-        return lookups.read(spark, pipeline)
-    return lookups.of_messages(spark.createDataFrame(_rows(pipeline.lookup, samples[0]), SOURCE), pipeline.lookup)
+    assert isinstance(pipeline.settings, EnrichSettings)
+    if samples:
+        messages = spark.createDataFrame(_rows(pipeline.lookup, samples[0]), SOURCE)
+        # A file has no keys. Each message without one is a row of its own.
+        key = fn.coalesce("key", fn.concat(fn.lit("sample "), "offset").cast("binary"))
+        rows = lookups.of_messages(messages.withColumn("key", key), pipeline.lookup)
+    else:
+        rows = lookups.read(spark, pipeline)
+    lookups.check_unique(rows, pipeline.settings.lookup_keys)
+    return rows
 
 
 def _rows(source: PipelineSource | PipelineLookup, sample: Iterable[Sample]) -> list[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from pyspark.errors import PySparkException
 from pyspark.sql.functions import expr, lit
@@ -32,15 +32,10 @@ from penstock.pipelines.pipeline import (
     TransformSettings,
     UpsertSettings,
 )
-from penstock.spark.json_topics import REASON, RESERVED, parse_json
+from penstock.spark.json_topics import REASON, RESERVED, SOURCE, parse_json
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-SOURCE: Final = (
-    "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary, subject string, "
-    "headers map<string,string>"
-)
 
 
 def check(spark: SparkSession, pipeline: Pipeline) -> None:
@@ -165,8 +160,8 @@ class _Validator:
             return None
         before = len(self.problems)
         self._check_columns(table, settings.on, "enrich", "on")
-        names, key = (settings.lookup_on, "lookup_on") if settings.lookup_on else (settings.on, "on")
-        self._check_columns(lookup, names, "enrich", key, side="lookup")
+        key = "lookup_on" if settings.lookup_on else "on"
+        self._check_columns(lookup, settings.lookup_keys, "enrich", key, side="lookup")
         for name, sql in (settings.columns or {}).items():
             with self._reporting("enrich", "columns", name):
                 lookup.select(expr(sql))
@@ -194,12 +189,9 @@ class _Validator:
     def _lookup(self) -> DataFrame | None:
         lookup = self._pipeline.lookup
         assert lookup is not None
-        if lookup.topic is not None:
-            with self._reporting("lookup", "schema"):
-                return lookups.of_messages(self._spark.createDataFrame([], SOURCE), lookup)
-            return None
-        with self._reporting("lookup", "delta" if lookup.parquet is None else "parquet"):
-            return lookups.read(self._spark, self._pipeline)
+        key = "parquet" if lookup.parquet is not None else "delta"
+        with self._reporting("lookup", "schema" if lookup.topic is not None else key):
+            return lookups.without_rows(self._spark, self._pipeline)
         return None
 
     def _check_stream(self, mode: str = "append") -> None:

@@ -20,10 +20,11 @@ except ImportError:
 
 def read(path: str) -> pyarrow.Table:
     """Return all rows of a table."""
-    found = _open(path)
-    if found is None:
-        raise BadDirectory(f"{path} is not a Delta table")
-    return found.to_pyarrow_table()
+    return _existing(path).to_pyarrow_table()
+
+
+def schema(path: str) -> pyarrow.Schema:
+    return pyarrow.schema(_existing(path).schema().to_arrow())
 
 
 class UpsertTable:
@@ -98,6 +99,13 @@ class UpsertTable:
                 os.close(descriptor)
         for directory in (log, root, root.parent):
             sync_directory(directory)
+
+
+def _existing(path: str) -> DeltaTable:
+    found = _open(path)
+    if found is None:
+        raise BadDirectory(f"{path} is not a Delta table")
+    return found
 
 
 def _open(path: str) -> DeltaTable | None:

@@ -19,6 +19,12 @@ REASON: Final = "_reason"
 # Column names that a schema cannot use for its fields, and that are not written back as fields.
 RESERVED: Final = frozenset({REASON, *(f"_{name}" for name in KEPT)})
 
+# The columns of messages with headers, as the Spark source has them.
+SOURCE: Final = (
+    "topic string, partition int, offset bigint, timestamp timestamp, key binary, value binary, subject string, "
+    "headers map<string,string>"
+)
+
 _CORRUPT: Final = "_penstock_corrupt"
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run_pipeline(path: str | Path, *samples: Iterable[Sample], spark: SparkSession | None = None) -> SampleOutput:
-    """Run a pipeline file on messages, one sample for each of its sources, and return what it would write.
+    """Run a pipeline file on messages, one sample for each of its topics, and return what it would write.
 
     A message is its value as bytes or text, a mapping, which becomes JSON, or an `Outgoing` with a key and headers.
     `rows` of the result has the rows for the sink, `values` only their values, and `dead_letters` what did not match
