@@ -204,6 +204,7 @@ def test_a_sample_shows_the_changes_of_the_table(spark: SparkSession, tmp_path: 
             'key = "ident"',
             "7: [upsert] key names 'ident', which [source] schema does not have: it has id",
         ),
+        ("name string", "_deleted string", "6: [upsert]: two columns are named _deleted: rename one of them"),
         ("name string", "name string, more int", "9: [sink] delta: the table "),
         ("at timestamp", "at interval day", "9: [sink] delta: a Delta table cannot have these columns: "),
     ],

@@ -308,8 +308,9 @@ def changes(df: DataFrame, *, key: str, deleted: str) -> DataFrame:
 
     Messages of one key must be in one partition, where offsets order them.
     """
-    fields = [named(name) for name in df.columns if name not in RESERVED]
-    row = fn.struct(*fields, fn.col("_value").isNull().alias(deleted))
+    names = [name for name in df.columns if name not in RESERVED]
+    check_unique([*names, deleted])
+    row = fn.struct(*map(named, names), fn.col("_value").isNull().alias(deleted))
     # Within a batch only: Delta has the rows of those before.
     found = df.groupBy(named(key)).agg(fn.max_by(row, fn.struct("_offset", "_partition")).alias("_row"))
     return found.select("_row.*")

@@ -192,9 +192,10 @@ class _QueryBuilder:
         In a stream Spark would read the files of the lookup only once.
         """
         rows = self._parsed(0)
-        lookup = lookups.FreshLookup(self.pipeline)
         if self.explain is not None:
-            return self.explain("rows", transformations.enriched(rows, lookup.rows(self.spark), self.pipeline))
+            table = lookups.read(self.spark, self.pipeline)
+            return self.explain("rows", transformations.enriched(rows, table, self.pipeline))
+        lookup = lookups.FreshLookup(self.pipeline)
 
         def enrich(batch: DataFrame, number: int) -> None:
             found = transformations.enriched(batch, lookup.rows(batch.sparkSession), self.pipeline)

@@ -179,6 +179,8 @@ class _Validator:
             return
         with self._reporting("upsert"):
             changes = transformations.transformed([table], self._pipeline)
+        if len(self.problems) > before:
+            return
         with self._reporting("sink", "delta"):
             from penstock.spark.delta_table import UpsertTable
 
