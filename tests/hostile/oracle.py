@@ -30,6 +30,8 @@ SUBJECT: Final = "bystander.numbers"
 # peak of 1 GB, as in the siege of the binary port. These do not grow with time: sieges of one server after another
 # reuse them.
 RSS_GROWTH_MAX: Final = 130 << 20
+# Groups that they made are remembered, as those of honest clients: about 40 kB each. Their number is limited.
+RSS_GROUP_MAX: Final = 48 << 10
 # Files of the topics that they made: open segments are limited, and so are topics.
 FILES_GROWTH_MAX: Final = 400
 # The broker takes its time to close what does not read, and to keep up its segments.
@@ -107,7 +109,8 @@ class Oracle:
             problems.append(f"unexpected exceptions, by seam: {faults}")
         if not _eventually(lambda: varz(server)["connections"] == 0):
             problems.append(f"{varz(server)['connections']} connections are left, and nobody is there")
-        if not _eventually(lambda: server.rss() <= self._rss_before + RSS_GROWTH_MAX):
+        allowed = self._rss_before + RSS_GROWTH_MAX + RSS_GROUP_MAX * varz(server)["groups"]
+        if not _eventually(lambda: server.rss() <= allowed):
             problems.append(f"RSS stays at {server.rss() >> 20} MiB, it was {self._rss_before >> 20}")
         if not _eventually(lambda: open_files(self._pid) <= self._files_before + FILES_GROWTH_MAX):
             problems.append(f"{open_files(self._pid)} descriptors stay open, there were {self._files_before}")
