@@ -30,10 +30,23 @@ if TYPE_CHECKING:
 # Completion of names gives up after this long.
 COMPLETION_S: Final = 0.5
 
-_PANEL: Final = "Broker"
+# The part of a help page with the options of a connection.
+BROKER_PANEL: Final = "Broker"
 _SERVERS: Final = "127.0.0.1:4222"
 _SERVERS_VARIABLE: Final = "PENSTOCK_SERVERS"
 _CONTEXT_VARIABLE: Final = "PENSTOCK_CONTEXT"
+
+
+User = Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", help="User name.", rich_help_panel=BROKER_PANEL)]
+Password = Annotated[
+    str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", help="Password.", rich_help_panel=BROKER_PANEL)
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PENSTOCK_AUTH_TOKEN", help="Token, instead of a user and a password.", rich_help_panel=BROKER_PANEL
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +156,7 @@ class ConnectionOptions:
             envvar=_CONTEXT_VARIABLE,
             autocompletion=complete_context,
             help="Use the broker of this context (see `penstock context`).",
-            rich_help_panel=_PANEL,
+            rich_help_panel=BROKER_PANEL,
         ),
     ] = None
     servers: Annotated[
@@ -152,21 +165,12 @@ class ConnectionOptions:
             metavar="HOST:PORT[,…]",
             envvar=_SERVERS_VARIABLE,
             help="Broker addresses, also as nats://…; tried in turn. \\[default: 127.0.0.1:4222]",
-            rich_help_panel=_PANEL,
+            rich_help_panel=BROKER_PANEL,
         ),
     ] = None
-    user: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", help="User name.", rich_help_panel=_PANEL)
-    ] = None
-    password: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", help="Password.", rich_help_panel=_PANEL)
-    ] = None
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PENSTOCK_AUTH_TOKEN", help="Token, instead of a user and a password.", rich_help_panel=_PANEL
-        ),
-    ] = None
+    user: User = None
+    password: Password = None
+    token: Token = None
 
     @contextmanager
     def client(self, *, timeout: float = 30.0) -> Iterator[Client]:

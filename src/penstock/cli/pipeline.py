@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.options import Json, JsonLines, options
+from penstock.cli.options import BROKER_PANEL, Json, JsonLines, Password, Token, User, options
 from penstock.cli.text import counted, iso, safe
 from penstock.errors import BadConfig, PenstockError
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-_PANEL: Final = "Broker"
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A pipeline file: `penstock pipeline init` writes one.")]
 Data = Annotated[
@@ -52,21 +51,12 @@ class OtherBroker:
             metavar="HOST:PORT[,…]",
             envvar="PENSTOCK_SERVERS",
             help="Use this broker instead of the one in FILE.",
-            rich_help_panel=_PANEL,
+            rich_help_panel=BROKER_PANEL,
         ),
     ] = None
-    user: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_AUTH_USER", help="User name.", rich_help_panel=_PANEL)
-    ] = None
-    password: Annotated[
-        str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", help="Password.", rich_help_panel=_PANEL)
-    ] = None
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar="PENSTOCK_AUTH_TOKEN", help="Token, instead of a user and a password.", rich_help_panel=_PANEL
-        ),
-    ] = None
+    user: User = None
+    password: Password = None
+    token: Token = None
 
     def of(self, pipeline: Pipeline) -> Pipeline:
         from penstock.client.servers import BrokerAddress

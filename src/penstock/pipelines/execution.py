@@ -75,7 +75,6 @@ def run(
     PenstockError, with one sentence, if a query fails.
     """
     from penstock.pipelines import resumption, window_flush
-    from penstock.pipelines.retention_hold import hold_retention
 
     if flush:
         if follow:
@@ -89,15 +88,23 @@ def run(
             resumption.restart(pipeline, state, warn or logger.warning)
         elif data is None:
             state.refuse_moved_state(pipeline)
-        state.identify(pipeline)
-        resumption.check(pipeline, state)
-        hold_retention(pipeline)
+        _prepare(pipeline, state)
         execution = _Execution(
             pipeline, state, on_batch or (lambda _: None), show or (lambda _, __: None), stop, finish_s
         )
         using = nullcontext(spark) if spark is not None else opened(pipeline.name, master=master, config=config)
         with using as session, until_signal(stop):
             return execution.run(session, _trigger(pipeline, follow), flush=flush)
+
+
+def _prepare(pipeline: Pipeline, state: StateDirectory) -> None:
+    """Refuse what would store rows twice, and let the topics keep what is not archived."""
+    from penstock.pipelines import resumption
+    from penstock.pipelines.retention_hold import hold_retention
+
+    state.identify(pipeline)
+    resumption.check(pipeline, state)
+    hold_retention(pipeline)
 
 
 # ---- the session
