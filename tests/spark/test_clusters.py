@@ -4,6 +4,7 @@ machine, and a Spark Connect server. All are started from PySpark's wheel.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import pytest
 
@@ -69,8 +70,8 @@ def broker() -> Iterator[SparkBroker]:
 
 def test_a_standalone_master_with_two_workers(broker: SparkBroker, tmp_path: Path) -> None:
     host = ["--host", "127.0.0.1", "--port", "0", "--webui-port", "0"]
-    with daemon(tmp_path, "master", ["spark-class", "org.apache.spark.deploy.master.Master", *host]) as log:
-        master = wait_for(log, r"Starting Spark master at (spark://127\.0\.0\.1:\d+)")
+    with daemon(tmp_path, "master", ["spark-class", "org.apache.spark.deploy.master.Master", *host]) as first:
+        master = wait_for(first, r"Starting Spark master at (spark://127\.0\.0\.1:\d+)")
         command = ["spark-class", "org.apache.spark.deploy.worker.Worker", *host, "--cores", "1", "--memory", "600m"]
         with (
             daemon(tmp_path, "one", [*command, "--work-dir", str(tmp_path / "work-one"), master]) as one,
@@ -80,9 +81,11 @@ def test_a_standalone_master_with_two_workers(broker: SparkBroker, tmp_path: Pat
                 wait_for(worker, r"(Successfully registered with master)")
 
             told = run_job(broker, master, tmp_path, "from_standalone")
+            run_pipeline_despite_kills(broker, master, one, tmp_path)
 
     assert told == [f"rows {COUNT} {COUNT}", "executors 2"]
     assert numbers(broker, "from_standalone") == list(range(COUNT))
+    assert sorted(doubled(broker)) == [(number, 2 * number) for number in range(COUNT)]
 
 
 @pytest.mark.soak  # the same executors, with a master and workers that share the JVM of the driver
@@ -103,10 +106,10 @@ def test_a_spark_connect_server(broker: SparkBroker, tmp_path: Path) -> None:
         "spark.sql.warehouse.dir": str(tmp_path / "warehouse"),
     }
     flags = [part for key, value in settings.items() for part in ("--conf", f"{key}={value}")]
-    server = "org.apache.spark.sql.connect.service.SparkConnectServer"
-    command = ["spark-submit", "--master", "local[2]", "--class", server, *flags, "spark-internal"]
-    with daemon(tmp_path, "connect", command) as log:
-        port = wait_for(log, r"Spark Connect server started at: \S*?:(\d+)")
+    main = "org.apache.spark.sql.connect.service.SparkConnectServer"
+    command = ["spark-submit", "--master", "local[2]", "--class", main, *flags, "spark-internal"]
+    with daemon(tmp_path, "connect", command) as server:
+        port = wait_for(server, r"Spark Connect server started at: \S*?:(\d+)")
 
         told = run_job(broker, f"sc://127.0.0.1:{port}", tmp_path, "from_connect")
 
@@ -125,19 +128,88 @@ def numbers(broker: SparkBroker, topic: str) -> list[int]:
 
 def run_job(broker: SparkBroker, where: str, directory: Path, target: str) -> list[str]:
     command = [sys.executable, "-c", JOB, broker.servers, where, str(directory), target]
-    with daemon(directory, "job", command) as log:
+    with daemon(directory, "job", command) as job:
         # The last line that it writes.
-        wait_for(log, r"(exit code \d+)\n")
-        text = log.read_text()
+        wait_for(job, r"(exit code \d+)\n")
+        text = job.log.read_text()
     assert "exit code 0\n" in text, text
     return re.findall(r"^(?:rows|executors) .*$", text, re.MULTILINE)
+
+
+PIPELINE: Final = """
+name = "doubled"
+kind = "transform"
+
+[source]
+servers = "{servers}"
+topic = "orders"
+schema = "n long"
+options = {{ maxOffsetsPerTrigger = 100 }}
+
+[transform]
+sql = "SELECT n, 2 * n AS twice FROM source"
+
+[sink]
+topic = "doubled"
+"""
+
+
+def run_pipeline_despite_kills(broker: SparkBroker, master: str, worker: Daemon, directory: Path) -> None:
+    """Kill a worker with its executor, then the driver, and run the pipeline again to its end."""
+    broker.create_topic("orders", partitions=4)
+    broker.create_topic("doubled", partitions=4)
+    broker.publish_many(penstock.Outgoing("orders", b'{"n":%d}' % n, key=b"%d" % n) for n in range(COUNT))
+    file = directory / "doubled.toml"
+    file.write_text(PIPELINE.format(servers=broker.servers))
+    command = [sys.executable, "-m", "penstock", "pipeline", "run", str(file), "--master", master]
+    with daemon(directory, "driver", command) as driver:
+        wait_until_stored(broker, 200, driver)
+        worker.kill()
+        # With the other worker alone.
+        wait_until_stored(broker, stored(broker) + 200, driver)
+        driver.kill()
+    before = stored(broker)
+    with daemon(directory, "again", command) as driver:
+        assert wait_for(driver, r"exit code (\d+)\n") == "0", driver.log.read_text()
+    assert 0 < before < COUNT, "it was killed on the way"
+
+
+def stored(broker: SparkBroker) -> int:
+    return sum(position.end - position.start for position in broker.topic("doubled").positions)
+
+
+def wait_until_stored(broker: SparkBroker, count: int, driver: Daemon) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while stored(broker) < count:
+        text = driver.log.read_text(errors="replace")
+        assert "exit code " not in text, text
+        assert time.monotonic() < until, text
+        time.sleep(0.02)
+
+
+def doubled(broker: SparkBroker) -> list[tuple[int, int]]:
+    rows = [json.loads(each.value) for partition in range(4) for each in broker.fetch("doubled", partition)]
+    return [(row["n"], row["twice"]) for row in rows]
 
 
 # ---- processes
 
 
+class Daemon(NamedTuple):
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """Kill it, and all that it started itself."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
 @contextmanager
-def daemon(directory: Path, name: str, command: Sequence[str]) -> Iterator[Path]:
+def daemon(directory: Path, name: str, command: Sequence[str]) -> Iterator[Daemon]:
     """What a command started ends with the block, with all that it started itself. Its output is in a file."""
     path = directory / f"{name}.log"
     home = spark_home(directory)
@@ -151,6 +223,8 @@ def daemon(directory: Path, name: str, command: Sequence[str]) -> Iterator[Path]
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
         # Up to five JVMs share two cores: each collects with one thread.
         "JDK_JAVA_OPTIONS": f"{os.environ.get('JDK_JAVA_OPTIONS', '')} -XX:+UseSerialGC",
+        # For a pipeline; the job sets these itself.
+        "PYSPARK_SUBMIT_ARGS": "--conf spark.executor.memory=512m --conf spark.executor.cores=1 pyspark-shell",
         # Of a master, a worker, a Connect server: the last has the least that a driver may have, and some.
         "SPARK_DAEMON_MEMORY": "600m",
     }
@@ -166,14 +240,11 @@ def daemon(directory: Path, name: str, command: Sequence[str]) -> Iterator[Path]
             # A group of its own: a worker starts executors, and they start Python.
             start_new_session=True,
         )
+    started = Daemon(path, process)
     try:
-        yield path
+        yield started
     finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait()
+        started.kill()
 
 
 def spark_home(directory: Path) -> Path:
@@ -189,11 +260,11 @@ def spark_home(directory: Path) -> Path:
     return home
 
 
-def wait_for(log: Path, pattern: str) -> str:
+def wait_for(started: Daemon, pattern: str) -> str:
     """What it says, once it has said it."""
     until = time.monotonic() + PATIENCE_S
     while True:
-        text = log.read_text(errors="replace")
+        text = started.log.read_text(errors="replace")
         found = re.search(pattern, text)
         if found:
             return found[1]
