@@ -66,8 +66,11 @@ from penstock.client.values import (
     Receipt,
     Redriven,
     Refresh,
+    SchemaVerdict,
+    SchemaVersion,
     SubjectOwner,
     Topic,
+    TopicSchema,
 )
 from penstock.model.batch import Batch
 '''

@@ -24,6 +24,10 @@
     │   ├── ClaimConflict      another client holds the name
     │   ├── StaleCommit        the group was reset or rebalanced in the meantime
     │   ├── RefreshConflict    some members of the group do not support a refresh
+    │   ├── BadSchema          an invalid schema, or one that cannot be used
+    │   ├── UnknownSchema      the topic has no schema, or not that version
+    │   ├── SchemaConflict     a schema that is not compatible with the version before
+    │   ├── SchemaMismatch     a value that does not match the schema of its topic
     │   ├── StageLost          the staged messages of a transaction are gone
     │   ├── BadTopology        an invalid description of the tree of brokers
     │   ├── UnknownNode        the registry has no node with that ID
@@ -36,6 +40,7 @@
     │   ├── TooManyTopics      the limit of topics or partitions is reached
     │   ├── TooManyGroups      the limit of groups is reached
     │   ├── TooManySubscriptions   the limit of subscriptions is reached
+    │   ├── TooManySchemas     the limit of schema versions is reached
     │   ├── TooManySources     a partition already tracks the maximum number of sources
     │   ├── UnknownTopic       no topic with that name
     │   └── RefreshAborted     a refresh was aborted: the previous state still holds
@@ -175,6 +180,22 @@ class RefreshConflict(PeerError):
     code = "REFRESH_CONFLICT"
 
 
+class BadSchema(PeerError):
+    code = "BAD_SCHEMA"
+
+
+class UnknownSchema(PeerError):
+    code = "UNKNOWN_SCHEMA"
+
+
+class SchemaConflict(PeerError):
+    code = "SCHEMA_CONFLICT"
+
+
+class SchemaMismatch(PeerError):
+    code = "SCHEMA_MISMATCH"
+
+
 class StageLost(PeerError):
     code = "STAGE_LOST"
 
@@ -221,6 +242,10 @@ class TooManyGroups(BrokerError):
 
 class TooManySubscriptions(BrokerError):
     code = "TOO_MANY_SUBSCRIPTIONS"
+
+
+class TooManySchemas(BrokerError):
+    code = "TOO_MANY_SCHEMAS"
 
 
 class TooManySources(BrokerError):

@@ -21,6 +21,7 @@ from penstock.broker.intake import Receipt, Refusals
 from penstock.broker.member import Deliveries, Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
+from penstock.broker.value_check import Check
 from penstock.errors import PenstockError
 from penstock.log.log import Log
 from penstock.log.policy import OnDamage
@@ -264,10 +265,11 @@ class Life:
 
     async def publish_run(self, run: Run) -> Receipt:
         async def publish() -> Receipt:
+            checked: set[Check] = set()
             for _ in range(10):
-                if self.broker.intake.is_ready(run):
+                if self.broker.intake.is_ready(run, checked=checked):
                     return await self.offer(run)
-                refusals = await self.broker.intake.prepare(run)
+                refusals = await self.broker.intake.prepare(run, checked)
                 if refusals:
                     return await self.offer(run, refusals)
             raise AssertionError("the broker is never ready for it")

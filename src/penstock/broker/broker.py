@@ -4,6 +4,7 @@
     intake          from a published run to partitions    delays    messages for later
     subscriptions   live readers                          groups    readers that are remembered
     transactions    messages that become readable together
+    schemas         what the values of topics look like
 
 It belongs to the event loop. Publishing and delivery are callbacks, because they happen for every run of messages.
 Changes that wait for the disk are awaited.
@@ -33,6 +34,7 @@ from penstock.broker.partition import LivePartition, Partition
 from penstock.broker.pipeline_reports import PipelineReports
 from penstock.broker.position_budget import PositionBudget
 from penstock.broker.refresh import Refreshes, TopicRefresh
+from penstock.broker.schemas import TopicSchemas
 from penstock.broker.subscriptions import Members, Subscriptions
 from penstock.broker.topic import LIVE, RESERVED, ServedTopic, Topics
 from penstock.broker.trail import CatchUpTurns, Trail
@@ -82,6 +84,7 @@ class Broker:
         self.health = store.health
         self.figures = Figures(clock)
         self.topics = Topics()
+        self.schemas = TopicSchemas(self)
         # Partitions with messages that are appended and not served yet.
         self._unserved: dict[Partition, None] = {}
         self._opened = Opened()
@@ -198,6 +201,7 @@ class Broker:
             "owners_bytes": self.topics.usage,
             **self.intake.usage(),
             **self.epochs.usage(),
+            **self.schemas.usage(),
             "groups": self.groups.usage,
             "pipelines": self.pipeline_reports.usage,
             "waiting_positions": self.waiting.usage,
@@ -261,8 +265,8 @@ class Broker:
 
     async def dead_letter_topic(self) -> ServedTopic:
         name = self.settings.dead_letter_prefix.encode()
-        # A failed dead letter does not become one again.
-        policy = replace(self.settings.policy, dead_letters=False)
+        # A failed dead letter does not become one again, and need not match a schema.
+        policy = replace(self.settings.policy, dead_letters=False, schema_enforced=False)
         topic = self.topics.get(name) or await self.changes.make(name, 1, policy)
         topic.check_writable()
         return topic

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.broker.epochs import Epochs
     from penstock.broker.groups import Groups
     from penstock.broker.refresh import Refreshes
+    from penstock.broker.schemas import TopicSchemas
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ChangesHost(Protocol):
     groups: Groups
     refreshes: Refreshes
     epochs: Epochs
+    schemas: TopicSchemas
 
     def begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Future[T]: ...
 
@@ -124,10 +126,12 @@ class TopicChanges:
     ) -> ServedTopic:
         settings = self._host.settings
         partitions = settings.partitions if partitions is None else partitions
+        policy = policy or settings.policy
         try:
+            self._host.schemas.check_policy(policy)
             with self._reserve_positions(name, partitions):
                 topic = await self._host.store.create_topic_async(
-                    name.decode(), partitions=partitions, policy=policy or settings.policy, origin=origin
+                    name.decode(), partitions=partitions, policy=policy, origin=origin
                 )
                 return self.serve(topic)
         finally:
@@ -164,7 +168,7 @@ class TopicChanges:
         for number in range(len(partitions), topic.partitions):
             partitions.append(self._serve_partition(topic, number))
             self._host.groups.add_partition(partitions[-1])
-        served = ServedTopic(topic, partitions)
+        served = ServedTopic(topic, partitions, check=self._host.schemas.check(topic))
         if before is not None and _same_dedup(before.topic.policy, topic.policy):
             served.dedup = before.dedup
         self._host.topics.add(served)
@@ -199,6 +203,7 @@ class TopicChanges:
             partitions=topic.partitions if partitions is None else partitions,
             policy=topic.policy if policy is None else policy,
         )
+        self._host.schemas.check_policy(topic.policy, served)
         with self._reserve_positions(name, topic.partitions - served.topic.partitions):
             await self._host.store.alter_topic_async(topic)
             self.serve(topic)
@@ -254,6 +259,7 @@ class TopicChanges:
                 positions += group.writer.removals([partition])
             partition.close()
         topic_id = served.topic.id
+        self._host.schemas.forget_topic(topic_id)
         forgotten = [*self._host.refreshes.forget_topic(topic_id), *self._host.epochs.forget_topic(topic_id)]
         if changes := [*positions, *forgotten]:
             await self._host.store.write_state(changes)

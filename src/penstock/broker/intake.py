@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from penstock.broker.dedup import ENTRIES_MAX, DedupBudget, DedupWindow
 from penstock.broker.delay import Delays
@@ -21,6 +21,7 @@ from penstock.broker.opened import is_large
 from penstock.broker.order import Order, Publisher
 from penstock.broker.partition import LivePartition, LiveQueue, Partition
 from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
+from penstock.broker.value_check import Check
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.health import Usage
@@ -35,14 +36,16 @@ from penstock.store.store import Store
 if TYPE_CHECKING:
     from penstock.broker.changes import TopicChanges
 
+T = TypeVar("T")
+
 _READ_BYTES: Final = 1 << 20
 # Identities that are looked at before others may use the loop: less than a millisecond.
 _SLICE: Final = 500
 # Of an id whose message is not in its topic yet.
 _UNPLACED: Final = -1
 
-# Why messages with a subject cannot be stored.
-Refusals = dict[bytes, PenstockError]
+# Why messages cannot be stored: those with a subject, or one by its index in the run.
+Refusals = dict[bytes | int, PenstockError]
 
 
 class Stored(NamedTuple):
@@ -148,8 +151,11 @@ class Intake:
     def usage(self) -> dict[str, Usage]:
         return {"dedup_bytes": self._dedup_budget.usage}
 
-    def is_ready(self, run: Run, publisher: Publisher | None = None) -> bool:
-        """Return whether `publish` can take the run as things are; if not, `prepare` makes it so."""
+    def is_ready(self, run: Run, publisher: Publisher | None = None, checked: Container[Check] = ()) -> bool:
+        """Return whether `publish` can take the run as things are; if not, `prepare` makes it so.
+
+        `checked`: the schemas that its values were checked with.
+        """
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE)):
             # Messages that have to wait for the disk count with those that wait for it.
@@ -157,12 +163,14 @@ class Intake:
         if self._host.store.rounds.unflushed.is_crowded:
             return False
         subjects = set(run.subjects) if subject is None else (subject,)
-        return all(self._knows(each, has_headers=bool(run.headers)) for each in subjects)
+        return all(self._knows(each, has_headers=bool(run.headers), checked=checked) for each in subjects)
 
-    async def prepare(self, run: Run) -> Refusals:
-        """Make the topics that the run needs, read what must be known of them, and wait for the disk to catch up.
+    async def prepare(self, run: Run, checked: set[Check]) -> Refusals:
+        """Make the topics that the run needs, read what must be known of them, check values against enforced schemas,
+        and wait for the disk to catch up.
 
-        Subjects for which that cannot be, with the reason: for `publish`.
+        Subjects and messages for which that cannot be, with the reason: for `publish`. The schemas that values were
+        checked with are added to `checked`.
         """
         refusals: Refusals = {}
         for subject in set(run.subjects):
@@ -171,15 +179,55 @@ class Intake:
                     await self._prepare_topic(subject)
                 except PenstockError as error:
                     refusals[subject] = error.with_traceback(None)  # whose frames would keep the run alive
+        if not run.is_live:
+            refusals |= await self._check_values(run, checked)
         await self._host.store.rounds.unflushed.room()
         return refusals
+
+    async def _check_values(self, run: Run, checked: set[Check]) -> Refusals:
+        """Return why values do not match the enforced schema of their topic, by index."""
+        checks: dict[bytes, Check] = {}
+        for subject in set(run.subjects):
+            topic = None if subject.startswith(LIVE) else self._host.topics.owner(subject)
+            if topic is not None and topic.check is not None and topic.check not in checked:
+                checks[subject] = topic.check
+        failed: Refusals = {}
+        for check in set(checks.values()):
+            mine = [index for index, subject in enumerate(run.subjects) if checks.get(subject) is check]
+            exempt = {step for step, index in enumerate(mine) if index in run.tombstones} if run.tombstones else ()
+            found = await check.run([run.values[index] for index in mine], exempt)
+            failed |= {mine[step]: error for step, error in found.items()}
+            checked.add(check)
+        return failed
 
     async def make_ready(self, run: Run, publisher: Publisher | None = None) -> Refusals:
         """Repeat `prepare` until the run can be published."""
         refusals: Refusals = {}
-        while not refusals and not self.is_ready(run, publisher):
-            refusals = await self.prepare(run)
+        checked: set[Check] = set()
+        while not refusals and not self.is_ready(run, publisher, checked):
+            refusals = await self.prepare(run, checked)
         return refusals
+
+    def is_batch_ready(self, topic_id: int) -> bool:
+        """Return whether `append` or a transaction can take a batch as things are; if not, `prepare_batch` makes it
+        so."""
+        return self._host.topics.public(topic_id).check is None and not self._host.store.rounds.unflushed.is_crowded
+
+    async def prepare_batch(self, topic_id: int, batch: Batch) -> PenstockError | None:
+        """Wait for the disk to catch up, and check the values against an enforced schema. Return why the batch is
+        refused; otherwise it can be taken at once."""
+        checked: Check | None = None
+        while True:
+            await self._host.store.rounds.unflushed.room()
+            check = self._host.topics.public(topic_id).check
+            if check is checked:
+                return None
+            checked = check
+            if check is None:
+                continue
+            values, exempt = await _in_worker_if_large(batch, partial(_read_values, batch))
+            for index, error in (await check.run(values, exempt)).items():
+                return type(error)(f"message {index} of the batch: {error}")
 
     async def _prepare_topic(self, subject: bytes) -> None:
         topic = await self._host.changes.owner(subject)
@@ -217,16 +265,20 @@ class Intake:
             live = self._queue(publisher) if publisher is not None and publisher.is_waiting else self._live
             self._append(live, run, range(len(run)), receipt)
             return
-        for index, each in enumerate(run.subjects if refusals else ()):
-            if refusals and each in refusals:
-                receipt.refuse([index], refusals[each])
+        kept: Sequence[int] = range(len(run))
+        if refusals:
+            kept = _refuse(run, receipt, refusals)
+            if not kept:
+                return
         topic = None
-        if subject is not None and not (run.headers or run.keys or refusals or run.partition is not None):
+        is_live = refusals is not None and subject is not None and subject.startswith(LIVE)
+        if subject is not None and not (run.headers or run.keys or run.partition is not None or is_live):
             topic = self._host.topics.owner(subject)
         if subject is not None and topic is not None and topic.topic.policy.dedup is not DedupMode.PAYLOAD:
             partition = topic.fixed(subject, None)
-            places = topic.spread(len(run)) if partition is None else ((partition, range(len(run))),)
-            for target, indices in places:
+            places = topic.spread(len(kept)) if partition is None else ((partition, range(len(kept))),)
+            for target, piece in places:
+                indices = kept[piece.start : piece.stop]
                 self._append(target, run if len(indices) == len(run) else run.select(indices), indices, receipt)
         else:
             self._publish_each(run, receipt, publisher)
@@ -239,7 +291,8 @@ class Intake:
     def append(self, topic_id: int, number: int, partitions: int, batch: Batch, outcome: Outcome) -> Appended:
         """Store a batch as its producer made it, in the partition that the producer chose.
 
-        The batch must be checked (`accept`), and one that need not be opened (`is_opaque`). Raises if it is refused.
+        The batch must be checked (`accept`), and one that need not be opened (`is_opaque`), and the broker ready for it
+        (`is_batch_ready`, `prepare_batch`). Raises if it is refused.
         """
         topic = self._host.topics.public(topic_id)
         topic.check_writable()
@@ -251,6 +304,11 @@ class Intake:
         end = partition.end
         offset = partition.append_batch(batch, 0, 0, outcome)
         return Appended(offset, partition.end == end)
+
+    def is_stored(self, topic_id: int, number: int, batch: Batch) -> bool:
+        """Return whether a producer's batch was appended before, as far as is known."""
+        partitions = self._host.topics.public(topic_id).partitions
+        return number < len(partitions) and partitions[number].log.producers.is_duplicate(batch)
 
     def is_noted(self, partition: Partition, batch: Batch) -> bool:
         """Return whether `note` must be called for a batch."""
@@ -457,12 +515,15 @@ class Intake:
             else:
                 self._append(delays.partition, delays.delayed(run, index, due_us), [index], receipt, done)
 
-    def _knows(self, subject: bytes, *, has_headers: bool) -> bool:
-        """Return whether there is a topic for it, with what must be known of earlier messages."""
+    def _knows(self, subject: bytes, *, has_headers: bool, checked: Container[Check]) -> bool:
+        """Return whether there is a topic for it, with what must be known of earlier messages, and values that were
+        checked with its schema."""
         if subject.startswith(LIVE):
             return True
         topic = self._host.topics.owner(subject)
         if topic is None or topic.is_internal or topic.is_piped or topic.refusal is not None:
+            return False
+        if topic.check is not None and topic.check not in checked:
             return False
         mode = topic.topic.policy.dedup
         return topic.dedup is not None or mode is DedupMode.OFF or (mode is DedupMode.ID and not has_headers)
@@ -503,11 +564,7 @@ class Intake:
         is_late = partition not in topic.partitions
         number = None if is_late else partition.number
         read = partial(_read_identities, batch, topic.topic.policy.dedup, number, self._ids_max)
-        if is_large(batch):
-            found = await asyncio.get_running_loop().run_in_executor(None, read)
-        else:
-            found = read()
-            await asyncio.sleep(0)
+        found = await _in_worker_if_large(batch, read)
         if not is_late:
             return found
         kept: list[Identity] = []
@@ -516,6 +573,34 @@ class Intake:
                 each for each in some if each.subject is not None and self._host.topics.owner(each.subject) is topic
             ]
         return kept
+
+
+async def _in_worker_if_large(batch: Batch, read: Callable[[], T]) -> T:
+    """Open a batch without holding up the loop."""
+    if is_large(batch):
+        return await asyncio.get_running_loop().run_in_executor(None, read)
+    found = read()
+    await asyncio.sleep(0)
+    return found
+
+
+def _read_values(batch: Batch) -> tuple[list[bytes], set[int]]:
+    """Return the values of a batch, and the indices of tombstones."""
+    columns = batch.columns()
+    tombstones = columns.tombstones() or ()
+    return columns.values(), {index for index, is_dead in enumerate(tombstones) if is_dead}
+
+
+def _refuse(run: Run, receipt: Receipt, refusals: Refusals) -> list[int]:
+    """Refuse messages, and return the indices of the others."""
+    kept = []
+    for index, subject in enumerate(run.subjects):
+        error = refusals.get(subject) or refusals.get(index)
+        if error is None:
+            kept.append(index)
+        else:
+            receipt.refuse([index], error)
+    return kept
 
 
 class Identity(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Final
 from penstock.broker.dedup import DedupWindow
 from penstock.broker.memo import Memo
 from penstock.broker.partition import LivePartition, Partition
+from penstock.broker.value_check import Check
 from penstock.errors import (
     BadHeader,
     BadSubject,
@@ -45,9 +46,15 @@ _REMEMBERED_BYTES_MAX: Final = 16 << 20
 class ServedTopic:
     """A topic, its partitions, and what of them was already seen, where it is asked for."""
 
-    __slots__ = ("_given", "dedup", "name", "partitions", "refusal", "topic")
+    __slots__ = ("_given", "check", "dedup", "name", "partitions", "refusal", "topic")
 
-    def __init__(self, topic: Topic, partitions: list[Partition], refusal: PenstockError | None = None) -> None:
+    def __init__(
+        self,
+        topic: Topic,
+        partitions: list[Partition],
+        refusal: PenstockError | None = None,
+        check: Check | None = None,
+    ) -> None:
         self.topic = topic
         # Why it cannot be served, if one of its logs could not be opened: then it has no partitions here.
         self.refusal = refusal
@@ -55,6 +62,8 @@ class ServedTopic:
         self.partitions = partitions
         # What was stored not long ago, once it was read from the logs because somebody asked for a repetition.
         self.dedup: DedupWindow | None = None
+        # What checks its values, if it enforces its schema.
+        self.check = check
         # A heap: how many messages without a key were given to which partition.
         self._given: list[tuple[int, int]] = []
 

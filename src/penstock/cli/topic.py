@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from penstock.cli import topic_schema
 from penstock.cli.options import ConnectionOptions, Declared, Json, TopicName, Yes, confirm, options, read_place
 from penstock.cli.text import counted, iso, safe
 from penstock.server.settings import OF_ONE_TOPIC, SETTINGS
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _POLL_S: Final = 0.2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.add_typer(topic_schema.app, name="schema", help="Schemas of the values of a topic.")
 
 
 # The settings `topic.*` that one topic may have.

@@ -21,8 +21,11 @@ from penstock.client.values import (
     Place,
     Redriven,
     Refresh,
+    SchemaVerdict,
+    SchemaVersion,
     SubjectOwner,
     Topic,
+    TopicSchema,
 )
 from penstock.clock import Clock
 from penstock.model.subject import selection
@@ -91,6 +94,27 @@ class AsyncAdmin:
     async def delete_topic(self, name: str) -> None:
         """Delete a topic and its messages."""
         await self._calls.change("delete_topic", name=name)
+
+    async def set_schema(self, topic: str, schema: str) -> TopicSchema:
+        """Register a schema of a topic's values, JSON Schema or Spark DDL, as its next version, and return it.
+
+        If the newest version has the same text, return that. Raise SchemaConflict if it is not compatible with the
+        newest version, as `schema_compatibility` of the topic asks.
+        """
+        return TopicSchema.from_json(await self._calls.change("set_schema", name=topic, schema=schema))
+
+    async def schema(self, topic: str, version: int | None = None) -> TopicSchema:
+        """Return the newest schema of a topic, or one of its versions. Raise UnknownSchema if there is none."""
+        return TopicSchema.from_json(await self._calls.read("schema", name=topic, version=version))
+
+    async def schemas(self, topic: str) -> list[SchemaVersion]:
+        """Return the versions of a topic's schema, oldest first."""
+        found = await self._calls.read("schemas", name=topic)
+        return [SchemaVersion.from_json(each) for each in found["schemas"]]
+
+    async def check_schema(self, topic: str, schema: str) -> SchemaVerdict:
+        """Return whether a schema could be registered as the next version. Raise BadSchema if it is invalid."""
+        return SchemaVerdict.from_json(await self._calls.read("check_schema", name=topic, schema=schema))
 
     async def refresh_topic(self, topic: str) -> Refresh:
         """Start a refresh: groups that support it (`on_reset`) discard their copies and receive the whole topic again.

@@ -29,8 +29,11 @@ from penstock.client.values import (
     Receipt,
     Redriven,
     Refresh,
+    SchemaVerdict,
+    SchemaVersion,
     SubjectOwner,
     Topic,
+    TopicSchema,
 )
 from penstock.model.batch import Batch
 
@@ -221,6 +224,26 @@ class BlockingMethods:
     def delete_topic(self, name: str) -> None:
         """Delete a topic and its messages."""
         self._loop.run(lambda: self._async.delete_topic(name))
+
+    def set_schema(self, topic: str, schema: str) -> TopicSchema:
+        """Register a schema of a topic's values, JSON Schema or Spark DDL, as its next version, and return it.
+
+        If the newest version has the same text, return that. Raise SchemaConflict if it is not compatible with the
+        newest version, as `schema_compatibility` of the topic asks.
+        """
+        return self._loop.run(lambda: self._async.set_schema(topic, schema))
+
+    def schema(self, topic: str, version: int | None = None) -> TopicSchema:
+        """Return the newest schema of a topic, or one of its versions. Raise UnknownSchema if there is none."""
+        return self._loop.run(lambda: self._async.schema(topic, version))
+
+    def schemas(self, topic: str) -> list[SchemaVersion]:
+        """Return the versions of a topic's schema, oldest first."""
+        return self._loop.run(lambda: self._async.schemas(topic))
+
+    def check_schema(self, topic: str, schema: str) -> SchemaVerdict:
+        """Return whether a schema could be registered as the next version. Raise BadSchema if it is invalid."""
+        return self._loop.run(lambda: self._async.check_schema(topic, schema))
 
     def refresh_topic(self, topic: str) -> Refresh:
         """Start a refresh: groups that support it (`on_reset`) discard their copies and receive the whole topic again.

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Self, TypedDict
+
+from penstock.topic_schema.ddl import read_ddl, write_ddl
+from penstock.topic_schema.json_schema import read_json_schema, write_json_schema
 
 Headers = Mapping[str, str] | None
 Delay = float | timedelta | datetime | str | None
@@ -86,6 +90,57 @@ class Topic:
             positions,
             found.get("warning"),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSchema:
+    """A version of the schema of a topic. `format`: json (JSON Schema) or ddl (Spark DDL), in which `text` is."""
+
+    topic: str
+    version: int
+    format: str
+    text: str
+    registered_us: int
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(found["topic"], found["version"], found["format"], found["schema"], found["registered_us"])
+
+    def to_ddl(self) -> str:
+        """Return the schema as Spark DDL. Raise BadSchema if DDL cannot express it."""
+        return self.text if self.format == "ddl" else write_ddl(read_json_schema(self.text))
+
+    def to_json_schema(self) -> str:
+        """Return the schema as JSON Schema."""
+        return self.text if self.format == "json" else json.dumps(write_json_schema(read_ddl(self.text)), indent=2)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaVersion:
+    """A version of the schema of a topic, without its text."""
+
+    version: int
+    format: str
+    registered_us: int
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(found["version"], found["format"], found["registered_us"])
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaVerdict:
+    """Whether a schema could be registered. `reason`: why not. `version`: the version that it was compared with, None
+    if the topic has no schema. `compatibility`: what the topic asks for."""
+
+    compatible: bool
+    reason: str | None
+    version: int | None
+    compatibility: str
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        return cls(found["compatible"], found["reason"], found["version"], found["compatibility"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from penstock import schema
 from penstock.schema import NonNegative, Positive, Text, about
+from penstock.topic_schema.compatibility import Compatibility
 
 # A segment has a header, a footer and an index: smaller segments would be mostly overhead.
 SEGMENT_BYTES_MIN: Final = 4096
@@ -89,6 +90,10 @@ class Policy:
     on_damage: Annotated[OnDamage, about("readers stop with an error at damaged messages, or skip them")] = (
         OnDamage.STOP
     )
+    schema_compatibility: Annotated[
+        Compatibility, about("which version of the schema must read the messages of the other")
+    ] = Compatibility.BACKWARD
+    schema_enforced: Annotated[bool, about("refuse values that do not match the newest schema")] = False
 
     def __post_init__(self) -> None:
         schema.check(self)

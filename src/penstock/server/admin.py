@@ -105,6 +105,10 @@ def endpoints(callee: Callee, settings: Mapping[str, Any]) -> list[Endpoint]:
 # Method, path, what it does, the call, and the status of success.
 _CALLS: Final[tuple[tuple[Any, str, str, str, int], ...]] = (
     ("POST", "/admin/topics", "Create a topic", "create_topic", 201),
+    ("POST", "/admin/topics/{name:path}/schema", "Register a schema, as its next version", "set_schema", 200),
+    ("GET", "/admin/topics/{name:path}/schema", "The schema, or one of its versions", "schema", 200),
+    ("GET", "/admin/topics/{name:path}/schemas", "The versions of the schema, without their texts", "schemas", 200),
+    ("POST", "/admin/topics/{name:path}/schema/check", "Whether a schema could be registered", "check_schema", 200),
     ("GET", "/admin/topics/{name:path}", "One topic", "topic", 200),
     ("PATCH", "/admin/topics/{name:path}", "Change a topic's policy, or add partitions", "alter_topic", 200),
     ("POST", "/admin/topics/{name:path}/purge", "Drop messages before a time or an offset", "purge_topic", 200),

@@ -19,6 +19,7 @@ from penstock.broker.group import Group
 from penstock.broker.partition import Partition
 from penstock.broker.pipeline_reports import Heard, PipelineReport
 from penstock.broker.refresh import RefreshState, TopicRefresh
+from penstock.broker.schemas import SchemaVersion
 from penstock.broker.topic import ServedTopic
 from penstock.doors.requests import begin, read
 from penstock.errors import BadRequest, UnknownTopic
@@ -28,6 +29,7 @@ from penstock.outcome import Outcome
 from penstock.schema import did_you_mean, shown
 from penstock.server import requests
 from penstock.server.rows import Rows
+from penstock.topic_schema.tree import is_json
 from penstock.web.endpoints import Nothing
 
 Json = dict[str, Any]
@@ -123,6 +125,38 @@ async def _refresh_topic(broker: Broker, asked: requests.Named) -> Json:
 async def _refresh_status(broker: Broker, asked: requests.Named) -> Json:
     name = asked.name.encode()
     return _describe_refresh(name, broker.refreshes.of(broker.topics.named(name)))
+
+
+async def _set_schema(broker: Broker, asked: requests.SetSchema) -> Json:
+    topic = broker.topics.named(asked.name.encode())
+    made = await broker.to_its_end(broker.schemas.register(topic, asked.schema))
+    return _describe_schema(topic, made)
+
+
+async def _schema(broker: Broker, asked: requests.Schema) -> Json:
+    topic = broker.topics.named(asked.name.encode())
+    return _describe_schema(topic, broker.schemas.version(topic, asked.version))
+
+
+async def _schemas(broker: Broker, asked: requests.Named) -> Json:
+    topic = broker.topics.named(asked.name.encode())
+    versions = broker.schemas.versions(topic)
+    # Without their texts, which may have megabytes.
+    rows = [
+        {name: each for name, each in _describe_schema(topic, made).items() if name != "schema"} for made in versions
+    ]
+    return {"schemas": rows}
+
+
+async def _check_schema(broker: Broker, asked: requests.SetSchema) -> Json:
+    topic = broker.topics.named(asked.name.encode())
+    found = broker.schemas.verdict(topic, asked.schema)
+    return {
+        "compatible": found.reason is None,
+        "reason": found.reason,
+        "version": found.version,
+        "compatibility": topic.topic.policy.schema_compatibility,
+    }
 
 
 async def _offset_at(broker: Broker, asked: requests.OffsetAt) -> Json:
@@ -267,6 +301,10 @@ CALLS: Final[dict[str, Call]] = {
     "delete_topic": Call(requests.Named, _delete_topic),
     "refresh_topic": Call(requests.Named, _refresh_topic),
     "refresh_status": Call(requests.Named, _refresh_status),
+    "set_schema": Call(requests.SetSchema, _set_schema),
+    "schema": Call(requests.Schema, _schema),
+    "schemas": Call(requests.Named, _schemas),
+    "check_schema": Call(requests.SetSchema, _check_schema),
     "offset_at": Call(requests.OffsetAt, _offset_at),
     "offset_after": Call(requests.OffsetAfter, _offset_after),
     "wait": Call(requests.Wait, _wait),
@@ -306,6 +344,16 @@ def _describe_topic(topic: ServedTopic) -> Json:
             }
             for partition in list(topic.partitions)
         ),
+    }
+
+
+def _describe_schema(topic: ServedTopic, version: SchemaVersion) -> Json:
+    return {
+        "topic": topic.topic.name,
+        "version": version.number,
+        "format": "json" if is_json(version.text) else "ddl",
+        "schema": version.text,
+        "registered_us": version.time_us,
     }
 
 

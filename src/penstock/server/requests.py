@@ -77,6 +77,18 @@ class PurgeTopic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SetSchema:
+    name: Annotated[str, about("the topic")]
+    schema: Annotated[str, about("JSON Schema (draft 2020-12) or Spark DDL, as text")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    name: Annotated[str, about("the topic")]
+    version: Annotated[NonNegative | None, about("the version; the newest, if it is not given")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetAt:
     name: str
     partition: NonNegative

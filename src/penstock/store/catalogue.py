@@ -238,9 +238,14 @@ class TopicCatalogue:
     def _remove(self, topic_id: int, logs: list[Log]) -> Steps[None]:
         """Remove the files of a deleted topic, then its mark in the state topic."""
         yield Work(partial(self._remove_files, topic_id, logs))
-        starts = [key for key, _ in self._state.items("start") if key.startswith(f"{topic_id}/")]
+        gone = [
+            Change(kind, key, None)
+            for kind in ("start", "schema")
+            for key, _ in self._state.items(kind)
+            if key.startswith(f"{topic_id}/")
+        ]
         try:
-            yield Commit([Change("topic", str(topic_id), None), *(Change("start", key, None) for key in starts)])
+            yield Commit([Change("topic", str(topic_id), None), *gone])
         except PenstockError as error:
             logger.warning("topic %d is deleted, and the next start removes its mark: %s", topic_id, error)
 

@@ -61,17 +61,19 @@ class Producing:
         batch, run = checked
         if run is not None:
             return self._publish_run(number, run, self._tell_appended)
-        if self._broker.store.rounds.unflushed.is_crowded:
+        if not self._broker.intake.is_batch_ready(to.topic_id):
             return self._append_later(number, to, batch)
         self._append_batch(number, to, batch)
         return None
 
     async def _append_later(self, number: int, to: binary.Append, batch: Batch) -> None:
-        await self._broker.store.rounds.unflushed.room()
-        self._append_batch(number, to, batch)
+        self._append_batch(number, to, batch, await self._broker.intake.prepare_batch(to.topic_id, batch))
 
-    def _append_batch(self, number: int, to: binary.Append, batch: Batch) -> None:
+    def _append_batch(self, number: int, to: binary.Append, batch: Batch, refusal: PenstockError | None = None) -> None:
         def store(outcome: Outcome) -> dict[str, Any]:
+            # One that is stored already is not refused, even if the schema has changed since.
+            if refusal is not None and not self._broker.intake.is_stored(to.topic_id, to.partition, batch):
+                raise refusal
             appended = self._broker.intake.append(*to, batch, outcome)
             return {"offset": appended.offset, "duplicate": appended.is_duplicate}
 
@@ -96,20 +98,28 @@ class Producing:
         return self._check(data, topic, partial(self._stage_checked, number, stage), is_staged=True)
 
     def _stage_checked(self, number: int, stage: binary.StageTarget, checked: _Checked) -> _Waits:
-        if self._broker.transactions is None or self._broker.store.rounds.unflushed.is_crowded:
+        if self._broker.transactions is None or not self._broker.intake.is_batch_ready(stage.to.topic_id):
             return self._stage_later(number, stage, checked.batch)
         self._stage_batch(number, stage, checked.batch)
         return None
 
     async def _stage_later(self, number: int, stage: binary.StageTarget, batch: Batch) -> None:
         await self._broker.open_transactions()
-        await self._broker.store.rounds.unflushed.room()
-        self._stage_batch(number, stage, batch)
+        self._stage_batch(number, stage, batch, await self._broker.intake.prepare_batch(stage.to.topic_id, batch))
 
-    def _stage_batch(self, number: int, stage: binary.StageTarget, batch: Batch) -> None:
+    def _stage_batch(
+        self, number: int, stage: binary.StageTarget, batch: Batch, refusal: PenstockError | None = None
+    ) -> None:
         transactions = self._broker.transactions
         assert transactions is not None, "they are open"
-        self._store(number, batch, lambda outcome: {"offset": transactions.stage(*stage, batch, outcome)})
+
+        def store(outcome: Outcome) -> dict[str, Any]:
+            # A transaction that was committed before is not refused, even if the schema has changed since.
+            if refusal is not None and not transactions.is_decided(stage.name, stage.number):
+                raise refusal
+            return {"offset": transactions.stage(*stage, batch, outcome)}
+
+        self._store(number, batch, store)
 
     # PUBLISH.
 
