@@ -282,8 +282,11 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
         # What is missing.
         ('kind = "archive"\n' + ARCHIVE.split("\n", 2)[2], "1: name is missing: the name of the pipeline"),
         (
-            TRANSFORM.replace('schema = "id string"\n', ""),
-            "3: [source] schema is missing: the columns of the JSON values: `id string, amount double`",
+            TRANSFORM.replace('schema = "id string"\n', "").replace('topic = "orders"', 'topics = ["orders"]', 1),
+            (
+                "3: [source] schema is missing: the columns of the JSON values: `id string, amount double`; by default "
+                "the topic's schema"
+            ),
         ),
         (
             TRANSFORM.replace('sql = "SELECT id FROM source"\n', ""),

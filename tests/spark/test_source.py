@@ -32,7 +32,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, Rea
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType, TimestampType
 
 import penstock
-from penstock.errors import NoBroker, UnknownTopic
+from penstock.errors import BadSchema, NoBroker, UnknownSchema, UnknownTopic
 from penstock.model.headers import hash_key
 from penstock.spark import connection, options
 from penstock.spark.json_topics import from_json_topic
@@ -1060,3 +1060,20 @@ def test_json_values_become_columns(spark: SparkSession, broker: penstock.Broker
     ]
     with pytest.raises(ValueError, match="_offset"):
         from_json_topic(spark, name, "_offset long")
+
+
+def test_json_values_have_the_columns_of_their_topics_schema(spark: SparkSession, broker: penstock.Broker) -> None:
+    name, servers = _topic(broker, partitions=1), str(broker.address)
+    broker.publish(name, b'{"id": 1, "tags": ["a"]}')
+    with pytest.raises(UnknownSchema, match="has no schema: register one"):
+        from_json_topic(spark, name, servers=servers)
+    broker.set_schema(name, '{"type": "object", "properties": {"id": {"oneOf": [{}, {}]}}}')
+    with pytest.raises(BadSchema, match="id has no single type"):
+        from_json_topic(spark, name, servers=servers)
+    broker.alter_topic(name, schema_compatibility="none")
+    tags = {"type": "array", "items": {"type": "string"}}
+    broker.set_schema(name, json.dumps({"type": "object", "properties": {"id": {"type": "integer"}, "tags": tags}}))
+
+    [row] = from_json_topic(spark, name, servers=servers).select("id", "tags", "_reason").collect()
+
+    assert tuple(row) == (1, ["a"], None)

@@ -118,7 +118,7 @@ def validate(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the log of Spark.")] = False,
 ) -> None:
-    """Check a pipeline file. No broker is needed.
+    """Check a pipeline file. A broker is needed only for the schema of a topic, if the file names none.
 
     Keys and values are checked at once. Spark then checks schema, SQL, columns and function, if the file has any.
     """
@@ -324,8 +324,10 @@ def _has_spark() -> bool:
 
 def _check_with_spark(pipeline: Pipeline, verbose: bool) -> None:
     from penstock.pipelines.execution import opened
+    from penstock.pipelines.topic_schemas import with_schemas
     from penstock.pipelines.validation import check
 
+    pipeline = with_schemas(pipeline)
     with opened(pipeline.name, config=spark_logging(verbose)) as spark:
         check(spark, pipeline)
 
@@ -389,8 +391,10 @@ def _sample_cells(row: SampleRow) -> dict[str, Any]:
 def _explain(pipeline: Pipeline, master: str | None, verbose: bool) -> None:
     from penstock.pipelines.execution import opened
     from penstock.pipelines.queries import explain
+    from penstock.pipelines.topic_schemas import with_schemas
     from penstock.pipelines.validation import check
 
+    pipeline = with_schemas(pipeline)
     with opened(pipeline.name, master=master, config=spark_logging(verbose)) as spark:
         check(spark, pipeline)
         for name, plan in explain(spark, pipeline).items():

@@ -75,7 +75,9 @@ def run(
     PenstockError, with one sentence, if a query fails.
     """
     from penstock.pipelines import resumption, window_flush
+    from penstock.pipelines.topic_schemas import with_schemas
 
+    pipeline = with_schemas(pipeline)
     if flush:
         if follow:
             raise PenstockError("flush needs a run that ends: use either flush or follow")

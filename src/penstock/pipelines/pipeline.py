@@ -71,7 +71,9 @@ class PipelineSource:
         "earliest"
     )
     end: Annotated[FixedPlace, about("for a replay: where it ends, an offset or a time")] = None
-    schema: Annotated[Text | None, about("the columns of the JSON values: `id string, amount double`")] = None
+    schema: Annotated[
+        Text | None, about("the columns of the JSON values: `id string, amount double`; by default the topic's schema")
+    ] = None
     time: Annotated[Text | None, about("for kind sql: the column with the time of the event")] = None
     watermark: Annotated[Duration | None, about("for kind sql: how late a row may be and still count")] = None
     archive: Annotated[Text | None, about("an archive with the messages that the topic no longer retains")] = None

@@ -171,7 +171,9 @@ class _FileReader:
 
     def _check_source(self, kind: str, key: Key, source: PipelineSource) -> None:
         self._need_one(key, source, ("topic", "topics", "pattern"))
-        if KINDS[kind].is_typed and source.schema is None and not self._is_reported(*key, "schema"):
+        # One topic may have a schema of its own.
+        is_named = source.schema is not None or source.topic is not None or self._is_reported(*key, "topic")
+        if KINDS[kind].is_typed and not is_named and not self._is_reported(*key, "schema"):
             self._report_missing(key, PipelineSource, "schema")
         if not KINDS[kind].is_typed and source.schema is not None:
             self._report((*key, "schema"), f"is not for kind {kind}, which does not parse values")

@@ -65,6 +65,7 @@ class SampleOutput:
 def run(spark: SparkSession, pipeline: Pipeline, *samples: Iterable[Sample]) -> SampleOutput:
     """Run a pipeline on messages, one sample for each of its sources. Raise BadConfig if Spark rejects the file."""
     from penstock.pipelines import frames, transformations
+    from penstock.pipelines.topic_schemas import with_schemas
     from penstock.pipelines.validation import check
     from penstock.spark.json_topics import SOURCE
 
@@ -73,6 +74,7 @@ def run(spark: SparkSession, pipeline: Pipeline, *samples: Iterable[Sample]) -> 
     if len(samples) != len(pipeline.sample_keys):
         needed = ", ".join(f"[{'.'.join(key)}]" for key in pipeline.sample_keys)
         raise PenstockError(f"a pipeline of kind {pipeline.kind} needs a sample for {needed}: got {len(samples)}")
+    pipeline = with_schemas(pipeline)
     check(spark, pipeline)
     tables: list[DataFrame] = [
         spark.createDataFrame(_rows(source, sample), SOURCE)

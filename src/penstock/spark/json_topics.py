@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 from pyspark.sql import functions as fn
 from pyspark.sql.types import DataType, StructType
 
+from penstock.spark import connection
 from penstock.spark.connection import SERVERS
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ _CORRUPT: Final = "_penstock_corrupt"
 def from_json_topic(
     spark: SparkSession,
     topic: str,
-    schema: str | StructType,
+    schema: str | StructType | None = None,
     *,
     servers: str = SERVERS,
     stream: bool = False,
     **options: str | float,
 ) -> DataFrame:
     """Return the JSON values of a topic as a DataFrame with the columns of `schema`, such as "id long, price double".
+    Without it, they are those of the topic's own schema; raise UnknownSchema if it has none.
 
     The message's own columns follow as _topic, _partition, _offset, …, and `_reason` says why a value does not match
     the schema; it is null if it does. No row is dropped: filter with `where("_reason is null")`.
@@ -46,7 +48,13 @@ def from_json_topic(
     """
     reader = (spark.readStream if stream else spark.read).format("penstock")
     messages = reader.options(**{"servers": servers, "subscribe": topic, **options}).load()
-    return parse_json(messages, schema)
+    return parse_json(messages, _registered(topic, servers, options) if schema is None else schema)
+
+
+def _registered(topic: str, servers: str, options: Mapping[str, str | float]) -> str:
+    """Return the schema of a topic, as DDL."""
+    login = {name: str(options[name]) for name in ("user", "password", "token") if name in options}
+    return connection.client(servers, connection.TIMEOUT_S, **login).schema(topic).to_ddl()
 
 
 def parse_json(df: DataFrame, schema: str | StructType, *, required: Sequence[str] = ()) -> DataFrame:
