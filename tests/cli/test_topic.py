@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ def test_a_message_to_an_inbox_is_said_not_to_be_stored(penstock: Penstock) -> N
 def test_a_topic_is_made_as_it_is_asked_for(penstock: Penstock, client: Client) -> None:
     options = "--partitions 3 --durability flush --retain 7d --retain-bytes 5GB --segment-bytes 1MiB --dedup off"
     options += " --ack-deadline 2s --deliveries-max 2 --no-dead-letters --cleanup compact --tombstone 1h"
-    options += " --refresh-wait 90s --retain-for archive-orders"
+    options += " --refresh-wait 90s --retain-for archive-orders --schema-compatibility full --schema-enforced"
     made = penstock("topic", "create", "made", *options.split(), "--json").json
     assert made == asdict(client.topic("made"))
     assert (made["name"], made["partitions"], made["refused"]) == ("made", 3, None)
@@ -38,6 +39,8 @@ def test_a_topic_is_made_as_it_is_asked_for(penstock: Penstock, client: Client) 
         "dead_letters": False,
         "refresh_wait_ms": 90_000,
         "on_damage": "stop",
+        "schema_compatibility": "full",
+        "schema_enforced": True,
     }
 
 
@@ -156,3 +159,32 @@ def test_a_value_that_cannot_be_is_wrong_usage_and_says_what_can(option: str, va
     said = wrong_usage("topic", "create", "never", option, value)
     assert option in said
     assert allowed in said
+
+
+def test_schemas_are_registered_checked_and_shown(penstock: Penstock, client: Client, tmp_path: Path) -> None:
+    client.create_topic("typed")
+    file = tmp_path / "typed.ddl"
+    file.write_text("id bigint NOT NULL, name string\n")
+    assert penstock("topic", "schema", "check", "typed", str(file)).out == (
+        "typed has no schema yet: this would be version 1\n"
+    )
+    assert penstock("topic", "schema", "set", "typed", str(file)).out == "typed: schema version 1 (ddl)\n"
+    assert penstock("topic", "schema", "set", "typed", str(file), "--json").json["version"] == 1
+    assert penstock("topic", "schema", "show", "typed").out == "id bigint NOT NULL, name string\n"
+    shown = penstock("topic", "schema", "show", "typed", "--as", "json").json
+    assert shown["properties"]["name"] == {"type": ["string", "null"]}
+    (tmp_path / "next.json").write_text(json.dumps({**shown, "required": []}))
+    checked = penstock("topic", "schema", "check", "typed", str(tmp_path / "next.json"))
+    assert checked.out == "compatible with version 1 of typed (backward)\n"
+    assert penstock("topic", "schema", "set", "typed", str(tmp_path / "next.json"), "--json").json["format"] == "json"
+    assert penstock("topic", "schema", "show", "typed", "--as", "ddl", "--json").json["text"] == (
+        "id BIGINT, name STRING"
+    )
+    rows = penstock("topic", "schema", "list", "typed").rows
+    assert [row[:2] for row in rows if row[:1] in (["1"], ["2"])] == [["1", "ddl"], ["2", "json"]]
+    assert [each["version"] for each in penstock("topic", "schema", "list", "typed", "--json").json] == [1, 2]
+    file.write_text("id string")
+    refused = penstock("topic", "schema", "check", "typed", str(file))
+    assert refused.code == 1
+    assert "not compatible with version 2 of typed (backward): " in refused.out
+    assert "id is bigint and would be read as string" in refused.out

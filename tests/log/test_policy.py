@@ -13,6 +13,7 @@ from penstock.schema import shown
 from penstock.store.meta import Change, Meta
 from penstock.store.store import Store
 from penstock.testing import FaultyFiles, ManualClock
+from penstock.topic_schema.compatibility import Compatibility
 from tests.support.stores import DATA
 
 FULL = Policy(
@@ -30,6 +31,8 @@ FULL = Policy(
     dead_letters=False,
     refresh_wait_ms=7,
     on_damage=OnDamage.SKIP,
+    schema_compatibility=Compatibility.FULL,
+    schema_enforced=True,
 )
 
 
