@@ -98,7 +98,7 @@ async def test_an_incompatible_schema_is_refused_and_the_policy_decides_what_tha
         await _topic(life)
         with pytest.raises(SchemaConflict, match=r"version 1 of topic orders \(backward\): .*name is required"):
             await _register(life, "id bigint NOT NULL, name string NOT NULL")
-        assert life.broker.schemas.verdict(_served(life), "id string").reason is not None
+        assert (await life.broker.schemas.verdict(_served(life), "id string")).reason is not None
         await life.do(life.broker.changes.alter(b"orders", policy=Policy(schema_compatibility=Compatibility.FORWARD)))
         assert await _register(life, "id bigint NOT NULL, name string NOT NULL") == 2
         await life.do(life.broker.changes.alter(b"orders", policy=Policy(schema_compatibility=Compatibility.NONE)))

@@ -171,3 +171,15 @@ def test_what_a_copy_would_mix_up_is_refused(penstock: Penstock, client: Client)
         run(client, source, client.topic("taken"))
     done = penstock("topic", "copy", "mixed", "mixed")
     assert (done.code, "a topic cannot be copied to itself" in done.err) == (2, True)
+
+
+def test_a_copy_does_not_enforce_the_schema_which_older_messages_may_not_match(
+    penstock: Penstock, client: Client
+) -> None:
+    client.create_topic("loose")
+    client.publish("loose", b"old")
+    client.set_schema("loose", "id bigint")
+    client.alter_topic("loose", schema_enforced=True)
+
+    assert penstock("topic", "copy", "loose", "loose-copy").out.startswith("copied 1 message")
+    assert client.topic("loose-copy").policy["schema_enforced"] is False

@@ -119,6 +119,12 @@ def _laughing(levels: int) -> dict[str, Any]:
     return {"$defs": defs, "$ref": f"#/$defs/a{levels - 1}"}
 
 
+def _repeated(schema: dict[str, Any]) -> str:
+    """A schema that refers to a large one hundreds of times."""
+    referring = {f"p{number}": {"$ref": "#/$defs/a"} for number in range(900)}
+    return json.dumps({"properties": referring, "$defs": {"a": schema}})
+
+
 def _nested(levels: int) -> str:
     return '{"items":' * levels + "{}" + "}" * levels
 
@@ -150,6 +156,13 @@ def _nested(levels: int) -> str:
         (json.dumps({"type": "object", "required": [[]]}), "required must be a list of names"),
         (json.dumps(_laughing(31)), "more than 5000 types|nested too deeply"),
         (json.dumps({"allOf": [{"$ref": "#/$defs/a"}] * 100, "$defs": {"a": {"allOf": [{}] * 100}}}), "more than 5000"),
+        (_repeated({"enum": ["x" * 30_000]}), "with its references it has more than 1048576 bytes"),
+        (_repeated({"properties": {"x" * 30_000: True}}), "with its references it has more than 1048576 bytes"),
+        (
+            json.dumps({"allOf": [{"pattern": f"a{number}"} for number in range(101)]}),
+            "more than 100 different patterns",
+        ),
+        (json.dumps({"patternProperties": {f"a{number}": {} for number in range(101)}}), "more than 100 different"),
         (_nested(40), "nested too deeply"),
         (_nested(6000), "nested too deeply"),
         (json.dumps({"title": "x" * (64 << 10)}), "bytes, and 65536 are allowed"),

@@ -24,7 +24,7 @@ _SLICE_S: Final = 0.002
 EXPLAINED_MAX: Final = 20
 _TEXT_CHARACTERS: Final = 200
 # A pattern is compiled to at most this size, and matched in linear time.
-_PATTERN_BYTES_MAX: Final = 1 << 20
+_PATTERN_BYTES_MAX: Final = 256 << 10
 
 _MISSING: Final = "the package jsonschema-rs is not installed: install penstock[schema] to enforce schemas"
 _decode = msgspec.json.Decoder().decode

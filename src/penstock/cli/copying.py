@@ -37,11 +37,13 @@ class Copied:
 
 
 def prepare(source: Topic, target: Client, name: str) -> Topic:
-    """Return the topic to copy to; create it like the source if it does not exist."""
+    """Return the topic to copy to; create it like the source if it does not exist. It does not enforce a schema, which
+    older messages may not match."""
     found = next((topic for topic in target.topics() if topic.name == name), None)
     if found is None:
         # The group in retain_for does not read the copy.
-        return target.create_topic(name, partitions=source.partitions, **source.policy | {"retain_for": None})
+        policy = source.policy | {"retain_for": None, "schema_enforced": False}
+        return target.create_topic(name, partitions=source.partitions, **policy)
     if found.partitions != source.partitions:
         raise PenstockError(
             f"{name} has {found.partitions} partitions and {source.name} has {source.partitions}: a copy needs the "

@@ -150,7 +150,7 @@ async def _schemas(broker: Broker, asked: requests.Named) -> Json:
 
 async def _check_schema(broker: Broker, asked: requests.SetSchema) -> Json:
     topic = broker.topics.named(asked.name.encode())
-    found = broker.schemas.verdict(topic, asked.schema)
+    found = await broker.schemas.verdict(topic, asked.schema)
     return {
         "compatible": found.reason is None,
         "reason": found.reason,

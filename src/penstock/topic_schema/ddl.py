@@ -91,13 +91,13 @@ class _Parser:
         return self._tokens[0].text.lower() == "struct" and self._tokens[1:2] != [] and self._tokens[1].text == "<"
 
     def columns(self, depth: int) -> Struct:
-        fields = [self._column(depth)]
-        while self._takes(","):
-            fields.append(self._column(depth))
-        for index, field in enumerate(fields):
-            if field.name in [other.name for other in fields[:index]]:
+        fields: dict[str, Field] = {}
+        while not fields or self._takes(","):
+            field = self._column(depth)
+            if field.name in fields:
                 raise BadSchema(f"invalid schema: two columns are named {field.name}")
-        return Struct(tuple(fields))
+            fields[field.name] = field
+        return Struct(tuple(fields.values()))
 
     def type(self, depth: int) -> Type:
         self._types += 1

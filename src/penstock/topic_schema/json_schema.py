@@ -15,7 +15,9 @@ from urllib.parse import unquote
 from penstock.errors import BadSchema
 from penstock.topic_schema.tree import (
     DEPTH_MAX,
+    EXPANDED_BYTES_MAX,
     INTEGERS,
+    PATTERNS_MAX,
     TYPES_MAX,
     Anything,
     Array,
@@ -129,6 +131,8 @@ class _Expansion:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._types = 0
+        self._bytes = 0
+        self._patterns: set[str] = set()
 
     def schema(self, schema: Any, above: tuple[str, ...], depth: int = 0) -> Any:
         """`above` are the references that led here."""
@@ -141,6 +145,7 @@ class _Expansion:
             return schema
         if not isinstance(schema, dict):
             raise BadSchema(f"invalid schema: {json.dumps(schema)[:100]} is where a schema must be")
+        self._weigh(schema)
         for name in _REFUSED:
             if name in schema:
                 raise BadSchema(f"invalid schema: {name} is not supported: use $ref to a place such as #/$defs/name")
@@ -153,6 +158,19 @@ class _Expansion:
         if not found.keys() & _ASSERTIONS and isinstance(target, dict):
             return {**target, **found}
         return {**found, "allOf": [*found.get("allOf", ()), target]}
+
+    def _weigh(self, schema: Document) -> None:
+        for name, value in schema.items():
+            if name in _IN_MAPS and isinstance(value, dict):
+                self._bytes += sum(map(len, value))
+            elif name not in _IN_LISTS | _IN_PLACE and _is_kept(name):
+                self._bytes += len(json.dumps(value))
+        patterns = [schema.get("pattern"), *(schema.get("patternProperties") or ())]
+        self._patterns.update(each for each in patterns if isinstance(each, str))
+        if self._bytes > EXPANDED_BYTES_MAX:
+            raise BadSchema(f"invalid schema: with its references it has more than {EXPANDED_BYTES_MAX} bytes")
+        if len(self._patterns) > PATTERNS_MAX:
+            raise BadSchema(f"invalid schema: it has more than {PATTERNS_MAX} different patterns")
 
     def _value(self, name: str, value: Any, above: tuple[str, ...], depth: int) -> Any:
         if name in _IN_MAPS:

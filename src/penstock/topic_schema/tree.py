@@ -20,6 +20,9 @@ SCHEMA_BYTES_MAX: Final = 64 << 10
 DEPTH_MAX: Final = 32
 # Types in a schema, with those that references repeat.
 TYPES_MAX: Final = 5000
+# Names and values in a JSON Schema, with those that references repeat; and different patterns: each is compiled.
+EXPANDED_BYTES_MAX: Final = 1 << 20
+PATTERNS_MAX: Final = 100
 
 # The range of each integer type. An `integer` of JSON Schema has none.
 INTEGERS: Final = {
