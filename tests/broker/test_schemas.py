@@ -357,6 +357,7 @@ async def test_of_many_bad_values_only_the_first_are_explained() -> None:
         (b'{"id": 1, "id": "x"}', "at /id"),
         (b'{"ID": 1}', 'the top: "id" is a required property'),
         (b'[{"id": 1}]', "the top"),
+        (b'{"id": 1, "a": "' + b"x" * (1 << 20) + b'"}', "at most 1048576"),
     ],
 )
 def test_values_that_programs_read_differently(value: bytes, what: str) -> None:

@@ -87,6 +87,8 @@ DEFAULTS = {
     "topic.dead_letters": True,
     "topic.refresh_wait_ms": 60_000,
     "topic.on_damage": "stop",
+    "topic.schema_compatibility": "backward",
+    "topic.schema_enforced": False,
     "flow.rate": 0,
     "flow.burst": 100,
     "flow.buffer": 1000,
