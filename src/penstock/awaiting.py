@@ -1,10 +1,13 @@
-"""Await an outcome in an event loop."""
+"""Outcomes and tasks in an event loop."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.health import Health
 from penstock.outcome import Outcome
 
 
@@ -20,3 +23,11 @@ async def settled(outcome: Outcome) -> None:
         outcome.then(wake)
         await future
     outcome.check()
+
+
+def spawn(tasks: asyncio.TaskGroup, health: Health, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Begin a task. An unexpected exception ends this task only."""
+    task = tasks.create_task(health.supervise("task", coroutine))
+    # If it is cancelled before it begins, nobody has awaited the coroutine.
+    task.add_done_callback(lambda _: coroutine.close())
+    return task

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
+import warnings
 
 import pytest
 
+from penstock import awaiting
 from penstock.health import PROBLEMS_MAX, Health
 
 
@@ -34,3 +38,18 @@ def test_a_fault_is_counted_by_its_seam_and_logged_with_its_traceback(caplog: py
     [record] = caplog.records
     assert record.levelno == logging.ERROR
     assert record.exc_info is not None
+
+
+def test_a_task_that_is_cancelled_before_it_begins_is_no_coroutine_that_nobody_awaited() -> None:
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    async def cancel() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            awaiting.spawn(tasks, Health(), wait()).cancel()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        asyncio.run(cancel())
+        gc.collect()
+    assert [str(each.message) for each in found] == []

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
+from penstock import awaiting
 from penstock.broker.changes import TopicChanges
 from penstock.broker.cursor import ReadAhead
 from penstock.broker.deadletters import DeadLetters
@@ -158,7 +159,7 @@ class Broker:
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin a task. An unexpected exception ends this task only."""
         assert self._tasks is not None, "it runs"
-        return self._tasks.create_task(self.health.supervise("task", coroutine))
+        return awaiting.spawn(self._tasks, self.health, coroutine)
 
     def call_at(self, when_us: int, callback: Callable[[], None]) -> asyncio.TimerHandle:
         assert self._loop is not None, "it runs"

@@ -39,7 +39,10 @@ class FaultGuard:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine of the connection as a task."""
-        return self._session.shared.tasks.spawn(self._supervise(coroutine))
+        task = self._session.shared.tasks.spawn(self._supervise(coroutine))
+        # If it is cancelled before it begins, nobody has awaited the coroutine.
+        task.add_done_callback(lambda _: coroutine.close())
+        return task
 
     async def _supervise(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:

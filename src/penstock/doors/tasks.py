@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, ParamSpec, TypeVar
 
+from penstock import awaiting
 from penstock.health import Health
 
 P = ParamSpec("P")
@@ -30,7 +31,7 @@ class Tasks:
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task. An unexpected exception ends only this task."""
         assert self._group is not None, "the server runs"
-        return self._group.create_task(self._health.supervise("task", coroutine))
+        return awaiting.spawn(self._group, self._health, coroutine)
 
     async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, and touches nothing of the broker, in a worker thread. Few run at a time."""

@@ -41,7 +41,8 @@ class _Topic:
 
 
 def endpoints(callee: Callee, settings: Mapping[str, Any]) -> list[Endpoint]:
-    """`settings` are the settings as people may see them, with their origins."""
+    """Return the table of all endpoints, which is why this is long. `settings` are the settings as people may see them,
+    with their origins."""
     broker = callee.broker
 
     def listing(path: str, text: str, call: str) -> Endpoint:
