@@ -284,8 +284,8 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
         (
             TRANSFORM.replace('schema = "id string"\n', "").replace('topic = "orders"', 'topics = ["orders"]', 1),
             (
-                "3: [source] schema is missing: the columns of the JSON values: `id string, amount double`; by default "
-                "the topic's schema"
+                "3: [source] schema is missing: the columns of the JSON values: "
+                "`id string, amount double`; by default the topic's schema"
             ),
         ),
         (
@@ -400,7 +400,8 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
             SQL.replace('topic = "refunds"\n', "").replace('schema = "id string"\n', ""),
             (
                 "6: [sources.refunds] needs one of topic, topics, pattern\n"
-                "6: [sources.refunds] schema is missing: the columns of the JSON values: `id string, amount double`"
+                "6: [sources.refunds] schema is missing: the columns of the JSON values: "
+                "`id string, amount double`; by default the topic's schema"
             ),
         ),
         (
@@ -413,10 +414,12 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
                 "3: [source] does not belong here: a pipeline of kind sql has name, kind, sources, sql, sink, trigger\n"
                 "7: [sources.topic] is a table: write [sources.topic], and its keys below\n"
                 "7: [sources.topic] needs one of topic, topics, pattern\n"
-                "7: [sources.topic] schema is missing: the columns of the JSON values: `id string, amount double`\n"
+                "7: [sources.topic] schema is missing: the columns of the JSON values: "
+                "`id string, amount double`; by default the topic's schema\n"
                 "8: [sources.schema] is a table: write [sources.schema], and its keys below\n"
                 "8: [sources.schema] needs one of topic, topics, pattern\n"
-                "8: [sources.schema] schema is missing: the columns of the JSON values: `id string, amount double`"
+                "8: [sources.schema] schema is missing: the columns of the JSON values: "
+                "`id string, amount double`; by default the topic's schema"
             ),
         ),
         (

@@ -23,6 +23,7 @@ from penstock.pipelines.pipeline_file import load
 from penstock.pipelines.state_directory import state_of
 from tests.pipelines.conftest import Runner, forget_last_batch
 from tests.support.server import clean_environment
+from tests.support.slow_workers import patiently
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -137,13 +138,16 @@ def test_kill_9_after_the_commit_of_the_table_changes_nothing(
         pipeline(customers, f'servers = "{spark_broker.servers}"\noptions = {{ maxOffsetsPerTrigger = 20 }}')
     )
 
-    killed = subprocess.run([sys.executable, "-c", _KILLED, str(path)], env=clean_environment(), check=False)
+    command = [sys.executable, "-c", _KILLED, str(path)]
+    killed = patiently(
+        lambda _: subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    )
     offsets = max(int(each.name) for each in (state_of(load(path)).checkpoint / "rows/offsets").glob("[0-9]*"))
     commits = max(int(each.name) for each in (state_of(load(path)).checkpoint / "rows/commits").glob("[0-9]*"))
     half = stored(tmp_path)
     done = execution.run(load(path), spark=spark)
 
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert offsets == commits + 1
     assert half == expected(made[:40])
     assert stored(tmp_path) == expected(made)

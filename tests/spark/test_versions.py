@@ -18,14 +18,12 @@ import pytest
 import penstock
 from penstock.spark import versions
 from tests.support.server import clean_environment
+from tests.support.slow_workers import patiently
 from tests.support.spark_core import ROWS
 
 ROOT = Path(__file__).parents[2]
 # Only a test that fails waits so long.
 PATIENCE_S = 280
-# Spark gives a Python worker 10 s to start, whatever else the machine has to do.
-SLOW_WORKER = "Python worker failed to connect back"
-ATTEMPTS = 3
 NO_LIMITS = "maxOffsetsPerTrigger needs PySpark 4.2 or newer: remove it, or upgrade the cluster"
 
 
@@ -41,10 +39,7 @@ NO_LIMITS = "maxOffsetsPerTrigger needs PySpark 4.2 or newer: remove it, or upgr
 def test_the_source_and_the_sink_work_on(version: str | None, limited: object, tmp_path: Path) -> None:
     path = [] if version is None else [str(installed(version))]
     environment = clean_environment() | {"PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
-    for attempt in range(ATTEMPTS):
-        done = run(environment, tmp_path / str(attempt))
-        if SLOW_WORKER not in done.stderr:
-            break
+    done = patiently(lambda attempt: run(environment, tmp_path / str(attempt)))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
 
