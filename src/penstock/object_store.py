@@ -99,7 +99,7 @@ class ObjectStore:
     def create(self, name: str, data: bytes) -> None:
         """Store an object. Raise FileExistsError if there is one of this name: of several writers one succeeds.
 
-        A request that obstore repeats because the reply was lost finds its own object, so check what is there.
+        obstore repeats a request whose reply was lost, and then finds its own object. So the caller must look at it.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError

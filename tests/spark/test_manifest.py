@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -48,6 +49,25 @@ def test_a_committed_batch_is_there_after_a_reopen(tmp_path: Path) -> None:
 
     assert reopened.files() == list(written)
     assert reopened.ranges() == {("orders", 0): (0, 10), ("orders", 1): (5, 8)}
+
+
+class LosesReplies(DirectoryPlace):
+    """As an object store whose client repeats each request and so finds what it has just created."""
+
+    def create(self, name: str, data: bytes) -> None:
+        super().create(name, data)
+        raise FileExistsError(errno.EEXIST, "taken", self.location(name))
+
+
+def test_a_compaction_whose_reply_was_lost_is_added_once_and_told_so(tmp_path: Path) -> None:
+    """Otherwise the compaction would remove the merged file, which the manifest names."""
+    small, merged = (file("a", 0, 4), file("b", 5, 9)), file("ab", 0, 9)
+    made(tmp_path).commit(entry("q", 0, *small))
+    compaction = Entry(f"{manifest.ONCE}c", 0, COLUMNS, (merged,), tuple(each.path for each in small), 1)
+
+    assert ArchiveManifest(LosesReplies(tmp_path)).replace(compaction)
+
+    assert ArchiveManifest(DirectoryPlace(tmp_path)).files() == [merged]
 
 
 def test_a_repeated_batch_adds_nothing(tmp_path: Path) -> None:

@@ -170,6 +170,8 @@ class ArchiveManifest:
         with self._place.locked(DIRECTORY):
             while True:
                 number = self.state().number + 1
+                if not self.unnamed(file.path for file in entry.files):
+                    return True  # added before: an object store repeats a request whose reply was lost
                 if self.unnamed(entry.replaced):
                     return False
                 if self._append(entry, number):
