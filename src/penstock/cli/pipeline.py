@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
 from penstock.cli.options import BROKER_PANEL, Json, JsonLines, Password, Token, User, options
 from penstock.cli.text import counted, iso, safe
 from penstock.errors import BadConfig, PenstockError
+from penstock.pipelines.kind import Kind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.pipelines.pipeline import Pipeline
     from penstock.pipelines.progress import PipelineProgress
     from penstock.pipelines.sample import SampleRow
+
+_KINDS: Final = get_args(Kind)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -72,26 +75,7 @@ class OtherBroker:
 @app.command("init")
 @options
 def init(
-    kind: Annotated[
-        Literal[
-            "archive",
-            "transform",
-            "aggregate",
-            "deduplicate",
-            "replay",
-            "dead_letters",
-            "join",
-            "sql",
-            "enrich",
-            "sessionize",
-            "upsert",
-        ],
-        typer.Argument(
-            metavar="KIND",
-            help="archive, transform, aggregate, deduplicate, replay, dead_letters, join, sql, enrich, sessionize or "
-            "upsert.",
-        ),
-    ],
+    kind: Annotated[Kind, typer.Argument(metavar="KIND", help=f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}.")],
     path: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", help="The file to write. \\[default: KIND.toml]")
     ] = None,

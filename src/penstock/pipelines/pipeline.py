@@ -29,25 +29,12 @@ from penstock.pipelines.key_types import (
     Topic,
     Topics,
 )
+from penstock.pipelines.kind import Kind
 from penstock.schema import Form, Positive, about, declared
 from penstock.toml_lines import KeyLines
 
 # The path of a key in a file.
 Key = tuple[str, ...]
-
-Kind = Literal[
-    "archive",
-    "transform",
-    "aggregate",
-    "deduplicate",
-    "replay",
-    "dead_letters",
-    "join",
-    "sql",
-    "enrich",
-    "sessionize",
-    "upsert",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
