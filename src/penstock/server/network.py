@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock import address
+from penstock.acceptor import Acceptor
 
 
 class Listener(Protocol):
@@ -32,24 +33,16 @@ class Listen(Protocol):
 
 
 class _TcpListener:
-    def __init__(self, servers: list[asyncio.Server]) -> None:
-        self._servers = servers
-        self.port: int = servers[0].sockets[0].getsockname()[1]
+    def __init__(self, acceptor: Acceptor) -> None:
+        self._acceptor = acceptor
+        self.port: int = acceptor.sockets[0].getsockname()[1]
 
     async def start(self) -> None:
-        for server in self._servers:
-            await server.start_serving()
+        self._acceptor.start(address.BACKLOG)
 
     def close(self) -> None:
-        for server in self._servers:
-            server.close()
+        self._acceptor.close()
 
 
 async def listen(open_protocol: Callable[[], asyncio.Protocol], hosts: Sequence[str], port: int) -> Listener:
-    loop = asyncio.get_running_loop()
-    return _TcpListener(
-        [
-            await loop.create_server(open_protocol, sock=each, backlog=address.BACKLOG, start_serving=False)
-            for each in address.bind(hosts, port)
-        ]
-    )
+    return _TcpListener(Acceptor(address.bind(hosts, port), open_protocol))

@@ -2,6 +2,7 @@
 
 - A client that does not send its request in time, or does not read its answer, is closed.
 - Connections and header bytes are limited; an application limits the bodies that it reads.
+- Connections are accepted, and requests are handled, a few in each turn of the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock import address
+from penstock.acceptor import Acceptor
 from penstock.health import Usage
+from penstock.web.request_turns import RequestTurns
 
 # Of the request line and the headers.
 HEADER_BYTES_MAX: Final = 16 << 10
@@ -66,10 +69,11 @@ class WebPort:
         self._sockets = address.bind(address.hosts(host), port)
         self.port: int = self._sockets[0].getsockname()[1]
         self._connections_max = connections_max
+        turns = RequestTurns()
         config = uvicorn.Config(
             app,
             http=partial(  # type: ignore[arg-type]
-                _Connection, idle_s=idle_s, connections_max=connections_max, on_invalid=on_invalid
+                _Connection, idle_s=idle_s, connections_max=connections_max, on_invalid=on_invalid, turns=turns
             ),
             # It must not change the logging of the process.
             log_config=None,
@@ -83,6 +87,7 @@ class WebPort:
         )
         self._uvicorn = uvicorn.Server(config)
         self._uvicorn.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+        self._uvicorn.startup = self._start_up  # type: ignore[method-assign]
         self._uvicorn.main_loop = self._tick  # type: ignore[method-assign]
         self._uvicorn.shutdown = self._shut_down  # type: ignore[method-assign]
         self._stopping = asyncio.Event()
@@ -109,6 +114,20 @@ class WebPort:
     def unsent(self) -> int:
         """Return how many bytes of answers clients have not read yet."""
         return sum(each.transport.get_write_buffer_size() for each in self._uvicorn.server_state.connections)
+
+    async def _start_up(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections. uvicorn would accept all that wait before anything else happens."""
+        server, config = self._uvicorn, self._uvicorn.config
+        open_connection: Callable[[], asyncio.BaseProtocol] = partial(
+            config.http_protocol_class,  # type: ignore[call-arg]
+            config=config,
+            server_state=server.server_state,
+            app_state={},
+        )
+        acceptor = Acceptor(sockets or (), open_connection)
+        acceptor.start(address.BACKLOG)
+        server.servers = [acceptor]  # type: ignore[list-item]
+        server.started = True
 
     async def _tick(self) -> None:
         """Update the date of the responses. uvicorn polls ten times a second whether it should stop; this waits."""
@@ -138,13 +157,22 @@ class _Connection(H11Protocol):
     """uvicorn's connection has one timeout only: from an answer to the next byte. This adds the others."""
 
     def __init__(
-        self, *arguments: Any, idle_s: float, connections_max: int, on_invalid: Callable[[str], None], **more: Any
+        self,
+        *arguments: Any,
+        idle_s: float,
+        connections_max: int,
+        on_invalid: Callable[[str], None],
+        turns: RequestTurns,
+        **more: Any,
     ) -> None:
         super().__init__(*arguments, **more)
+        self._turns = turns
         self._idle_s = idle_s
         self._on_invalid = on_invalid
         self._connections_max = connections_max
         self._received = 0
+        # Whether something that was received waits for a turn.
+        self._is_held = False
         # What the client must do next, with its progress; and since when.
         self._awaited: tuple[str, int] | None = None
         self._since = 0.0
@@ -153,13 +181,28 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self._awaited, self._since = self._wanted(), self.loop.time()
         if len(self.connections) > self._connections_max:
-            transport.write(_FULL)
-            transport.close()
+            self.refuse_full()
 
     def data_received(self, data: bytes) -> None:
         if not self.transport.is_closing():
             self._received += len(data)
+            self._turns.received(self, data)
+
+    def handle_received(self, data: bytes) -> None:
+        if self._is_held:
+            self._is_held = False
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+        if not self.transport.is_closing():
             super().data_received(data)
+
+    def hold(self) -> None:
+        self._is_held = True
+        self.transport.pause_reading()
+
+    def refuse_full(self) -> None:
+        self.transport.write(_FULL)
+        self.transport.close()
 
     async def upgrade(self, headers: list[tuple[bytes, bytes]], protocol: asyncio.Protocol) -> None:
         """Answer the request with 101, and hand the connection over to another protocol."""
