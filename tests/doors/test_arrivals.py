@@ -179,6 +179,35 @@ async def test_a_turn_of_the_loop_reads_for_so_long_and_each_connection_has_its_
     assert served[4:] == [[]] * 6
 
 
+@in_loop
+async def test_connections_that_send_little_do_not_wait_for_all_those_that_send_much() -> None:
+    now = 0.0
+    turns = Turns(bytes_max=1000, clock=lambda: now)
+    greedy = [Stand() for _ in range(10)]
+    for connection in greedy:
+        turns.took(cast(Session, connection), MUCH_BYTES)
+        now += TURN_S_MAX / 2.1
+    modest = Stand()
+    turns.took(cast(Session, modest), 10)
+    assert modest.calls == ["hold"]
+    # Two have time in a turn: one of each kind.
+    await asyncio.sleep(0)
+    assert modest.calls == ["hold", "read on"]
+    assert [each.calls for each in greedy].count(["hold", "read on"]) == 1
+    # Where only one has, they alternate.
+    held = [Stand() for _ in range(4)]
+    turns = Turns(bytes_max=1000, clock=lambda: now)
+    for connection, size in zip(held, (MUCH_BYTES, 10, MUCH_BYTES, 10), strict=True):
+        turns.took(cast(Session, connection), size)
+        now += 4 * TURN_S_MAX
+    order = []
+    for _ in range(20):
+        await asyncio.sleep(0)
+        now += 4 * TURN_S_MAX
+        order += [number for number, each in enumerate(held) if each.calls[-1:] == ["read on"] and number not in order]
+    assert set(order) == set(range(4)), "nobody starves"
+
+
 class Receiver:
     """A connection with messages of so many bytes that wait for their turn."""
 

@@ -5,8 +5,8 @@ hundreds of subscribers is written hundreds of times. Either would hold up other
 has read enough, connections that send more are read from in later turns, one after the other. Enough is a number of
 bytes or, since a megabyte of small messages takes a hundred times as long as one of large messages, a time. When a turn
 has sent enough, in bytes and in time, messages wait for a later turn, in order and not encoded yet, and connections
-that publish much wait with them. Half of a turn is for connections that are sent little: they do not wait for the
-others.
+that publish much wait with them. Half of a turn is for connections that send or are sent little: they do not wait for
+the others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class Turns:
         # Bytes that were read and sent since the last turn that did much.
         self._bytes = self._sent_bytes = 0
         self._is_counting = False
-        self._held: dict[Session, None] = {}
+        # Connections that are read from in a later turn: those that sent little, and those that sent much.
+        self._held_little: dict[Session, None] = {}
+        self._held_much: dict[Session, None] = {}
+        # Of one connection in a turn, every second one is one that sent much.
+        self._is_odd = False
         # Connections with messages that wait for a turn, and those that are not read from until these are sent.
         self._waiting_little: dict[Session, None] = {}
         self._waiting_much: dict[Session, None] = {}
@@ -74,7 +78,7 @@ class Turns:
         self._reads += 1
         if self._bytes > self._bytes_max or (self._is_counting and self._clock() - self._began > self._s_max):
             session.peer.hold()
-            self._held[session] = None
+            (self._held_much if count > MUCH_BYTES // _LITTLE else self._held_little)[session] = None
         if count > MUCH_BYTES and self._is_sending:
             session.peer.hold()
             self._held_by_waiting[session] = None
@@ -116,25 +120,36 @@ class Turns:
         count = self._count_due()
         self._bytes = self._sent_bytes = self._reads = 0
         self._began = self._clock()
-        due = list(islice(self._held, count))
+        due = self._take_held(count)
         self._send(self._waiting_much, MUCH_BYTES + 1)
         self._send(self._waiting_little, MUCH_BYTES)
-        self._is_counting = bool(self._sent_bytes or self._held)
+        self._is_counting = bool(self._sent_bytes or self._held_little or self._held_much)
         if self._is_counting:
             asyncio.get_running_loop().call_soon(self._begin)
         if not self._is_sending:
             due += self._held_by_waiting
             self._held_by_waiting.clear()
         for session in due:
-            self._held.pop(session, None)
             session.read_on()
 
     def _count_due(self) -> int:
         """Return how many held connections to read from in the next turn: as many as the last turn had time for."""
         spent = self._clock() - self._began
-        if self._reads * self._s_max >= len(self._held) * spent:
-            return len(self._held)
+        held = len(self._held_little) + len(self._held_much)
+        if self._reads * self._s_max >= held * spent:
+            return held
         return max(1, int(self._reads * self._s_max / spent))
+
+    def _take_held(self, count: int) -> list[Session]:
+        """Return so many held connections, the oldest first: half of them sent much, if there are so many."""
+        self._is_odd = not self._is_odd
+        much = min((count + self._is_odd) // 2, len(self._held_much))
+        due = list(islice(self._held_little, count - much))
+        due += islice(self._held_much, count - len(due))
+        for session in due:
+            self._held_little.pop(session, None)
+            self._held_much.pop(session, None)
+        return due
 
     def _send(self, waiting: dict[Session, None], size: int) -> None:
         """Let the connections that are sent about this much send."""
