@@ -21,7 +21,7 @@ from penstock.log.files import SYNC_EACH_MAX, OsFiles
 from penstock.log.policy import Durability, Policy, Topic
 from penstock.model.run import Run
 from penstock.outcome import Outcome
-from penstock.store.store import Store, StoreSettings
+from penstock.store.store import READERS, Store, StoreSettings
 from penstock.testing import FaultyFiles, ManualClock
 from tests.support.logs import append, values
 from tests.support.stores import FLUSH, LARGE, SMALL, batch, drive, hold, open_store, running
@@ -395,6 +395,33 @@ def test_cold_data_is_read_off_the_loop_and_hot_data_in_it(tmp_path: Path) -> No
             assert [found[0].columns().values()[0][:2] for found in cold] == [b"%d:" % number for number in range(5)]
             assert readers
             assert threading.main_thread() not in readers
+
+    drive(main)
+
+
+def test_the_readers_do_not_run_ahead_of_a_busy_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they have read, and nobody has taken yet, is limited."""
+
+    async def main() -> None:
+        with Store(tmp_path, settings=StoreSettings(tail_bytes_max=0)) as store:
+            log = store.log(store.create_topic("orders", policy=SMALL).id)
+            async with running(store):
+                for number in range(3 * READERS):
+                    await store.append(log, batch(b"%d" % number))
+                begun: list[int] = []
+                read_disk = log.read_disk
+
+                def count(offset: int, *args: Any) -> Any:
+                    begun.append(offset)
+                    return read_disk(offset, *args)
+
+                monkeypatch.setattr(log, "read_disk", count)
+                reads = [asyncio.create_task(store.read(log, number, 1)) for number in range(3 * READERS)]
+                while not begun:
+                    await asyncio.sleep(0)
+                threading.Event().wait(0.2)  # the loop is busy, and the readers could read on
+                assert len(begun) <= 2 * READERS, "those that are read, and those whose result the loop has just taken"
+                assert [len(found) for found in await asyncio.gather(*reads)] == [1] * len(reads)
 
     drive(main)
 

@@ -52,6 +52,8 @@ from penstock.store.state import StoreState
 from penstock.store.witnesses import STATE_PARTITION
 
 _OPEN_SEGMENTS_MAX: Final = 1024
+# Threads that read from the disk for an event loop.
+READERS: Final = 4
 
 # Small segments, so that most of the state topic can be compacted at any time. It has no readers that could miss a
 # tombstone.
@@ -113,6 +115,8 @@ class Store:
         # Opens and removes the files of topics for `run`.
         self._worker = ThreadPoolExecutor(1, "penstock-topics")
         self._readers: ThreadPoolExecutor | None = None
+        # Held until the caller has its batches: while the loop is busy, the threads do not read on.
+        self._reads = asyncio.Semaphore(READERS)
         self._lock = self._claim()
         self.space = DiskSpace(self._files, directory, settings.disk_reserve_bytes, self.health)
         self._meta = meta or Meta(directory / "meta.db")
@@ -297,10 +301,11 @@ class Store:
         if batches is not None:
             return batches
         if self._readers is None:
-            self._readers = ThreadPoolExecutor(4, "penstock-read")
-        return await asyncio.get_running_loop().run_in_executor(
-            self._readers, log.read_disk, offset, bytes_max, on_damage
-        )
+            self._readers = ThreadPoolExecutor(READERS, "penstock-read")
+        async with self._reads:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._readers, log.read_disk, offset, bytes_max, on_damage
+            )
 
     def upkeep(self) -> None:
         """Retain, compact, and bring `meta.db` up to date."""
