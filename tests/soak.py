@@ -24,7 +24,6 @@ from rich.progress import Progress, track
 
 from tests.hostile.__main__ import besiege_all
 from tests.hostile.doors import DOORS
-from tests.hostile.oracle import table
 from tests.hostile.siege import Scale
 from tests.nats.generate import CHUNK as NATS_CHUNK
 from tests.nats.generate import soak as soak_scenarios
@@ -125,11 +124,11 @@ def soak_nats(seed: int, count: int) -> None:
         pass
 
 
-def soak_hostile(seed: int, seconds: int) -> str:
+def soak_hostile(seed: int, seconds: int) -> None:
     """As many seconds for each door, with as many connections as a server may have to bear, and as many topics."""
     doors = (*DOORS, FUZZ)
     scale = Scale(seconds / len(doors), connections_max=10_000, topics_max=1000)
-    return table(besiege_all(track(doors, "hostile clients"), seed, scale))
+    besiege_all(track(doors, "hostile clients"), seed, scale)
 
 
 def main() -> int:
@@ -165,7 +164,7 @@ def main() -> int:
         soak_nats(options.seed, options.nats)
         print(f"{options.nats} scenarios on nats-server and on Penstock: the same transcripts")
     if options.hostile:
-        print(soak_hostile(options.seed, options.hostile))
+        soak_hostile(options.seed, options.hostile)
         print(f"{options.hostile} s of hostile clients: nobody else noticed")
     return 0
 

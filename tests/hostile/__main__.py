@@ -1,7 +1,7 @@
 """One siege after another: `python -m tests.hostile --seconds 60 --door NATS --attack half_a_payload`.
 
-Without `--door` all doors, without `--attack` all of a door's attacks. The table at the end tells the longest stall and
-the most memory for each.
+Without `--door` all doors, without `--attack` all of a door's attacks. The table tells the longest stall and the most
+memory for each.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.hostile.doors import DOORS
-from tests.hostile.oracle import Figures, table
+from tests.hostile.oracle import table
 from tests.hostile.siege import Door, Scale, besiege
 
 
-def besiege_all(doors: Iterable[Door], seed: int, scale: Scale) -> list[Figures]:
-    """A failure leaves the directory of its server behind, and names the seed."""
+def besiege_all(doors: Iterable[Door], seed: int, scale: Scale) -> None:
+    """Print a row for each door. A failure leaves the directory of its server behind, and names the seed."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-hostile-"))
-    figures = [besiege(directory / door.name, door, seed, scale) for door in doors]
+    for number, door in enumerate(doors):
+        head, row = table([besiege(directory / door.name, door, seed, scale)]).splitlines()
+        print(row if number else f"{head}\n{row}", flush=True)
     directory.rmdir()
-    return figures
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def main() -> int:
     if options.attack is not None:
         doors = [door._replace(attacks=door.named(options.attack)) for door in doors if door.named(options.attack)]
     scale = Scale(options.seconds, connections_max=options.connections)
-    print(table(besiege_all(doors, options.seed, scale)))
+    besiege_all(doors, options.seed, scale)
     return 0
 
 
