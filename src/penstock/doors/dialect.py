@@ -110,3 +110,34 @@ class Dialect(Protocol):
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None: ...
 
     def fail(self, member: Member, error: PenstockError) -> None: ...
+
+
+class Gone:
+    """The dialect of a client that is gone: a delivery that was under way to it goes nowhere."""
+
+    type: ConnectionType = "binary"
+
+    @property
+    def codec(self) -> Codec:
+        raise AssertionError("nothing is read from a client that is gone")
+
+    def credentials(self, event: Any) -> Mapping[str, Any] | None:
+        return None
+
+    def admitted(self) -> None: ...
+
+    def deny(self, event: Any) -> None: ...
+
+    def do(self, events: deque[Any]) -> Coroutine[Any, Any, None] | None:
+        return None
+
+    def refuse(self, event: Any, error: PenstockError) -> None: ...
+
+    def disconnect(self, reason: Ending | PenstockError) -> None: ...
+
+    def keep_alive(self, silent_s: float) -> float:
+        return silent_s
+
+    def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None: ...
+
+    def fail(self, member: Member, error: PenstockError) -> None: ...

@@ -9,6 +9,7 @@ Messages may have to wait for a later turn of the loop (see turns.py). Whatever 
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,15 @@ UNSTORED_BYTES_MAX: Final = 16 << 20
 UNREAD_ANSWERS_MAX: Final = 256 << 10
 # How long a connection that is being closed has to read what it was sent.
 CLOSE_S: Final = 5.0
+# Linux tells when the other end sends no more. Elsewhere a connection is gone when both ends are.
+_GONE: Final = select.POLLERR | select.POLLHUP | getattr(select, "POLLRDHUP", 0)
+
+
+def has_left(transport: asyncio.BaseTransport) -> bool:
+    """Return whether the client has closed the connection. While a socket is not read, nothing else notices."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _GONE)
+    return bool(poll.poll(0))
 
 
 class Traffic(NamedTuple):
@@ -72,6 +82,10 @@ class Peer:
     @property
     def is_connected(self) -> bool:
         return self._transport is not None
+
+    @property
+    def has_left(self) -> bool:
+        return self._transport is None or has_left(self._transport)
 
     @property
     def has_unread(self) -> bool:

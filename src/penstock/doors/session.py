@@ -11,16 +11,16 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 from penstock.broker.group import Group
 from penstock.doors.arrivals import SMALL_BYTES
-from penstock.doors.dialect import ConnectionType, Dialect, Ending
+from penstock.doors.dialect import ConnectionType, Dialect, Ending, Gone
 from penstock.doors.fault_guard import FaultGuard
 from penstock.doors.inbox import Inbox
 from penstock.doors.peer import Peer
 from penstock.doors.replies import Replies
-from penstock.errors import PenstockError
+from penstock.errors import Closed, PenstockError
 from penstock.model.run import Run, batch_bytes
 from penstock.model.subject import clean
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from penstock.broker.member import Member, Place
     from penstock.broker.subscription import Subscription
     from penstock.doors.shared import Shared
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Subscriptions of a closed connection that end before others have a turn.
 END_STEPS: Final = 256
@@ -91,6 +94,10 @@ class Session(asyncio.Protocol):
         self._name = ""
         # Whether no more events are handled: the connection ends when the replies that are due are sent.
         self.is_ending = False
+        # Whether the connection is gone, and everything that it began has ended.
+        self._has_ended = False
+        # Dialects that it spoke before.
+        self._former: list[Dialect] = []
         # The bytes of the large event that is arriving or being handled, if there is one.
         self._expected = 0
         self._transport: asyncio.Transport | None = None
@@ -146,6 +153,8 @@ class Session(asyncio.Protocol):
         if self.call(_take_steps, steps):
             self.spawn(_take_other_steps(steps))
         self.shared.sessions.remove(self)
+        self._has_ended = True
+        self.dissolve_if_done()
 
     def _end(self) -> Iterator[None]:
         """End what the connection began. Yield between steps: there may be many."""
@@ -158,6 +167,20 @@ class Session(asyncio.Protocol):
         for held in list(self.leaving.items()):
             self.call(self.leave, *held)
             yield
+
+    def dissolve_if_done(self) -> None:
+        """When the connection has ended and nothing runs for it, cut the references between its parts: their memory is
+        free then. The garbage collector would have to look at everything else, too."""
+        if not (self._has_ended and self.guard.is_idle):
+            return
+        self.guard.close()
+        for dialect in (*self._former, self.dialect):
+            vars(dialect).clear()
+        self._former.clear()
+        self.dialect = Gone()
+        self._transport = None
+        self.at_end, self.at_stop, self.at_lame_duck, self.has_published = [], [], [], _has_not_published
+        del self.inbox, self.replies
 
     @guarded
     def data_received(self, data: bytes) -> None:
@@ -173,6 +196,7 @@ class Session(asyncio.Protocol):
     def become(self, dialect: Callable[[Session], Dialect]) -> None:
         """Speak another dialect than the one of a client that had not spoken."""
         self.at_lame_duck, self.at_stop, self.has_published = [], [], _has_not_published
+        self._former.append(self.dialect)
         self.dialect = dialect(self)
         self.type = self.dialect.type
 
@@ -235,6 +259,16 @@ class Session(asyncio.Protocol):
         self._expected = length
         if length and not self.peer.is_closing:
             self.shared.arrivals.claim(self, length)
+
+    async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that takes long, for a client that waits for the result, in a worker thread. If the client
+        has left when its turn comes, end the connection instead: a crowd of clients that send large frames and leave
+        would keep the workers busy for minutes."""
+        async with self.shared.tasks.working:
+            if self.peer.has_left:
+                self.abort()
+                raise Closed("the client has left")
+            return await asyncio.to_thread(function, *args, **kwargs)
 
     def refused_publishes(self, count: int, error: PenstockError | str) -> None:
         """Count messages that are not stored, and whose publisher is told."""

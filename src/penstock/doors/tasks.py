@@ -20,7 +20,8 @@ class Tasks:
     def __init__(self, health: Health) -> None:
         self._health = health
         self._group: asyncio.TaskGroup | None = None
-        self._working = asyncio.Semaphore(WORKERS_MAX)
+        # Held by those who call a function in a thread.
+        self.working = asyncio.Semaphore(WORKERS_MAX)
         # Held while a large batch is opened and handed over: an open batch takes several times its size.
         self.large = asyncio.Lock()
 
@@ -35,5 +36,5 @@ class Tasks:
 
     async def work(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that takes long, and touches nothing of the broker, in a worker thread. Few run at a time."""
-        async with self._working:
+        async with self.working:
             return await asyncio.to_thread(function, *args, **kwargs)

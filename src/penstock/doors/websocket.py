@@ -8,12 +8,12 @@ session does not read, it inflates nothing and does not read either.
 from __future__ import annotations
 
 import asyncio
-import select
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from penstock.doors.door import open_session
 from penstock.doors.gate import HANDSHAKE_BYTES_MAX
+from penstock.doors.peer import has_left
 from penstock.doors.session import WEBSOCKET
 from penstock.doors.shared import Shared
 from penstock.errors import BadFrame
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 # What is handed to the session before others have a turn.
 FRAMES_MAX: Final = 512
 TURN_BYTES: Final = 256 << 10
-# Linux tells when the other end sends no more. Elsewhere a connection is gone when both ends are.
-_GONE: Final = select.POLLERR | select.POLLHUP | getattr(select, "POLLRDHUP", 0)
 
 
 class WebSocket(asyncio.Transport, asyncio.Protocol):
@@ -89,7 +87,8 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
         self._session.call(self._read)
 
     def _take_next_turn(self) -> None:
-        if self._parser.is_inflating and self._is_gone():
+        # A client that closes properly waits for the reply to its CLOSE. The data of others is not inflated in vain.
+        if self._parser.is_inflating and has_left(self._transport):
             self._is_closing = True
             self._transport.abort()
         else:
@@ -113,13 +112,6 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
         else:
             self._transport.pause_reading()
             self._turn = asyncio.get_running_loop().call_soon(self._take_next_turn)
-
-    def _is_gone(self) -> bool:
-        """Return whether the client has closed the connection. While the socket is not read, nothing else notices, and
-        its data would be inflated for seconds. A client that closes properly waits for the reply to its CLOSE."""
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), _GONE)
-        return bool(poll.poll(0))
 
     def _read_frames(self) -> tuple[list[bytes], bool]:
         """Return parts of messages, up to a CLOSE, and whether more has to come."""

@@ -187,9 +187,8 @@ class Producing:
     async def _check_later(
         self, data: Buffer, topic: ServedTopic | None, then: Callable[[_Checked], _Waits], *, is_staged: bool
     ) -> None:
-        tasks = self._session.shared.tasks
-        async with tasks.large:
-            waits = then(await tasks.work(self._checked, data, topic, is_staged=is_staged))
+        async with self._session.shared.tasks.large:
+            waits = then(await self._session.work(self._checked, data, topic, is_staged=is_staged))
             if waits is not None:
                 await waits
 

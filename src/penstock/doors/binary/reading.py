@@ -105,6 +105,5 @@ class StoredReading:
             await self._session.peer.drained()
             now_us = self._broker.clock.monotonic_us()
             length = min(read.bytes_max, READ_BYTES_MAX)
-            work = self._session.shared.tasks.work
-            data = await work(snapshot.read, read.file, read.position, length, now_us)
+            data = await self._session.work(snapshot.read, read.file, read.position, length, now_us)
             self._session.peer.write_parts([binary.head(Type.BYTES, number, len(data)), data])

@@ -106,7 +106,7 @@ class Consuming:
     async def _write(self, partition: Partition, run: Run, *, by_name: bool) -> None:
         """Encode a run of any size in a worker, and write it."""
         arguments = (partition.name, partition.number, run, self._dialect.packing)
-        self._session.peer.write(await self._session.shared.tasks.work(encode, *arguments, by_name=by_name))
+        self._session.peer.write(await self._session.work(encode, *arguments, by_name=by_name))
 
     def _count_sent(self, partition: Partition, run: Run) -> None:
         self._session.peer.count_sent(len(run), payload_bytes(run))
