@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Self, TypeVar
 
+from tests.support.client_calls import wait_until
+
 T = TypeVar("T")
 
 READ_BYTES: Final = 16 << 10
@@ -69,6 +71,12 @@ class Proxy:
     def cut(self) -> None:
         """End all connections, whatever is on the way."""
         self._thread.call(self._cut)
+
+    def force_reconnect(self) -> None:
+        """End all connections, and return when a client has connected again."""
+        before = self.connections
+        self.cut()
+        wait_until(lambda: self.connections > before)
 
     def mute(self) -> None:
         """From now on the broker's words are swallowed, until the connections are cut."""

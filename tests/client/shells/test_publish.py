@@ -340,7 +340,7 @@ class TestProducer:
                 for number in range(3000):
                     producer.publish(topic, b"%0200d" % number, key=b"%d" % (number % 10))
                     if number % 500 == 0:
-                        proxy.cut()
+                        proxy.force_reconnect()
                 proxy.calm()
             connections = proxy.connections
             client.close()
