@@ -26,9 +26,9 @@ SUBJECT: Final = "bystander.numbers"
 
 # What may stay when all hostile clients are gone: caches at their limits, which are the tail of the logs (4 MiB in a
 # siege), batches read ahead (8), opened batches (4), who wants a subject and which topic owns it (16 each), and the
-# topics and groups that they made (some MB); and what Python's allocator cannot give back: an arena of 1 MiB stays while
-# one of its blocks is in use. After four minutes at the NATS port 115 arenas had 40 MB in use and 78 MB free. These do
-# not grow with time: sieges of 150, 200, 240 and 400 seconds left 177 to 191 MiB.
+# topics and groups that they made (some MB); and what Python's allocator cannot give back: an arena of 1 MiB stays
+# while one of its blocks is in use. After four minutes at the NATS port 115 arenas had 40 MB in use and 78 MB free.
+# These do not grow with time: sieges of 150, 200, 240 and 400 seconds left 177 to 191 MiB.
 RSS_GROWTH_MAX: Final = 160 << 20
 # Groups that they made are remembered, as those of honest clients: about 40 kB each. Their number is limited.
 RSS_GROUP_MAX: Final = 48 << 10
