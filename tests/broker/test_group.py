@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from penstock.broker import dispatcher
 from penstock.broker.start import Start
 from penstock.outcome import Outcome
 from penstock.testing import FaultyFiles
@@ -35,6 +38,20 @@ async def test_a_run_is_shared_out_too_each_part_in_order() -> None:
         assert {len(ann.values), len(bob.values)} == {4, 5}
         for sink in (ann, bob):
             assert sink.values == sorted(sink.values)
+
+
+@in_loop
+async def test_others_use_the_loop_while_a_group_looks_at_many_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "_SLICE_S", 0)
+    async with Life(FaultyFiles()) as life:
+        await life.do(life.broker.changes.create(b"orders", partitions=50))
+        group, _ = await life.join(b"g", b"orders", Recorder())
+        draining = asyncio.create_task(group.drain())
+        turns = 0
+        while not draining.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns >= 50
 
 
 @in_loop

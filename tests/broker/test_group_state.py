@@ -281,10 +281,22 @@ def test_of_several_messages_only_those_that_cannot_be_acknowledged_are_refused(
 def test_a_member_has_one_message_less_once_it_has_spoken(verb: str) -> None:
     given = Given()
     given.deliver(until=3)
-    delivery.review(given.state, given.position, 0, dead_letters=True)
+    given.state.recount()
     assert given.members[0].out == 3
     VERBS[verb](given, given.members[0])
     assert given.members[0].out == (3 if verb == "extend" else 2)
+
+
+def test_a_deadline_in_one_partition_is_counted_without_a_look_at_the_others() -> None:
+    given = Given(logs=2)
+    given.deliver(until=3)
+    given.positions[1].inflight.take([0, 1], 2, given.members[0].number, 2 * DEADLINE)
+    given.state.recount()
+    assert given.members[0].out == 5
+
+    del given.positions[1].inflight
+    delivery.review(given.state, given.position, DEADLINE, dead_letters=True)
+    assert given.members[0].out == 2
 
 
 def test_a_commit_needs_the_current_generation_an_offset_that_exists_and_a_partition_that_is_read() -> None:

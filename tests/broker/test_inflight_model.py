@@ -281,7 +281,8 @@ class InflightMachine(RuleBasedStateMachine):
             assert inflight.attempts(offset) == (message.attempts if message else 0)
             assert inflight.reason(offset) == (message.failed if message else None)
         for member in range(4):
-            assert inflight.held(member) == sum(message.member == member for message in self.pending.values())
+            out = sum(message.member == member for message in self.pending.values())
+            assert inflight.held().get(member, 0) == out
         dead = [(offset, message.attempts) for offset, message in self.pending.items() if message.dead]
         assert inflight.dead() == sorted(dead)
         awaited = [message.at_us for message in self._living().values() if not message.found_due]

@@ -61,9 +61,10 @@ def review(state: GroupState[P], position: Position[P], now_us: int, *, dead_let
     # Before a member has joined since the start there is no limit: its own may be higher than the topic's.
     is_limited = state.mode is Mode.SHARED and state.joined and dead_letters and policy.dead_letters
     limit = state.deliveries_max(policy) if is_limited else 0
+    before = position.inflight.held()
     reviewed = position.review(now_us, limit)
-    for member in state.owners(position):
-        member.out = sum(other.inflight.held(member.number) for other in state.positions.values())
+    if reviewed.is_changed:
+        state.correct(before, position.inflight.held())
     return reviewed
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from time import perf_counter
+from typing import Final
 
 from penstock.broker import delivery
 from penstock.broker.cursor import Cursor
@@ -21,6 +23,9 @@ from penstock.broker.subscription import Loop
 from penstock.errors import LogDamaged, PenstockError
 
 logger = logging.getLogger(__name__)
+
+# A group may read thousands of partitions: others use the loop after this long.
+_SLICE_S: Final = 0.002
 
 
 class Dispatcher:
@@ -63,6 +68,10 @@ class Dispatcher:
             self._is_upkeep_due = True
             self.wake()
 
+    def forget(self, partition: Partition) -> None:
+        """A partition is not read any more."""
+        self._cursors.pop(partition, None)
+
     def start(self) -> None:
         self._task = self._loop.spawn(self._run())
 
@@ -85,7 +94,11 @@ class Dispatcher:
         """Hand out what can be handed out now."""
         async with self._dispatching:
             is_upkeep_due, self._is_upkeep_due = self._is_upkeep_due, False
+            self._state.recount()
+            until = perf_counter() + _SLICE_S
             for position in list(self._state.positions.values()):
+                if not position.is_attached:
+                    continue  # its topic was deleted meanwhile
                 try:
                     await self._serve(position)
                     if is_upkeep_due:
@@ -94,6 +107,9 @@ class Dispatcher:
                     if isinstance(error, LogDamaged):
                         position.damage = error
                     self._fail(position, error)
+                if perf_counter() > until:
+                    await asyncio.sleep(0)
+                    until = perf_counter() + _SLICE_S
             # The partitions without damage are served; members get the error if there is nothing else for them.
             stopped = [position for position in self._state.positions.values() if position.stopped]
             if stopped and len(stopped) == len(self._state.positions) and stopped[0].damage is not None:
@@ -167,9 +183,6 @@ class Dispatcher:
         """Return the next messages from `offset` on that the group wants; None at the end."""
         cursor = self._cursors.get(position.partition)
         if cursor is None:
-            # Without those of topics that were deleted.
-            there = {each.partition for each in self._state.positions.values()}
-            self._cursors = {partition: each for partition, each in self._cursors.items() if partition in there}
             cursor = self._cursors[position.partition] = position.partition.cursor(offset, pattern=self._pattern)
         cursor.offset = offset
         return await cursor.read()

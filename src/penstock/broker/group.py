@@ -132,6 +132,7 @@ class Group:
         position = self.state.detach((partition.topic_id, partition.number))
         if position is not None:
             self.writer.forget(position)
+            self.dispatcher.forget(partition)
             partition.groups.pop(self.wake, None)
 
     # Requests of members. A message is named by its partition and its offset.

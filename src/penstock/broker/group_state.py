@@ -94,6 +94,20 @@ class GroupState(Generic[P]):
             return self.members
         return [self.members[position.partition.number % len(self.members)]]
 
+    def recount(self) -> None:
+        """Count what each member has. Topics that were deleted and positions that were reset take messages away."""
+        held: Counter[int] = Counter()
+        for position in self.positions.values():
+            held.update(position.inflight.held())
+        for member in self.members:
+            member.out = held[member.number]
+
+    def correct(self, before: Mapping[int, int], after: Mapping[int, int]) -> None:
+        """Members had `before` in one position, and have `after` now. The other positions are not looked at."""
+        for member in self.members:
+            if (number := member.number) in before:
+                member.out = max(0, (member.out or 0) - before[number] + after.get(number, 0))
+
     def deliveries_max(self, policy: Policy) -> int:
         """Return after how many deliveries a message becomes a dead letter; 0: never.
 

@@ -149,9 +149,9 @@ class Inflight:
             self._begin(tuple(each), 1, member, due_us)
             self._leave(lot, len(each))
 
-    def held(self, member: int) -> int:
-        """Return how many messages a member has OUT."""
-        return sum(lot.size for lot in self._out.get(member, ()))
+    def held(self) -> dict[int, int]:
+        """Return how many messages each member has OUT."""
+        return {member: sum(lot.size for lot in lots) for member, lots in self._out.items()}
 
     def taken_by(self, member: int) -> list[int]:
         """Return the messages that a member has OUT, ascending."""
