@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.broker import intake, opened
+from penstock.broker import dedup_windows, opened
 from penstock.broker.broker import Settings
 from penstock.broker.intake import Receipt
 from penstock.log.policy import Dedup, Policy
@@ -341,7 +341,7 @@ async def test_a_large_batch_is_read_in_another_thread_after_a_restart(settings:
         return run
 
     threads: dict[int, threading.Thread] = {}
-    read = intake._read_identities
+    read = dedup_windows._read_identities
 
     def watched(batch: Batch, mode: Dedup, number: int | None, ids_max: int) -> Any:
         threads[batch.count] = threading.current_thread()
@@ -352,7 +352,7 @@ async def test_a_large_batch_is_read_in_another_thread_after_a_restart(settings:
         await send(life, b"10", b"10")
         disk = await stop(life)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intake, "_read_identities", watched)
+        patch.setattr(dedup_windows, "_read_identities", watched)
         patch.setattr(opened, "LARGE_MESSAGES", 5)
         async with Life(disk, settings=settings) as life:
             assert list((await life.publish_run(numbered())).duplicates) == list(range(10))

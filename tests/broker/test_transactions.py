@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from penstock.awaiting import settled
-from penstock.broker import changes, intake, transactions
+from penstock.broker import changes, dedup_windows, transactions
 from penstock.broker import opened as opened_batches
 from penstock.broker.partition import Partition
 from penstock.errors import (
@@ -196,13 +196,13 @@ async def test_messages_of_a_transaction_are_known_by_their_ids() -> None:
 @in_loop
 async def test_the_ids_of_a_large_batch_are_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
-    read = intake._read_identities
+    read = dedup_windows._read_identities
 
     def watched(*given: Any) -> Any:
         threads.append(threading.current_thread())
         return read(*given)
 
-    monkeypatch.setattr(intake, "_read_identities", watched)
+    monkeypatch.setattr(dedup_windows, "_read_identities", watched)
     monkeypatch.setattr(opened_batches, "LARGE_MESSAGES", 5)
     async with Life(FaultyFiles()) as life:
         await life.do(life.broker.open_transactions())

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, Self, cast
 import pytest
 import uvloop
 
+from penstock.broker.dedup_windows import DedupWindows
 from penstock.broker.dispatcher import Dispatcher
 from penstock.broker.intake import Intake
 from penstock.broker.partition import Partition
@@ -369,7 +370,7 @@ SEAMS: Final = (
     Seam("QB verb, awaited", QbDialect, "_create_topic", lambda *_: True, publish_qb),
     Seam("Cursus verb", CursusDialect, "do", lambda *_: True, publish_cursus),
     Seam("Cursus verb, awaited", CursusDialect, "_create", lambda *_: True, publish_cursus),
-    Seam("prepare", Intake, "_prepare_topic", lambda _, subject: subject == VICTIM, publish_flux),
+    Seam("prepare", DedupWindows, "open", lambda _, topic: topic.name == VICTIM, publish_flux),
     Seam("intake, text", Intake, "publish", _has_subject, publish_flux),
     Seam("intake, binary", Intake, "publish", _has_subject, publish_binary),
     Seam("intake, Provider", Intake, "publish", _has_subject, publish_provider),

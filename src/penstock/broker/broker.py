@@ -4,6 +4,7 @@
     intake          from a published run to partitions    delays    messages for later
     subscriptions   live readers                          groups    readers that are remembered
     transactions    messages that become readable together
+    dedup_windows   IDs of recent messages
     schemas         what the values of topics look like
 
 It belongs to the event loop. Publishing and delivery are callbacks, because they happen for every run of messages.
@@ -23,6 +24,7 @@ from penstock.broker.changes import TopicChanges
 from penstock.broker.cursor import ReadAhead
 from penstock.broker.deadletters import DeadLetters
 from penstock.broker.dedup import ENTRIES_MAX
+from penstock.broker.dedup_windows import DedupWindows
 from penstock.broker.delay import DELAYED_TOPIC, Delays
 from penstock.broker.epochs import Epochs
 from penstock.broker.figures import Figures
@@ -96,7 +98,8 @@ class Broker:
         self.position_budget = PositionBudget(self.settings.position_bytes_max)
         self.subscriptions = Subscriptions(self, self.members, self._unserved)
         self.live = LivePartition(LIVE[0], self.subscriptions.deliver)
-        self.intake = Intake(self, self.live, self.subscriptions.order, self.settings.dedup_ids_max)
+        self.dedup_windows = DedupWindows(self, self.settings.dedup_ids_max)
+        self.intake = Intake(self, self.live, self.subscriptions.order)
         self.groups = Groups(self, self.members, self.settings.groups_max)
         self.changes = TopicChanges(self, self._serve_partition)
         # None until the broker runs, and if its log cannot be opened.
@@ -200,7 +203,7 @@ class Broker:
             "trail_steps": self.trail.usage,
             "interest_bytes": self.subscriptions.interest.usage,
             "owners_bytes": self.topics.usage,
-            **self.intake.usage(),
+            **self.dedup_windows.usage(),
             **self.epochs.usage(),
             **self.schemas.usage(),
             "groups": self.groups.usage,

@@ -6,26 +6,20 @@ at: its key, its id, and whether it is for later.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from itertools import repeat
-from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from penstock.broker.dedup import ENTRIES_MAX, DedupBudget, DedupWindow
+from penstock.broker.dedup import DedupWindow
+from penstock.broker.dedup_windows import UNPLACED, DedupWindows, packed, payload_identity, unpacked
 from penstock.broker.delay import Delays
-from penstock.broker.opened import is_large
+from penstock.broker.opened import in_worker_if_large
 from penstock.broker.order import Order, Publisher
-from penstock.broker.partition import LivePartition, LiveQueue, Partition
+from penstock.broker.partition import LivePartition, LiveQueue
 from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
 from penstock.broker.value_check import Check
 from penstock.clock import Clock
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
-from penstock.health import Usage
-from penstock.log.policy import PARTITIONS_MAX, OnDamage
 from penstock.log.policy import Dedup as DedupMode
 from penstock.model import headers
 from penstock.model.batch import Batch
@@ -35,14 +29,6 @@ from penstock.store.store import Store
 
 if TYPE_CHECKING:
     from penstock.broker.changes import TopicChanges
-
-T = TypeVar("T")
-
-_READ_BYTES: Final = 1 << 20
-# Identities that are looked at before others may use the loop: less than a millisecond.
-_SLICE: Final = 500
-# Of an id whose message is not in its topic yet.
-_UNPLACED: Final = -1
 
 # Why messages cannot be stored: those with a subject, or one by its index in the run.
 Refusals = dict[bytes | int, PenstockError]
@@ -92,7 +78,7 @@ class Receipt:
             found[index] = Stored(name, -1, -1, False)
         for index, (topic, identity) in self.duplicates.items():
             assert topic.dedup is not None
-            found[index] = Stored(topic.name, *_unpacked(topic.dedup.get(identity)), True)
+            found[index] = Stored(topic.name, *unpacked(topic.dedup.get(identity)), True)
         for index, error in self.failed.items():
             found[index] = error
         return found
@@ -137,19 +123,14 @@ class IntakeHost(Protocol):
     topics: Topics
     changes: TopicChanges
     delays: Delays | None
+    dedup_windows: DedupWindows
 
 
 class Intake:
-    def __init__(self, host: IntakeHost, live: LivePartition, order: Order, ids_max: int = ENTRIES_MAX) -> None:
-        """`ids_max`: ids of messages that each topic remembers."""
+    def __init__(self, host: IntakeHost, live: LivePartition, order: Order) -> None:
         self._host = host
-        self._ids_max = ids_max
         self._live = live
         self._order = order
-        self._dedup_budget = DedupBudget()
-
-    def usage(self) -> dict[str, Usage]:
-        return {"dedup_bytes": self._dedup_budget.usage}
 
     def is_ready(self, run: Run, publisher: Publisher | None = None, checked: Container[Check] = ()) -> bool:
         """Return whether `publish` can take the run as things are; if not, `prepare` makes it so.
@@ -176,7 +157,7 @@ class Intake:
         for subject in set(run.subjects):
             if not (run.is_live or subject.startswith(LIVE)):
                 try:
-                    await self._prepare_topic(subject)
+                    await self._host.dedup_windows.open(await self._host.changes.owner(subject))
                 except PenstockError as error:
                     refusals[subject] = error.with_traceback(None)  # whose frames would keep the run alive
         if not run.is_live:
@@ -225,17 +206,9 @@ class Intake:
             checked = check
             if check is None:
                 continue
-            values, exempt = await _in_worker_if_large(batch, partial(_read_values, batch))
+            values, exempt = await in_worker_if_large(batch, partial(_read_values, batch))
             for index, error in (await check.run(values, exempt)).items():
                 return type(error)(f"message {index} of the batch: {error}")
-
-    async def _prepare_topic(self, subject: bytes) -> None:
-        topic = await self._host.changes.owner(subject)
-        if topic.dedup is None and topic.topic.policy.dedup is not DedupMode.OFF:
-            dedup = await self._read_dedup(topic)
-            # Somebody else may have had the same need, and published since.
-            if topic.dedup is None:
-                topic.dedup = dedup
 
     def publish(
         self,
@@ -309,24 +282,6 @@ class Intake:
         """Return whether a producer's batch was appended before, as far as is known."""
         partitions = self._host.topics.public(topic_id).partitions
         return number < len(partitions) and partitions[number].log.producers.is_duplicate(batch)
-
-    def is_noted(self, partition: Partition, batch: Batch) -> bool:
-        """Return whether `note` must be called for a batch."""
-        topic = self._host.topics.by_id(partition.topic_id)
-        return topic is not None and not topic.takes_opaque(asks=batch.asks)
-
-    def note(self, partition: Partition, identities: Sequence[Identity], append_time: int) -> None:
-        """Remember the IDs of messages that were stored without being published, so that they are not published
-        again."""
-        topic = self._host.topics.by_id(partition.topic_id)
-        if topic is not None and topic.dedup is not None:
-            for identity, place, _ in identities:
-                topic.dedup.add(identity, place, append_time)
-
-    async def identities(self, partition: Partition, batch: Batch) -> Sequence[Identity]:
-        """Return the arguments of `note` for a stored batch."""
-        topic = self._host.topics.by_id(partition.topic_id)
-        return [] if topic is None else await self._identities(topic, partition, batch)
 
     def _append(
         self,
@@ -430,7 +385,7 @@ class Intake:
         for index, topic in topics.items():
             match topic.topic.policy.dedup:
                 case DedupMode.PAYLOAD:
-                    identity: bytes | None = _payload_identity(run.values[index])
+                    identity: bytes | None = payload_identity(run.values[index])
                 case DedupMode.ID:
                     identity = asked[index].identity if index in asked else None
                 case DedupMode.OFF:
@@ -439,7 +394,7 @@ class Intake:
                 continue
             assert topic.dedup is not None, "it is prepared"
             if topic.dedup.find(identity, now_us) is None:
-                topic.dedup.add(identity, _UNPLACED, now_us)
+                topic.dedup.add(identity, UNPLACED, now_us)
                 topic.dedup.expect([identity])
                 identities[index] = identity
                 continue
@@ -480,7 +435,7 @@ class Intake:
             return
         for dedup, identity, step in known:
             assert dedup is not None
-            dedup.place(identity, _packed(target.number, offset + step))
+            dedup.place(identity, packed(target.number, offset + step))
 
     def _append_later(
         self,
@@ -528,61 +483,6 @@ class Intake:
         mode = topic.topic.policy.dedup
         return topic.dedup is not None or mode is DedupMode.OFF or (mode is DedupMode.ID and not has_headers)
 
-    async def _read_dedup(self, topic: ServedTopic) -> DedupWindow:
-        """What the logs say of the topic's messages within the window, those for later too."""
-        policy = topic.topic.policy
-        since_us = self._host.clock.now_us() - policy.dedup_window_us
-        # The identities of each batch, with its time. They are never sorted one by one, which would take 0.1 s.
-        found: list[tuple[int, list[Identity]]] = []
-        count = 0
-        partitions = list(topic.partitions)
-        if self._host.delays is not None:
-            partitions.append(self._host.delays.partition)
-        for partition in partitions:
-            cursor = partition.cursor(0)
-            await cursor.seek_time(since_us)
-            # The ids that are damaged are not known any more; new messages are taken all the same.
-            while cursor.offset < partition.log.committed and (
-                batches := await cursor.read_batches(_READ_BYTES, OnDamage.SKIP)
-            ):
-                for batch in batches:
-                    identities = await self._identities(topic, partition, batch)
-                    found.append((batch.append_time, identities))
-                    count += len(identities)
-                    if count > 2 * self._ids_max:
-                        count = _forget_oldest(found, count, self._ids_max)
-                cursor.offset = batches[-1].end
-        dedup = DedupWindow(policy.dedup_window_us, self._ids_max, self._dedup_budget)
-        for append_time, identities in sorted(found, key=_append_time):
-            async for some in _sliced(identities):
-                for identity, place, _ in some:
-                    dedup.add(identity, place, append_time)
-        return dedup
-
-    async def _identities(self, topic: ServedTopic, partition: Partition, batch: Batch) -> list[Identity]:
-        """Return the identities of a stored batch without holding up the loop."""
-        is_late = partition not in topic.partitions
-        number = None if is_late else partition.number
-        read = partial(_read_identities, batch, topic.topic.policy.dedup, number, self._ids_max)
-        found = await _in_worker_if_large(batch, read)
-        if not is_late:
-            return found
-        kept: list[Identity] = []
-        async for some in _sliced(found):
-            kept += [
-                each for each in some if each.subject is not None and self._host.topics.owner(each.subject) is topic
-            ]
-        return kept
-
-
-async def _in_worker_if_large(batch: Batch, read: Callable[[], T]) -> T:
-    """Open a batch without holding up the loop."""
-    if is_large(batch):
-        return await asyncio.get_running_loop().run_in_executor(None, read)
-    found = read()
-    await asyncio.sleep(0)
-    return found
-
 
 def _read_values(batch: Batch) -> tuple[list[bytes], set[int]]:
     """Return the values of a batch, and the indices of tombstones."""
@@ -601,73 +501,6 @@ def _refuse(run: Run, receipt: Receipt, refusals: Refusals) -> list[int]:
         else:
             receipt.refuse([index], error)
     return kept
-
-
-class Identity(NamedTuple):
-    """The dedup identity of a message, and its place."""
-
-    identity: bytes
-    place: int
-    # Of a message for later.
-    subject: bytes | None
-
-
-_append_time = itemgetter(0)
-
-
-def _read_identities(batch: Batch, mode: DedupMode, partition: int | None, ids_max: int) -> list[Identity]:
-    """Return the identities of a batch, of its newest messages if they are many. `partition`: None if they are for
-    later."""
-    columns = batch.columns()
-    identities: Iterable[bytes | None]
-    if mode is DedupMode.PAYLOAD:
-        identities = map(_payload_identity, columns.values())
-    elif (blocks := columns.headers()) is not None:
-        identities = (headers.identity(block) if block else None for block in blocks)
-    else:
-        return []
-    subjects = columns.subjects() if partition is None else None
-    found: deque[Identity] = deque(maxlen=ids_max)
-    for identity, offset, subject in zip(identities, columns.offsets(), subjects or repeat(None), strict=False):
-        if identity is not None:
-            place = _UNPLACED if partition is None else _packed(partition, offset)
-            found.append(Identity(identity, place, subject))
-    return list(found)
-
-
-def _forget_oldest(found: list[tuple[int, list[Identity]]], count: int, ids_max: int) -> int:
-    """Drop the oldest batches while enough are left without them; how many identities are left."""
-    found.sort(key=_append_time)
-    dropped = 0
-    while count - len(found[dropped][1]) >= ids_max:
-        count -= len(found[dropped][1])
-        dropped += 1
-    del found[:dropped]
-    return count
-
-
-async def _sliced(items: list[Identity]) -> AsyncIterator[list[Identity]]:
-    """Yield some at a time, and let others use the loop in between."""
-    for begin in range(0, len(items), _SLICE):
-        yield items[begin : begin + _SLICE]
-        await asyncio.sleep(0)
-
-
-def _packed(partition: int, offset: int) -> int:
-    """Partition and offset in one number: a hundred thousand tuples would take twice the memory."""
-    return offset * PARTITIONS_MAX + partition
-
-
-def _unpacked(place: int | None) -> tuple[int, int]:
-    if place is None or place == _UNPLACED:
-        return -1, -1
-    offset, partition = divmod(place, PARTITIONS_MAX)
-    return partition, offset
-
-
-def _payload_identity(value: bytes) -> bytes:
-    # Not a hash that can be forged: an equal one drops the message.
-    return hashlib.blake2b(value, digest_size=16).digest()
 
 
 def _read_options(run: Run, receipt: Receipt, now_us: int) -> dict[int, headers.HeaderOptions]:

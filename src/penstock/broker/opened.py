@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from penstock.health import Usage
 from penstock.model.batch import Batch
 from penstock.model.run import Run, open_batch
+
+T = TypeVar("T")
 
 # A batch with more of either is large: it is opened in another thread, and its readers get it in parts. The other
 # readers of the broker wait for one part, some milliseconds, and not for all of it, which can be seconds.
@@ -28,6 +31,15 @@ def is_large(item: Batch | Run) -> bool:
     if isinstance(item, Batch):
         return item.count > LARGE_MESSAGES or item.plain_length > LARGE_BYTES
     return len(item) > LARGE_MESSAGES or item.size > LARGE_BYTES
+
+
+async def in_worker_if_large(batch: Batch, read: Callable[[], T]) -> T:
+    """Open a batch without holding up the loop."""
+    if is_large(batch):
+        return await asyncio.get_running_loop().run_in_executor(None, read)
+    found = read()
+    await asyncio.sleep(0)
+    return found
 
 
 class Opened:

@@ -53,7 +53,7 @@ from penstock.store.meta import Change
 from penstock.store.store import Store
 
 if TYPE_CHECKING:
-    from penstock.broker.intake import Intake
+    from penstock.broker.dedup_windows import DedupWindows
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class TransactionsHost(Loop, Protocol):
 
     store: Store
     topics: Topics
-    intake: Intake
+    dedup_windows: DedupWindows
 
 
 @dataclass(slots=True)
@@ -376,14 +376,14 @@ class Transactions:
             await self._append(decision, place, target)
         await _all_durable(decision.held)
         known = [
-            (target, await self._host.intake.identities(target, batch), batch.append_time)
+            (target, await self._host.dedup_windows.identities(target, batch), batch.append_time)
             for target, batch in decision.noted
         ]
         # No await from here on: nobody may read one of them without the others.
         for log in decision.held:
             log.release()
         for target, identities, append_time in known:
-            self._host.intake.note(target, identities, append_time)
+            self._host.dedup_windows.note(target, identities, append_time)
         decision.is_stored = True
         self._host.spawn(self._settle(decision))
 
@@ -404,7 +404,7 @@ class Transactions:
             end = target.end
             target.append_batch(batch, SOURCE, decision.number << PARTS_BITS | index, None)
             # Only these: all of them may not fit into memory.
-            if target.end > end and self._host.intake.is_noted(target, batch):
+            if target.end > end and self._host.dedup_windows.is_noted(target, batch):
                 decision.noted.append((target, batch))
 
     async def _read(self, offset: int) -> Batch:

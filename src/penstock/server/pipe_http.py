@@ -332,7 +332,7 @@ class _PipeDoor:
                     # Its end at the origin is the position behind it. It is never 0, which would mean none.
                     partition.append_batch(batch, source, batch.end, outcome)
                     waits.append(settled(outcome))
-                    if partition.end > end and self._broker.intake.is_noted(partition, batch):
+                    if partition.end > end and self._broker.dedup_windows.is_noted(partition, batch):
                         noted.append(batch)
             if not reader.is_empty:
                 raise CorruptBatch("the request ends within a batch")
@@ -342,8 +342,8 @@ class _PipeDoor:
             if isinstance(each, BaseException):
                 raise each
         for batch in noted:
-            identities = await self._broker.intake.identities(partition, batch)
-            self._broker.intake.note(partition, identities, batch.append_time)
+            identities = await self._broker.dedup_windows.identities(partition, batch)
+            self._broker.dedup_windows.note(partition, identities, batch.append_time)
 
     def _position(self, topic: ServedTopic, source: int) -> int:
         """Return the position of a source. Its partition may have been another one when there were fewer."""
