@@ -37,17 +37,6 @@ async def test_dead_letters_are_listed_oldest_first_with_where_they_came_from() 
 
 
 @in_loop
-async def test_one_is_looked_at_by_its_place() -> None:
-    async with Life(FaultyFiles(), settings=SETTINGS) as life:
-        await die(life, (b"orders.eu", b"a"), (b"orders.us", b"b"))
-        letters = await life.broker.dead_letters()
-        assert letters is not None
-        for letter in await life.letters():
-            assert await life.do(letters.peek(letter.partition, letter.offset)) == letter
-        assert await life.do(letters.peek(0, 99)) is None
-
-
-@in_loop
 async def test_what_somebody_published_there_is_no_dead_letter() -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"))

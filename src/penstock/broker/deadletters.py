@@ -136,12 +136,6 @@ class DeadLetters:
                         if wanted.meets(letter):
                             yield letter
 
-    async def peek(self, partition: int, offset: int) -> DeadLetter | None:
-        async for letter in self.list(redriven=True):
-            if (letter.partition, letter.offset) == (partition, offset):
-                return letter
-        return None
-
     async def redrive(
         self, wanted: DeadLetterFilter = _ALL, count: int | None = None, *, to_group: bool = False
     ) -> Redriven:
