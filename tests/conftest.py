@@ -52,7 +52,7 @@ _LONG: Final = {
     "tests/test_bench.py",
     "tests/test_docs.py",
     "tests/cli/test_demo.py",
-    "tests/cli/test_pipeline.py",
+    "tests/cli/pipeline/test_run.py",
     "tests/cli/test_pipelines.py",
     "tests/spark/test_clusters.py",
     "tests/spark/test_session.py",
