@@ -29,7 +29,14 @@ PLAIN = [name for name in SECTIONS if not name.startswith("spark")]
 SPARK = [name for name in SECTIONS if name.startswith("spark") and name != "spark start"]
 
 
-@pytest.mark.parametrize("sections", [PLAIN, SPARK], ids=["plain", "spark"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param(PLAIN, id="plain"),
+        # Spark's sections start Spark and take as long as all others; the tests of Spark prove the same calls.
+        pytest.param(SPARK, id="spark", marks=pytest.mark.soak),
+    ],
+)
 def test_prints_every_line_and_writes_the_same_as_json(tmp_path: Path, sections: list[str]) -> None:
     directory = tmp_path / "files"
     directory.mkdir()

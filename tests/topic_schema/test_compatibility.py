@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.topic_schema.compatibility import Compatibility, incompatibility
 from penstock.topic_schema.ddl import read_ddl
 from penstock.topic_schema.json_schema import read_json_schema, write_json_schema
-from penstock.topic_schema.tree import Field, Node, Scalar, Struct, Type
+from penstock.topic_schema.tree import Scalar, Struct, StructField, Type, TypeNode
 from tests.topic_schema.trees import SCALARS, roots, values
 
 BACKWARD, FORWARD, FULL, NONE = Compatibility
@@ -63,7 +63,7 @@ def test_the_reason_names_the_field_and_what_is_wrong_with_it() -> None:
 
 
 def test_changed_keywords_cannot_be_judged() -> None:
-    def of(**keywords: Any) -> Node:
+    def of(**keywords: Any) -> TypeNode:
         return read_json_schema(json.dumps({"type": "object", "properties": {"a": {"type": "string", **keywords}}}))
 
     assert incompatibility(of(pattern="x"), of(pattern="x", title="y"), FULL) is None
@@ -76,7 +76,7 @@ def test_changed_keywords_cannot_be_judged() -> None:
 
 
 def test_a_closed_object_does_not_read_additional_properties() -> None:
-    def of(*names: str, others: bool) -> Node:
+    def of(*names: str, others: bool) -> TypeNode:
         schema = {"type": "object", "properties": {name: {} for name in names}, "additionalProperties": others}
         return read_json_schema(json.dumps(schema))
 
@@ -100,23 +100,25 @@ def test_what_is_compatible_accepts_every_value_of_the_old_version(data: st.Data
 
 
 @given(root=roots())
-def test_a_schema_is_compatible_with_itself(root: Node) -> None:
+def test_a_schema_is_compatible_with_itself(root: TypeNode) -> None:
     assert incompatibility(root, root, FULL) is None
 
 
-def _changed(root: Node) -> st.SearchStrategy[Node]:
+def _changed(root: TypeNode) -> st.SearchStrategy[TypeNode]:
     """Schemas like another one: with changed, dropped and added fields."""
     assert isinstance(root.type, Struct)
 
-    def change(field: Field) -> st.SearchStrategy[list[Field]]:
-        def as_(kind: Type) -> list[Field]:
-            return [Field(field.name, Node(kind, is_nullable=True))]
+    def change(field: StructField) -> st.SearchStrategy[list[StructField]]:
+        def as_(kind: Type) -> list[StructField]:
+            return [StructField(field.name, TypeNode(kind, is_nullable=True))]
 
-        dropped: list[Field] = []
+        dropped: list[StructField] = []
         return st.one_of(st.just([field]), st.just(as_(field.node.type)), SCALARS.map(as_), st.just(dropped))
 
-    def made(fields: tuple[list[Field], ...], added: list[Field], is_closed: bool) -> Node:
-        return Node(Struct((*chain(*fields), *added), is_closed=is_closed))
+    def made(fields: tuple[list[StructField], ...], added: list[StructField], is_closed: bool) -> TypeNode:
+        return TypeNode(Struct((*chain(*fields), *added), is_closed=is_closed))
 
-    added = st.sampled_from([[], [Field("new", Node(Scalar("string")))], [Field("new", Node(Scalar("int")), True)]])
+    added = st.sampled_from(
+        [[], [StructField("new", TypeNode(Scalar("string")))], [StructField("new", TypeNode(Scalar("int")), True)]]
+    )
     return st.builds(made, st.tuples(*map(change, root.type.fields)), added, st.booleans())

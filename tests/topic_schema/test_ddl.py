@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from penstock.errors import BadSchema
 from penstock.topic_schema.ddl import read_ddl, write_ddl
 from penstock.topic_schema.json_schema import read_json_schema, write_json_schema
-from penstock.topic_schema.tree import Anything, Array, Field, Map, Node, Scalar, Struct
+from penstock.topic_schema.tree import Anything, Array, Map, Scalar, Struct, StructField, TypeNode
 from tests.topic_schema.trees import roots
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def test_spark_refuses_what_is_refused(spark: SparkSession, text: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(root=roots(ddl=True))
-def test_spark_reads_what_is_written(spark: SparkSession, root: Node) -> None:
+def test_spark_reads_what_is_written(spark: SparkSession, root: TypeNode) -> None:
     text = write_ddl(root)
 
     assert read_ddl(text) == root
@@ -79,7 +79,7 @@ def test_spark_reads_what_is_written(spark: SparkSession, root: Node) -> None:
 
 
 @given(root=roots(ddl=True))
-def test_a_schema_is_the_same_after_a_detour_through_json_schema(root: Node) -> None:
+def test_a_schema_is_the_same_after_a_detour_through_json_schema(root: TypeNode) -> None:
     assert read_json_schema(json.dumps(write_json_schema(root))) == root
 
 
@@ -133,5 +133,5 @@ def _as_spark(kind: Any) -> Any:
     raise AssertionError(kind)
 
 
-def _field(field: Field) -> Any:
+def _field(field: StructField) -> Any:
     return {"name": field.name, "type": _as_spark(field.node.type), "nullable": not field.is_required}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import BadSchema
 from penstock.topic_schema.ddl import write_ddl
 from penstock.topic_schema.json_schema import read_document, read_json_schema, write_json_schema
-from penstock.topic_schema.tree import Node
+from penstock.topic_schema.tree import TypeNode
 from tests.topic_schema.trees import JSON_VALUES, roots, values
 
 
@@ -26,7 +26,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 @given(root=roots())
-def test_what_is_written_is_read_as_the_same(root: Node) -> None:
+def test_what_is_written_is_read_as_the_same(root: TypeNode) -> None:
     assert read_json_schema(json.dumps(write_json_schema(root))) == root
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.topic_schema.tree import INTEGERS, Array, Field, Map, Node, Scalar, Struct
+from penstock.topic_schema.tree import INTEGERS, Array, Map, Scalar, Struct, StructField, TypeNode
 
 NAMES = st.sampled_from(["a", "b", "c", "d e", "f`g", "Struct", "array", "not", "größe"])
 SCALARS = st.one_of(
@@ -17,41 +17,41 @@ SCALARS = st.one_of(
 )
 
 
-def nodes(*, depth: int = 3, ddl: bool = False) -> st.SearchStrategy[Node]:
+def nodes(*, depth: int = 3, ddl: bool = False) -> st.SearchStrategy[TypeNode]:
     """`ddl`: only what DDL can say."""
     scalars = SCALARS if ddl else st.one_of(SCALARS, st.just(Scalar("integer")))
     if not depth:
         kinds: st.SearchStrategy[Any] = scalars
     else:
         inner = nodes(depth=depth - 1, ddl=ddl)
-        elements = inner.map(lambda node: Node(node.type, is_nullable=True)) if ddl else inner
+        elements = inner.map(lambda node: TypeNode(node.type, is_nullable=True)) if ddl else inner
         kinds = st.one_of(scalars, st.builds(Array, elements), st.builds(Map, elements), structs(depth=depth, ddl=ddl))
-    return st.builds(Node, kinds, st.booleans())
+    return st.builds(TypeNode, kinds, st.booleans())
 
 
 def structs(*, depth: int = 3, ddl: bool = False) -> st.SearchStrategy[Struct]:
-    def made(found: dict[str, tuple[Node, bool]], is_closed: bool) -> Struct:
+    def made(found: dict[str, tuple[TypeNode, bool]], is_closed: bool) -> Struct:
         fields = []
         for name, (node, is_required) in found.items():
             # DDL has one flag for both.
-            fields.append(Field(name, node, not node.is_nullable if ddl else is_required))
+            fields.append(StructField(name, node, not node.is_nullable if ddl else is_required))
         return Struct(tuple(fields), is_closed=is_closed and not ddl)
 
     fields = st.dictionaries(NAMES, st.tuples(nodes(depth=depth - 1, ddl=ddl), st.booleans()), min_size=1, max_size=4)
     return st.builds(made, fields, st.booleans())
 
 
-def roots(*, ddl: bool = False) -> st.SearchStrategy[Node]:
-    return structs(ddl=ddl).map(Node)
+def roots(*, ddl: bool = False) -> st.SearchStrategy[TypeNode]:
+    return structs(ddl=ddl).map(TypeNode)
 
 
-def values(node: Node) -> st.SearchStrategy[Any]:
+def values(node: TypeNode) -> st.SearchStrategy[Any]:
     """Values that match a schema, without fields that it does not name."""
     found = _values(node)
     return st.one_of(st.none(), found) if node.is_nullable else found
 
 
-def _values(node: Node) -> st.SearchStrategy[Any]:
+def _values(node: TypeNode) -> st.SearchStrategy[Any]:
     match node.type:
         case Struct(fields):
             return st.fixed_dictionaries(

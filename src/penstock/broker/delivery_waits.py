@@ -21,7 +21,7 @@ class _Wait:
     done: Callable[[], None]
 
 
-class Reader(Protocol):
+class DeliveringReader(Protocol):
     def position(self, partition: Waiting, /) -> int:
         """Return up to where it has delivered what it wants of a partition."""
         ...
@@ -39,7 +39,9 @@ class DeliveryWaits:
         # Partitions with messages that are not committed yet and that somebody waits for.
         self.watched: set[Waiting] = set()
 
-    def add(self, reader: Reader, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]) -> None:
+    def add(
+        self, reader: DeliveringReader, member: Member, marks: Mapping[Waiting, int], done: Callable[[], None]
+    ) -> None:
         """Call `done` once the messages below these offsets are delivered or gone, or the member has left."""
         self._waits.append(_Wait(member, dict(marks), done))
         for partition, mark in marks.items():
@@ -54,7 +56,7 @@ class DeliveryWaits:
             if wait.marks.get(partition, 0) > end:
                 wait.marks[partition] = end
 
-    def settle(self, reader: Reader) -> None:
+    def settle(self, reader: DeliveringReader) -> None:
         """End the waits whose messages are delivered."""
         for wait in self._waits:
             for partition, mark in list(wait.marks.items()):
@@ -62,10 +64,10 @@ class DeliveryWaits:
                     del wait.marks[partition]
         self._finish(reader, [wait for wait in self._waits if not wait.marks])
 
-    def leave(self, reader: Reader, member: Member) -> None:
+    def leave(self, reader: DeliveringReader, member: Member) -> None:
         self._finish(reader, [wait for wait in self._waits if wait.member is member])
 
-    def _finish(self, reader: Reader, waits: list[_Wait]) -> None:
+    def _finish(self, reader: DeliveringReader, waits: list[_Wait]) -> None:
         self._waits = [wait for wait in self._waits if wait not in waits]
         if not self._waits:
             for partition in self.watched:

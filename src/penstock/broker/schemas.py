@@ -21,7 +21,7 @@ from penstock.store.store import Store
 from penstock.topic_schema.compatibility import Compatibility, incompatibility
 from penstock.topic_schema.ddl import read_ddl
 from penstock.topic_schema.json_schema import read_document, read_node, write_json_schema
-from penstock.topic_schema.tree import Node, is_json
+from penstock.topic_schema.tree import TypeNode, is_json
 
 # Of one topic: a schema that changes more often is generated, and belongs elsewhere.
 VERSIONS_MAX: Final = 100
@@ -179,7 +179,7 @@ def _judge(text: str, newest: str | None, wanted: Compatibility) -> str | None:
     return None if newest is None else incompatibility(_read(newest)[0], node, wanted)
 
 
-def _read(text: str) -> tuple[Node, dict[str, Any]]:
+def _read(text: str) -> tuple[TypeNode, dict[str, Any]]:
     """Return what a schema says, and as JSON Schema without references. Raises BadSchema if it is invalid."""
     if is_json(text):
         document = read_document(text)

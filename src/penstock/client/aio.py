@@ -17,7 +17,7 @@ from penstock.client import tracing
 from penstock.client.admin import AsyncAdmin
 from penstock.client.calls import Calls
 from penstock.client.feed import SHARED, SubscriptionOptions
-from penstock.client.inbox import Inbox
+from penstock.client.inbox import ReplyInbox
 from penstock.client.link import Link
 from penstock.client.message import Message
 from penstock.client.outbox import Outbox
@@ -71,7 +71,9 @@ class AsyncClient(AsyncAdmin):
         self._link = Link(servers, credentials, timeout)
         super().__init__(Calls(self._link), SystemClock())
         self._outbox = Outbox(self._link, self._clock)
-        self._inbox = Inbox(self._link, self._outbox, lambda pattern, buffer: self.subscribe(pattern, buffer=buffer))
+        self._inbox = ReplyInbox(
+            self._link, self._outbox, lambda pattern, buffer: self.subscribe(pattern, buffer=buffer)
+        )
         # Closed before the connection is.
         self._open: dict[AsyncSubscription | AsyncProducer, None] = {}
 

@@ -27,7 +27,7 @@ REPLIES_MAX: Final = 65_536
 Subscribe = Callable[[str, int], Awaitable["AsyncSubscription"]]
 
 
-class Inbox:
+class ReplyInbox:
     def __init__(self, link: Link, outbox: Outbox, subscribe: Subscribe) -> None:
         self._link = link
         self._outbox = outbox

@@ -35,7 +35,7 @@ from penstock.log.log import Log
 from penstock.log.open_segments import OpenSegments
 from penstock.log.policy import Policy, Topic
 from penstock.log.witness import PartitionId
-from penstock.store.changes import Changes, Commit, Idle, Steps, Work
+from penstock.store.changes import Changes, Idle, StateWrite, Steps, Work
 from penstock.store.meta import Change
 from penstock.store.rounds import Rounds
 from penstock.store.space import DiskSpace
@@ -157,7 +157,7 @@ class TopicCatalogue:
     def identify(self) -> Steps[None]:
         """Draw the unique ID of this store, if it has none."""
         if self._state.get("store", "identity") is None:
-            yield Commit([Change("store", "identity", secrets.token_hex(16))])
+            yield StateWrite([Change("store", "identity", secrets.token_hex(16))])
 
     def create(self, name: str, partitions: int, policy: Policy, origin: str | None) -> Steps[Topic]:
         # The record of the next ID may be lost, but no topic may get the files of another one.
@@ -166,7 +166,7 @@ class TopicCatalogue:
         topic = Topic(number, name, partitions, policy, origin)
         self._check_partitions(topic, partitions)
         self._space.admit()
-        yield Commit([_topic_change(topic), Change("store", "next_topic", number + 1)])
+        yield StateWrite([_topic_change(topic), Change("store", "next_topic", number + 1)])
         opening = self._opening(topic)
         yield Work(opening.run)
         self._note_fault(opening)
@@ -180,7 +180,7 @@ class TopicCatalogue:
     def _take_back(self, topic: Topic, opening: _TopicOpening, failure: DiskError) -> Steps[NoReturn]:
         """Remove a topic from the state topic again, because its files cannot be created."""
         try:
-            yield Commit([_deletion(topic.id)])
+            yield StateWrite([_deletion(topic.id)])
         except PenstockError as error:
             self._install(topic, opening)
             raise AppendFailed(
@@ -202,7 +202,7 @@ class TopicCatalogue:
         if topic.origin != before.origin and (before.origin is not None or not self._is_empty(before)):
             raise ValueError(f"topic {topic.name} cannot be piped from {topic.origin}: it has messages of its own")
         self._check_partitions(topic, topic.partitions - before.partitions)
-        yield Commit([_topic_change(topic)])
+        yield StateWrite([_topic_change(topic)])
         opening = self._opening(topic)
         yield Work(opening.run)
         self._note_fault(opening)
@@ -224,13 +224,13 @@ class TopicCatalogue:
             if offsets[partition] > log.start
         ]
         if changes:
-            yield Commit(changes)
+            yield StateWrite(changes)
         for partition, log in logs.items():
             log.upkeep.purge(offsets[partition])
 
     def delete(self, topic_id: int) -> Steps[None]:
         topic = self.topic(topic_id)
-        yield Commit([_deletion(topic_id)])
+        yield StateWrite([_deletion(topic_id)])
         logs = self._uninstall(topic)
         yield Idle(logs)
         yield from self._remove(topic_id, logs)
@@ -245,7 +245,7 @@ class TopicCatalogue:
             if key.startswith(f"{topic_id}/")
         ]
         try:
-            yield Commit([Change("topic", str(topic_id), None), *gone])
+            yield StateWrite([Change("topic", str(topic_id), None), *gone])
         except PenstockError as error:
             logger.warning("topic %d is deleted, and the next start removes its mark: %s", topic_id, error)
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Commit(NamedTuple):
+class StateWrite(NamedTuple):
     """Write to the state topic."""
 
     changes: list[Change]
@@ -44,7 +44,7 @@ class Idle(NamedTuple):
     logs: list[Log]
 
 
-Step = Commit | Work | Idle
+Step = StateWrite | Work | Idle
 Steps = Generator[Step, None, T]
 
 
@@ -89,7 +89,7 @@ class Changes:
 
     def _do_now(self, step: Step) -> None:
         match step:
-            case Commit(changes):
+            case StateWrite(changes):
                 self._commit_now(changes)
             case Work(run):
                 run()
@@ -156,7 +156,7 @@ class Changes:
 
     async def _do(self, step: Step, lanes: Lanes) -> None:
         match step:
-            case Commit(changes):
+            case StateWrite(changes):
                 await self._commit(changes)
             case Work(run):
                 await asyncio.get_running_loop().run_in_executor(self._worker, run)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Final
 
-from penstock.topic_schema.tree import INTEGERS, TEXTS, Anything, Array, Field, Map, Node, Scalar, Struct
+from penstock.topic_schema.tree import INTEGERS, TEXTS, Anything, Array, Map, Scalar, Struct, StructField, TypeNode
 
 # Each reads the ones before it.
 _NUMBERS: Final = (*INTEGERS, "integer")
@@ -27,7 +27,7 @@ class Compatibility(StrEnum):
     NONE = "none"  # nothing is checked
 
 
-def incompatibility(old: Node, new: Node, wanted: Compatibility) -> str | None:
+def incompatibility(old: TypeNode, new: TypeNode, wanted: Compatibility) -> str | None:
     """Return why a new version cannot follow an old one, or None if it can."""
     if wanted in (Compatibility.BACKWARD, Compatibility.FULL):
         for reason in _misreads(new, old, ""):
@@ -38,7 +38,7 @@ def incompatibility(old: Node, new: Node, wanted: Compatibility) -> str | None:
     return None
 
 
-def _misreads(reader: Node, writer: Node, path: str) -> Iterator[str]:
+def _misreads(reader: TypeNode, writer: TypeNode, path: str) -> Iterator[str]:
     """Yield what prevents reading values of `writer` as `reader`."""
     at = path or "the value"
     if writer.is_nullable and not reader.is_nullable and not _reads_all(reader):
@@ -64,7 +64,7 @@ def _misreads(reader: Node, writer: Node, path: str) -> Iterator[str]:
 
 
 def _misreads_struct(reader: Struct, writer: Struct, path: str) -> Iterator[str]:
-    written: dict[str, Field] = {field.name: field for field in writer.fields}
+    written: dict[str, StructField] = {field.name: field for field in writer.fields}
     known = {field.name for field in reader.fields}
     for field in reader.fields:
         name = f"{path}.{field.name}".removeprefix(".")
@@ -80,7 +80,7 @@ def _misreads_struct(reader: Struct, writer: Struct, path: str) -> Iterator[str]
             yield f"{path or 'the value'} may have additional properties, which would be refused"
 
 
-def _reads_all(node: Node) -> bool:
+def _reads_all(node: TypeNode) -> bool:
     return isinstance(node.type, Anything) and not node.keywords
 
 

@@ -14,12 +14,12 @@ from penstock.topic_schema.tree import (
     TYPES_MAX,
     Anything,
     Array,
-    Field,
     Map,
-    Node,
     Scalar,
     Struct,
+    StructField,
     Type,
+    TypeNode,
     check_size,
 )
 
@@ -54,14 +54,14 @@ _TOKEN: Final = re.compile(
 _PLAIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def read_ddl(text: str) -> Node:
+def read_ddl(text: str) -> TypeNode:
     """Return what DDL says: columns, or one struct<…>. Raises BadSchema."""
     check_size(text)
     parser = _Parser(text)
     if parser.is_struct():
-        node = Node(parser.type(0))
+        node = TypeNode(parser.type(0))
     else:
-        node = Node(parser.columns(0))
+        node = TypeNode(parser.columns(0))
     parser.expect_end()
     return node
 
@@ -91,7 +91,7 @@ class _Parser:
         return self._tokens[0].text.lower() == "struct" and self._tokens[1:2] != [] and self._tokens[1].text == "<"
 
     def columns(self, depth: int) -> Struct:
-        fields: dict[str, Field] = {}
+        fields: dict[str, StructField] = {}
         while not fields or self._takes(","):
             field = self._column(depth)
             if field.name in fields:
@@ -118,7 +118,7 @@ class _Parser:
                 self._expect("<")
                 element = self.type(depth + 1)
                 self._expect(">")
-                return Array(Node(element, is_nullable=True))
+                return Array(TypeNode(element, is_nullable=True))
             case "map":
                 return self._map(depth)
             case "struct":
@@ -132,7 +132,7 @@ class _Parser:
         if self._tokens[self._next].kind != "end":
             raise _invalid(f"unexpected {self._tokens[self._next].text!r}", self._tokens[self._next].at)
 
-    def _column(self, depth: int) -> Field:
+    def _column(self, depth: int) -> StructField:
         token = self._take()
         if token.kind == "quoted":
             name = token.text[1:-1].replace("``", "`")
@@ -147,7 +147,7 @@ class _Parser:
             self._expect("null")
         if self._takes("comment") and self._take().kind != "text":
             raise _invalid("expected a text in quotes behind COMMENT", self._tokens[self._next - 1].at)
-        return Field(name, Node(kind, is_nullable=not is_required), is_required)
+        return StructField(name, TypeNode(kind, is_nullable=not is_required), is_required)
 
     def _decimal(self) -> Scalar:
         if not self._takes("("):
@@ -170,7 +170,7 @@ class _Parser:
         self._expect(",")
         value = self.type(depth + 1)
         self._expect(">")
-        return Map(Node(value, is_nullable=True))
+        return Map(TypeNode(value, is_nullable=True))
 
     def _number(self) -> int:
         token = self._take()
@@ -201,19 +201,19 @@ def _invalid(what: str, at: int) -> BadSchema:
     return BadSchema(f"invalid schema: {what} (at character {at + 1} of the DDL)")
 
 
-def write_ddl(node: Node) -> str:
+def write_ddl(node: TypeNode) -> str:
     """Return the columns of a struct. Raises BadSchema if DDL cannot express a part of it."""
     if not isinstance(node.type, Struct) or not node.type.fields:
         raise BadSchema("the schema cannot be written as DDL: it must be an object with properties")
     return ", ".join(f"{_quoted(field.name)} {_column_type(field, field.name)}" for field in node.type.fields)
 
 
-def _column_type(field: Field, path: str) -> str:
+def _column_type(field: StructField, path: str) -> str:
     is_required = field.is_required and not field.node.is_nullable
     return _type(field.node, path) + (" NOT NULL" if is_required else "")
 
 
-def _type(node: Node, path: str) -> str:
+def _type(node: TypeNode, path: str) -> str:
     match node.type:
         case Struct(fields):
             inner = [f"{_quoted(field.name)}: {_column_type(field, f'{path}.{field.name}')}" for field in fields]

@@ -21,12 +21,12 @@ from penstock.topic_schema.tree import (
     TYPES_MAX,
     Anything,
     Array,
-    Field,
     Map,
-    Node,
     Scalar,
     Struct,
+    StructField,
     Type,
+    TypeNode,
     check_size,
 )
 
@@ -109,7 +109,7 @@ def read_document(text: str) -> Document:
     return {**expanded, "$schema": DRAFT}
 
 
-def read_json_schema(text: str) -> Node:
+def read_json_schema(text: str) -> TypeNode:
     """Return what a JSON Schema says. Raises BadSchema."""
     return read_node(read_document(text))
 
@@ -207,12 +207,12 @@ def _is_kept(name: str) -> bool:
 # A document to the tree.
 
 
-def read_node(schema: Any) -> Node:
+def read_node(schema: Any) -> TypeNode:
     """Return what a schema without references says."""
     if schema is False:
-        return Node(Anything(), keywords='{"not":{}}')
+        return TypeNode(Anything(), keywords='{"not":{}}')
     if schema is True:
-        return Node(Anything(), is_nullable=True)
+        return TypeNode(Anything(), is_nullable=True)
     limits: Document = {name: value for name, value in schema.items() if name in _ASSERTIONS}
     if (node := _read_optional(limits)) is not None:
         return node
@@ -221,13 +221,13 @@ def read_node(schema: Any) -> Node:
     names = [kind for kind in kinds if kind != "null"]
     is_nullable = len(names) < len(kinds) or not kinds
     if len(names) != 1 or (is_nullable and not _is_split(limits)):
-        return Node(Anything(), is_nullable, _canonical(limits))
+        return TypeNode(Anything(), is_nullable, _canonical(limits))
     if is_nullable and "enum" in limits:
         is_nullable = None in limits["enum"]
         limits["enum"] = [each for each in limits["enum"] if each is not None]
     del limits["type"]
     hints = {name: schema[name] for name in _HINTS if name in schema}
-    return Node(_read_type(names[0], limits, hints), is_nullable, _canonical(limits))
+    return TypeNode(_read_type(names[0], limits, hints), is_nullable, _canonical(limits))
 
 
 def _is_split(limits: Document) -> bool:
@@ -240,7 +240,7 @@ def _is_split(limits: Document) -> bool:
     )
 
 
-def _read_optional(limits: Document) -> Node | None:
+def _read_optional(limits: Document) -> TypeNode | None:
     """Return a type that is given as the alternative to null: how programs write an optional one."""
     for name in ("anyOf", "oneOf"):
         if limits.keys() == {name} and len(limits[name]) == 2:
@@ -249,7 +249,7 @@ def _read_optional(limits: Document) -> Node | None:
                 node = read_node(rest[0])
                 # With two that accept null, oneOf refuses it.
                 if not isinstance(node.type, Anything) and not (name == "oneOf" and node.is_nullable):
-                    return Node(node.type, True, node.keywords)
+                    return TypeNode(node.type, True, node.keywords)
     return None
 
 
@@ -302,7 +302,7 @@ def _read_object(limits: Document) -> Type:
         limits.pop("additionalProperties", None)
     if unnamed := sorted(set(required) - properties.keys()):
         limits["required"] = unnamed
-    fields = tuple(Field(name, read_node(inner), name in required) for name, inner in properties.items())
+    fields = tuple(StructField(name, read_node(inner), name in required) for name, inner in properties.items())
     return Struct(fields, is_closed=others is False)
 
 
@@ -313,11 +313,11 @@ def _canonical(limits: Mapping[str, Any]) -> str:
 # The tree to a document.
 
 
-def write_json_schema(node: Node) -> Document:
+def write_json_schema(node: TypeNode) -> Document:
     return {"$schema": DRAFT, **_document(node)}
 
 
-def _document(node: Node) -> Document:
+def _document(node: TypeNode) -> Document:
     document: Document = {}
     match node.type:
         case Struct(fields, is_closed):

@@ -49,7 +49,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    element: Node
+    element: TypeNode
 
     def __str__(self) -> str:
         return "array"
@@ -59,22 +59,22 @@ class Array:
 class Map:
     """Its keys are text."""
 
-    value: Node
+    value: TypeNode
 
     def __str__(self) -> str:
         return "map"
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class StructField:
     name: str
-    node: Node
+    node: TypeNode
     is_required: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Struct:
-    fields: tuple[Field, ...] = ()
+    fields: tuple[StructField, ...] = ()
     # Whether other fields are refused.
     is_closed: bool = False
 
@@ -92,7 +92,7 @@ Type = Scalar | Array | Map | Struct | Anything
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TypeNode:
     type: Type
     is_nullable: bool = False
     # Canonical JSON of the keywords that the tree cannot express, or nothing.
