@@ -75,13 +75,16 @@ def test_messages_that_a_group_needs_stay_however_old_they_are() -> None:
     clock.advance(1_000_000_000)
     assert log.upkeep.retain() == 0, "nobody said yet what the group has"
     assert log.upkeep.oldest_segment_time() is None
+    assert log.upkeep.held_bytes == sum(segment.size for segment in log.segments[:-1])
     log.upkeep.needed_from = 3
     assert log.upkeep.oldest_segment_time() is not None
     assert (log.upkeep.retain(), log.start) == (3, 3)
     log.upkeep.purge(4)
     assert (log.upkeep.retain(), log.start) == (1, 4)
+    assert log.upkeep.held_bytes == log.segments[0].size
     log.upkeep.needed_from = 6
     assert (log.upkeep.retain(), log.start) == (1, 5)
+    assert log.upkeep.held_bytes == 0
 
 
 def test_the_oldest_segments_go_when_the_log_is_larger_than_the_policy_keeps() -> None:

@@ -93,6 +93,12 @@ def describe(name: TopicName, *, json: Json = False, at: ConnectionOptions) -> N
     ]
     numbers = ("partition", "start", "committed", "end", "bytes")
     console.print(output.table(numbers, rows, numbers=numbers))
+    if held := sum(position.held_bytes for position in topic.positions):
+        group = topic.policy["retain_for"]
+        console.print(
+            f"\n{output.size(held)} are held for group {group}: retention drops them when it has processed them",
+            markup=False,
+        )
     console.print()
     settings = [(key, _as_text(key, value)) for key, value in topic.policy.items()]
     console.print(output.table(("policy", "value"), settings))

@@ -45,17 +45,21 @@ class Outgoing:
 @dataclass(frozen=True, slots=True)
 class PartitionPosition:
     """The offsets of a partition. Messages from `start` to `committed` can be read. `end`: the end of the log, with
-    messages that are not committed yet."""
+    messages that are not committed yet. `held_bytes`: the size of what retention would drop, and keeps for the group in
+    `retain_for`."""
 
     partition: int
     start: int
     committed: int
     end: int
     bytes: int
+    held_bytes: int = 0
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        return cls(found["partition"], found["start"], found["committed"], found["end"], found["bytes"])
+        offsets = found["partition"], found["start"], found["committed"], found["end"]
+        # An earlier broker does not say what is held.
+        return cls(*offsets, found["bytes"], found.get("held_bytes", 0))
 
 
 class SubjectOwner(NamedTuple):

@@ -57,6 +57,8 @@ class Upkeep:
         self.unneeded = 0
         # With `retain_for` in the policy: that group needs the messages from this offset on. All, until it is known.
         self.needed_from = 0
+        # The size of the segments that the policy does not keep, and that group needs. As of the last `retain`.
+        self.held_bytes = 0
         # Where the segment began that was active at the last compaction.
         self._compacted_base = -1
         # The rest of a merge.
@@ -75,6 +77,7 @@ class Upkeep:
         expired = retention.expired(segments, self._terms.policy, self._clock.now_us())
         processed = sum(following.base <= self._processed for following in segments[1:])
         count = min(max(min(expired, processed), unneeded), complete)
+        self.held_bytes = sum(segment.size for segment in segments[max(count, processed) : expired])
         self._segments.drop(count)
         return count
 

@@ -341,6 +341,7 @@ def _describe_topic(topic: ServedTopic) -> Json:
                 "committed": partition.log.committed,
                 "end": partition.end,
                 "bytes": sum(segment.size for segment in partition.log.segments),
+                "held_bytes": partition.log.upkeep.held_bytes,
             }
             for partition in list(topic.partitions)
         ),

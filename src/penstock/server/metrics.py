@@ -157,6 +157,11 @@ _STORED: Final = (
     _Figure(CounterMetricFamily, "broker_dedup_hits", "Duplicates, which were not stored again."),
     _Figure(GaugeMetricFamily, "broker_segments", "Segment files of the topic's logs."),
     _Figure(GaugeMetricFamily, "broker_log_bytes", "Size of the topic's logs."),
+    _Figure(
+        GaugeMetricFamily,
+        "broker_log_held_bytes",
+        "Size of what retention would drop, and keeps for the group in retain_for, at the last upkeep.",
+    ),
     _Figure(GaugeMetricFamily, "broker_log_messages", "Offsets from the start to the end of the topic's logs."),
     _Figure(GaugeMetricFamily, "broker_partitions", "Partitions."),
     _Figure(
@@ -192,13 +197,14 @@ async def _topics(broker: Broker) -> tuple[_Table, ...]:
 
 
 def _stored(topic: ServedTopic) -> tuple[float, ...]:
-    messages = size = segments = log_bytes = held = failed = damaged = skipped = 0
+    messages = size = segments = log_bytes = held_bytes = held = failed = damaged = skipped = 0
     for partition in topic.partitions:
         log = partition.log
         messages += log.flusher.stored_messages
         size += log.flusher.stored_bytes
         segments += len(log.segments)
         log_bytes += sum(segment.size for segment in log.segments)
+        held_bytes += log.upkeep.held_bytes
         held += log.committed - log.start
         failed += log.failure is not None
         damaged += len(log.damage)
@@ -206,7 +212,8 @@ def _stored(topic: ServedTopic) -> tuple[float, ...]:
     checked, found = (0, 0) if topic.dedup is None else (topic.dedup.checked, topic.dedup.found)
     partitions = topic.topic.partitions
     refused = partitions if topic.refusal is not None else 0
-    return messages, size, checked, found, segments, log_bytes, held, partitions, failed + refused, damaged, skipped
+    kept = (segments, log_bytes, held_bytes, held, partitions, failed + refused, damaged, skipped)
+    return messages, size, checked, found, *kept
 
 
 def _rounds(broker: Broker) -> Iterator[Metric]:
