@@ -9,7 +9,7 @@ from penstock.spark import parquet
 from penstock.spark.archive_place import DirectoryPlace
 from penstock.spark.manifest import ArchiveManifest, Entry
 from tests.support.data_directories import penstock
-from tests.support.object_writer import COLUMNS, rows, write
+from tests.support.object_writer import COLUMNS, SCHEMA, rows, write
 
 
 def test_files_of_different_hours_are_shown_and_not_merged(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_compaction_removes_what_is_older_than_it_keeps(tmp_path: Path) -> None:
     manifest = ArchiveManifest(root)
     manifest.create()
     for number in range(3):
-        files = parquet.write([rows(0).slice(number, 1)], root, COLUMNS, "hour")
+        files = parquet.write([rows(0).slice(number, 1)], root, SCHEMA, "hour")
         manifest.commit(Entry("query", number, COLUMNS, tuple(files)))
 
     kept = penstock("archive", "compact", f"file://{root}", "--json")

@@ -24,6 +24,7 @@ from penstock.spark.columns import TYPES
 from penstock.spark.manifest import ArchiveManifest, Entry
 
 COLUMNS = ("topic", "partition", "offset", "timestamp", "value")
+SCHEMA = pyarrow.schema([(name, TYPES[name]) for name in COLUMNS])
 ROWS = 10
 HOUR_US = 3_600_000_000
 FOLD_EVERY = 2
@@ -31,7 +32,6 @@ FOLD_EVERY = 2
 
 def rows(number: int) -> pyarrow.RecordBatch:
     """Return the rows of a batch: two hours, so two files."""
-    schema = pyarrow.schema([(name, TYPES[name]) for name in COLUMNS])
     offsets = range(number * ROWS, (number + 1) * ROWS)
     return pyarrow.RecordBatch.from_pydict(
         {
@@ -41,7 +41,7 @@ def rows(number: int) -> pyarrow.RecordBatch:
             "timestamp": [(offset * 2 // ROWS) * HOUR_US for offset in offsets],
             "value": [b"%d" % offset for offset in offsets],
         },
-        schema=schema,
+        schema=SCHEMA,
     )
 
 
@@ -50,7 +50,7 @@ def write(archive: str, number: int) -> bool:
     place = open_place(archive)
     manifest = ArchiveManifest(place, fold_every=FOLD_EVERY)
     manifest.create()
-    files = tuple(parquet.write([rows(number)], place, COLUMNS, "hour"))
+    files = tuple(parquet.write([rows(number)], place, SCHEMA, "hour"))
     if manifest.commit(Entry("query", number, COLUMNS, files)):
         return True
     place.remove(manifest.unnamed(file.path for file in files))

@@ -70,10 +70,21 @@ def fetch(
     path: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", help="Write to this file. \\[default: stdout]")
     ] = None,
+    flatten: Annotated[
+        bool, typer.Option("--flatten", help="With parquet: a column for each field of JSON values, by the schema.")
+    ] = False,
+    schema: Annotated[
+        str | None,
+        typer.Option(metavar="DDL", help="For --flatten, such as 'id bigint'. \\[default: the topic's schema]"),
+    ] = None,
     json: JsonLines = False,
     at: ConnectionOptions,
 ) -> None:
     """Read the stored messages of a topic, one partition after the other."""
+    if (flatten or schema is not None) and form != "parquet":
+        raise typer.BadParameter("only --format parquet has columns for fields", param_hint="'--flatten'")
+    if schema is not None and not flatten:
+        raise typer.BadParameter("give --flatten too", param_hint="'--schema'")
     form = _check_form(form, json=json, follow=follow, path=path)
     if follow and end != "latest":
         raise typer.BadParameter("--follow has no end: use only one of them", param_hint="'--to'")
@@ -92,7 +103,8 @@ def fetch(
                 if form == "parquet":
                     from penstock.cli import parquet
 
-                    written = parquet.write(client, topic, spans, count, path, advance, expired=expired)
+                    ddl = (schema or client.schema(topic).to_ddl()) if flatten else None
+                    written = parquet.write(client, topic, spans, count, path, advance, expired=expired, ddl=ddl)
                 else:
                     with path.open("w", encoding="utf-8", newline="") as file:
                         written = _write_text(chosen, form, file, follow=follow, advance=advance)

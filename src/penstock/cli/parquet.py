@@ -16,6 +16,7 @@ except ImportError:
     raise PenstockError("Parquet needs pyarrow: pip install 'penstock[arrow]'") from None
 
 from penstock.model import arrow
+from penstock.topic_schema.flatten import Flattener
 
 if TYPE_CHECKING:
     from penstock.cli.fetch import Span
@@ -37,11 +38,14 @@ def write(
     advance: Callable[[int], None],
     *,
     expired: bool,
+    ddl: str | None = None,
 ) -> int:
-    """Write the messages; return how many."""
+    """Write the messages; return how many. With a schema, the fields of their values are columns, too."""
+    flattener = None if ddl is None else Flattener(ddl, SCHEMA.names)
+    schema = SCHEMA if flattener is None else pyarrow.schema([*SCHEMA, *flattener.schema])
     written = 0
-    with parquet.ParquetWriter(path, SCHEMA) as writer:
-        groups = _Groups(writer)
+    with parquet.ParquetWriter(path, schema) as writer:
+        groups = _Groups(writer, schema)
         for span in spans:
             left = None if count is None else count - written
             if span.length and left != 0:
@@ -49,7 +53,8 @@ def write(
                     topic, span.partition, span.first, end=span.end, count=left, arrow=True, expired=expired
                 )
                 for batch in batches:
-                    groups.add(_rows(batch, topic, span.partition))
+                    rows = _rows(batch, topic, span.partition)
+                    groups.add(rows if flattener is None else flattener.add_to(rows))
                     written += batch.num_rows
                     advance(batch.num_rows)
         groups.close()
@@ -59,8 +64,9 @@ def write(
 class _Groups:
     """Combine batches, which may be small, into row groups."""
 
-    def __init__(self, writer: Any) -> None:
+    def __init__(self, writer: Any, schema: pyarrow.Schema) -> None:
         self._writer = writer
+        self._schema = schema
         self._batches: list[Any] = []
         self._rows = self._bytes = 0
 
@@ -74,7 +80,7 @@ class _Groups:
     def close(self) -> None:
         """Write the last row group."""
         if self._batches:
-            self._writer.write_table(pyarrow.Table.from_batches(self._batches, SCHEMA), row_group_size=GROUP_ROWS)
+            self._writer.write_table(pyarrow.Table.from_batches(self._batches, self._schema), row_group_size=GROUP_ROWS)
         self._batches = []
         self._rows = self._bytes = 0
 

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +27,6 @@ import pyarrow
 from penstock.errors import ReadFailed
 from penstock.spark import manifest, parquet
 from penstock.spark.archive_place import ArchivePlace, DirectoryPlace, open_place
-from penstock.spark.columns import TYPES
 from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ class Archive:
         if not isinstance(self._manifest, ArchiveManifest):
             raise ValueError(f"{self._place} is a Delta table: only archives in the format parquet are compacted")
         columns = self._manifest.state().columns
-        for files in _small_files(self._manifest.files(), file_bytes):
-            file = self._merge(files, columns)
+        for files in self._alike(_small_files(self._manifest.files(), file_bytes)):
+            file = self._merge(files)
             paths = tuple(each.path for each in files)
             entry = Entry(f"{manifest.ONCE}{uuid.uuid4().hex}", 0, columns, (file,), paths, int(time.time()))
             if self._manifest.replace(entry):
@@ -124,11 +124,19 @@ class Archive:
                 # Another compaction was faster.
                 self._place.remove([file.path])
 
-    def _merge(self, files: tuple[ArchivedFile, ...], columns: tuple[str, ...]) -> ArchivedFile:
-        schema = pyarrow.schema([(name, TYPES[name]) for name in columns])
+    def _alike(self, groups: Iterable[tuple[ArchivedFile, ...]]) -> Iterator[tuple[ArchivedFile, ...]]:
+        """Split groups where a file has other columns than the one before, and leave out those of one file."""
+        for files in groups:
+            schemas = ((parquet.schema_of(self._place, file), file) for file in files)
+            for _, run in groupby(schemas, key=lambda each: each[0]):
+                if len(alike := tuple(file for _, file in run)) > 1:
+                    yield alike
+
+    def _merge(self, files: tuple[ArchivedFile, ...]) -> ArchivedFile:
+        schema = parquet.schema_of(self._place, files[0])
         rows = parquet.read(self._place, files, 0, max(file.last for file in files) + 1, schema)
         unit: parquet.Unit = "hour" if PurePosixPath(files[0].path).parent.name.startswith("hour=") else "day"
-        (file,) = parquet.write(rows, self._place, columns, unit)
+        (file,) = parquet.write(rows, self._place, schema, unit)
         if file.rows != sum(each.rows for each in files):
             self._place.remove([file.path])
             raise ReadFailed(

@@ -21,13 +21,14 @@ from penstock.spark.archive import delta_manifest, format_of
 from penstock.spark.archive_place import ArchivePlace, open_place
 from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry
 from penstock.spark.versions import StreamArrowWriter
+from penstock.topic_schema.flatten import Flattener
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from penstock.spark.delta import DeltaManifest
 
-STREAM: Final = ("archive", "archiveFormat", "archivePartition", "archiveGaps")
+STREAM: Final = ("archive", "archiveFormat", "archivePartition", "archiveGaps", "archiveSchema")
 BATCH: Final = (*STREAM, "txnId", "txnVersion")
 SPARK_TYPES: Final = columns.COLUMNS | columns.HEADERS
 _REQUIRED: Final = (*parquet.PLACE, "value")
@@ -52,8 +53,16 @@ class _ArchiveTarget:
     unit: parquet.Unit
     is_delta: bool
     gaps: bool
+    # Adds columns for the fields of values.
+    flattener: Flattener | None
     writer: str = ""
     number: int = 0
+
+    @property
+    def schema(self) -> pyarrow.Schema:
+        """Return the columns of the files, in the order of `columns`."""
+        fields = [pyarrow.field(name, columns.TYPES[name]) for name in self.columns]
+        return pyarrow.schema([*fields, *([] if self.flattener is None else self.flattener.schema)])
 
     def manifest(self, place: ArchivePlace) -> ArchiveManifest | DeltaManifest:
         return delta_manifest(place) if self.is_delta else ArchiveManifest(place)
@@ -107,7 +116,8 @@ def _write(target: _ArchiveTarget, writer: str, batches: Iterator[pyarrow.Record
         raise BadDirectory(f"{place} does not exist: driver and executors must share the directory of an archive")
     # A Delta table has the topic as a partition column, not in its files.
     left_out = ("topic",) if target.is_delta else ()
-    return _WrittenFiles(writer, parquet.write(batches, place, target.columns, target.unit, left_out=left_out))
+    rows = batches if target.flattener is None else map(target.flattener.add_to, batches)
+    return _WrittenFiles(writer, parquet.write(rows, place, target.schema, target.unit, left_out=left_out))
 
 
 def _commit(target: _ArchiveTarget, number: int, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -159,12 +169,14 @@ def _target(
     options.check_known(given, known)
     path = options.text(given, "archive")
     assert path is not None  # the option selects this sink
+    schema_text = options.text(given, "archiveSchema")
     target = _ArchiveTarget(
         archive=str(open_place(path)),
         columns=_columns(schema),
         unit="day" if options.choice(given, "archivePartition", ("hour", "day")) == "day" else "hour",
         is_delta=options.choice(given, "archiveFormat", ("parquet", "delta")) == "delta",
         gaps=options.flag(given, "archiveGaps", default=False),
+        flattener=None if schema_text is None else Flattener(schema_text, tuple(SPARK_TYPES)),
         writer=writer,
         number=number,
     )
@@ -202,4 +214,4 @@ def _prepare(target: _ArchiveTarget) -> None:
     if isinstance(books, ArchiveManifest):
         books.create()
     else:
-        books.create(target.columns, target.unit)
+        books.create(target.schema, target.unit)

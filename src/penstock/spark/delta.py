@@ -19,7 +19,6 @@ import pyarrow
 
 from penstock.errors import BadDirectory, PenstockError
 from penstock.spark import manifest
-from penstock.spark.columns import TYPES
 from penstock.spark.durable_files import sync_directory
 from penstock.spark.manifest import ArchivedFile, Entry
 from penstock.spark.parquet import Unit
@@ -40,11 +39,11 @@ class DeltaManifest:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def create(self, columns: Sequence[str], unit: Unit) -> None:
+    def create(self, rows: pyarrow.Schema, unit: Unit) -> None:
         """Create an empty table if there is none. An existing one must have the same columns and partitioning."""
-        table = DeltaTable.create(self.root, _schema(columns, unit), mode="ignore", partition_by=_PARTITIONS[unit])
+        table = DeltaTable.create(self.root, _schema(rows, unit), mode="ignore", partition_by=_PARTITIONS[unit])
         known = [field.name for field in table.schema().fields]
-        wanted = _schema(columns, unit).names
+        wanted = _schema(rows, unit).names
         if known != wanted or table.metadata().partition_columns != _PARTITIONS[unit]:
             raise ValueError(
                 f"the table {self.root} has the columns {', '.join(known)}, partitioned by"
@@ -154,9 +153,9 @@ class DeltaManifest:
         )
 
 
-def _schema(columns: Sequence[str], unit: Unit) -> pyarrow.Schema:
+def _schema(rows: pyarrow.Schema, unit: Unit) -> pyarrow.Schema:
     divided = {"day": pyarrow.date32(), "hour": pyarrow.int32()} if unit == "hour" else {"day": pyarrow.date32()}
-    return pyarrow.schema({name: TYPES[name] for name in columns} | divided)
+    return pyarrow.schema([*rows, *(pyarrow.field(name, kind) for name, kind in divided.items())])
 
 
 def _place(place: tuple[str, int]) -> str:

@@ -45,21 +45,27 @@ _NAME_BYTES_MAX: Final = 200
 def write(
     batches: Iterable[pyarrow.RecordBatch],
     place: ArchivePlace,
-    columns: Sequence[str],
+    schema: pyarrow.Schema,
     unit: Unit,
     *,
     left_out: Sequence[str] = (),
 ) -> list[ArchivedFile]:
     """Write rows to durable files of an archive, without the columns `left_out`. Leave no files if it fails."""
-    task = _TaskFiles(place, unit, [name for name in columns if name not in left_out])
+    task = _TaskFiles(place, unit, pyarrow.schema([field for field in schema if field.name not in left_out]))
     try:
         for batch in batches:
-            for part in _parts(_rows(batch, columns), unit):
+            for part in _parts(_rows(batch, schema), unit):
                 task.add(part)
         return task.close()
     except BaseException:
         task.abandon()
         raise
+
+
+def schema_of(place: ArchivePlace, file: ArchivedFile) -> pyarrow.Schema:
+    """Return the columns of a file. Values may be flattened, to other columns in each file."""
+    with place.open(file.path, file.bytes) as stream, parquet.ParquetFile(stream) as opened:
+        return opened.schema_arrow.remove_metadata()
 
 
 def read(
@@ -85,15 +91,15 @@ class _HourRows:
     rows: pyarrow.Table
 
 
-def _rows(batch: pyarrow.RecordBatch, columns: Sequence[str]) -> pyarrow.Table:
+def _rows(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.Table:
     """Cast the columns to the types of an archive. Spark may use large strings, and the time zone of the session."""
-    table = pyarrow.Table.from_batches([batch]).select(list(columns))
+    table = pyarrow.Table.from_batches([batch]).select(schema.names)
     for name in PLACE:
         if table[name].null_count:
             raise ValueError(
                 f"column {name} is null in {table[name].null_count} rows: an archive needs it in every row"
             )
-    return table.cast(pyarrow.schema([(name, TYPES[name]) for name in columns]))
+    return table.cast(schema)
 
 
 def _parts(table: pyarrow.Table, unit: Unit) -> Iterator[_HourRows]:
@@ -127,10 +133,10 @@ def _ascends(table: pyarrow.Table) -> bool:
 class _TaskFiles:
     """The files that one task writes."""
 
-    def __init__(self, place: ArchivePlace, unit: Unit, columns: Sequence[str]) -> None:
+    def __init__(self, place: ArchivePlace, unit: Unit, schema: pyarrow.Schema) -> None:
         self._place = place
         self._unit: Unit = unit
-        self._schema = pyarrow.schema([(name, TYPES[name]) for name in columns])
+        self._schema = schema
         self._open: dict[tuple[str, int, datetime.datetime], _WrittenFile] = {}  # least recently used first
         self._files: list[_WrittenFile] = []
         self._done: list[ArchivedFile] = []
@@ -179,7 +185,12 @@ class _WrittenFile:
             compression="zstd",
             # These have few distinct values. Trying the other columns takes time and gains nothing.
             use_dictionary=[name for name in ("topic", "partition", "subject") if name in schema.names],
-            write_statistics=[name for name in PLACE if name in schema.names],
+            # So readers can skip rows by the fields of a flattened value, too.
+            write_statistics=[
+                field.name
+                for field in schema
+                if field.name in PLACE or not (field.name in TYPES or pyarrow.types.is_nested(field.type))
+            ],
             write_page_checksum=True,
         )
         self._waiting: list[pyarrow.Table] = []
@@ -317,7 +328,7 @@ def _groups(opened: Any, start: int, end: int) -> list[int]:
     column = opened.schema_arrow.names.index("offset")
     found = []
     for number in range(opened.metadata.num_row_groups):
-        # Statistics are indexed by leaf columns. Only headers, the last column, have more than one.
+        # Statistics are indexed by leaf columns. Only headers, and columns behind them, have more than one.
         offsets = opened.metadata.row_group(number).column(column).statistics
         if offsets is None or (offsets.min < end and offsets.max >= start):
             found.append(number)
