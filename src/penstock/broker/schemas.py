@@ -88,10 +88,11 @@ class TopicSchemas:
             raise UnknownSchema(f"unknown schema version {number}: topic {name} has 1 to {len(versions)}")
         return versions[number - 1]
 
-    async def verdict(self, topic: ServedTopic, text: str) -> SchemaVerdict:
-        """Return whether a schema is compatible with the newest version. Raises BadSchema if it is invalid."""
+    async def verdict(self, topic: ServedTopic, text: str, version: SchemaVersion | None = None) -> SchemaVerdict:
+        """Return whether a schema is compatible with a version, by default the newest. Raises BadSchema if it is
+        invalid."""
         versions = self._versions.get(topic.topic.id)
-        newest = versions[-1] if versions else None
+        newest = version or (versions[-1] if versions else None)
         wanted = topic.topic.policy.schema_compatibility
         # The largest schemas take a tenth of a second.
         reason = await asyncio.to_thread(_judge, text, None if newest is None else newest.text, wanted)

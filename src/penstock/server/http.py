@@ -12,7 +12,7 @@ from starlette.routing import Route
 from penstock.doors.journal import Journal
 from penstock.errors import Unauthorized
 from penstock.pipe.pipes import Pipes
-from penstock.server import admin, monitor, pipe_http, test_endpoints
+from penstock.server import admin, monitor, pipe_http, schema_registry, test_endpoints
 from penstock.server.metrics import Measured, Metrics, pipe_metrics
 from penstock.server.monitor import Monitored
 from penstock.server.rows import encode
@@ -91,6 +91,7 @@ def endpoints(server: HttpServer) -> tuple[Endpoint, ...]:
     every = [
         *monitor.endpoints(server, metrics),
         *admin.endpoints(server, server.settings),
+        *schema_registry.endpoints(server.broker),
         *pipe_http.endpoints(server.broker, server.pipes, server.version),
     ]
     if server.config.server.test_endpoints:

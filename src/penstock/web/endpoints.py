@@ -94,7 +94,7 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    method: Literal["GET", "POST", "PATCH", "DELETE"]
+    method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     # As Starlette has it: "/admin/topics/{name:path}".
     path: str
     about: str
@@ -117,7 +117,7 @@ class Endpoint:
 
     @property
     def has_body(self) -> bool:
-        return self.method in ("POST", "PATCH") and bool(self.accepts)
+        return self.method in ("POST", "PUT", "PATCH") and bool(self.accepts)
 
     @property
     def fields(self) -> list[tuple[Field, Literal["path", "query", "body"]]]:
@@ -231,8 +231,9 @@ def _refuse_unknown(name: str, known: list[str]) -> None:
 
 
 async def _body(request: Request, read_json: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
-    # A page in a browser can send any other type without asking us first.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+    # A page in a browser can send other types without asking us first, but none of JSON.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
         raise BadRequest(f"the body must be JSON, with the header Content-Type: {JSON}")
     # A length that is announced is checked before anything is read, and the rest while it arrives.
     announced = request.headers.get("content-length", "0")
