@@ -15,8 +15,10 @@ LARGE = bytes(1500)
 
 
 def test_what_retention_keeps_for_a_group_is_shown(tmp_path: Path) -> None:
-    limits = {"storage_upkeep_ms": 10, "topic_segment_bytes": 4096, "topic_retain_bytes": 1}
-    with Serve(tmp_path, **limits) as server, Client(f"127.0.0.1:{server.port}") as client:
+    with (
+        Serve(tmp_path, storage_upkeep_ms=10, topic_segment_bytes=4096, topic_retain_bytes=1) as server,
+        Client(f"127.0.0.1:{server.port}") as client,
+    ):
         penstock = Penstock(f"127.0.0.1:{server.port}")
         client.create_topic("orders", retain_for="archive")
         for number in range(20):

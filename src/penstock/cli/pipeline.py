@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.pipelines.sample import SampleRow
 
 _KINDS: Final = get_args(Kind)
+# The Python modules of the example files.
+_MODULES: Final = {"python": ("unpaid.py",)}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -82,13 +84,15 @@ def init(
 ) -> None:
     """Write an example pipeline file, with comments, for you to edit. An existing file is not overwritten."""
     path = path or Path(f"{kind}.toml")
-    example = resources.files("penstock.pipelines").joinpath("examples", f"{kind}.toml").read_text()
-    try:
-        with path.open("x") as file:
-            file.write(example)
-    except FileExistsError:
-        raise PenstockError(f"{path} exists already: choose another name, or remove it first") from None
-    print(f"wrote {safe(str(path))}: edit it, then `penstock pipeline run {safe(str(path))}`")
+    examples = resources.files("penstock.pipelines").joinpath("examples")
+    files = {path: f"{kind}.toml"} | {path.with_name(name): f"{name}.txt" for name in _MODULES.get(kind, ())}
+    for each in files:
+        if each.exists():
+            raise PenstockError(f"{each} exists already: choose another name, or remove it first")
+    for each, example in files.items():
+        each.write_text(examples.joinpath(example).read_text())
+    wrote = " and ".join(safe(str(each)) for each in files)
+    print(f"wrote {wrote}: edit {'it' if len(files) == 1 else 'them'}, then `penstock pipeline run {safe(str(path))}`")
 
 
 @app.command("validate")

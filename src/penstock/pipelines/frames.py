@@ -85,6 +85,21 @@ def raw(df: DataFrame, *, topic: str, key: str | None = None, subject: str | Non
     )
 
 
+def with_value(
+    df: DataFrame, value: str, *, topic: str, key: str | None = None, subject: str | None = None
+) -> DataFrame:
+    """Return rows for the sink, with a column or SQL expression as value. Null makes a tombstone.
+
+    `key` and `subject` are as in `to_json`.
+    """
+    return df.select(
+        _bytes_of(df, value).alias("value"),
+        (_key(df) if key is None else _bytes_of(df, key)).alias("key"),
+        (fn.lit(topic) if subject is None else _below(topic, fn.expr(subject))).alias("subject"),
+        _headers(df, "_headers").alias("headers"),
+    )
+
+
 def dead_letters_of(df: DataFrame, *, group: str, prefix: str = DEAD_LETTERS) -> DataFrame:
     """Return rows for the sink, from those that did not parse, as dead letters that the broker lists and redrives.
 

@@ -16,4 +16,6 @@ Kind = Literal[
     "enrich",
     "sessionize",
     "upsert",
+    "python",
+    "bridge",
 ]

@@ -47,12 +47,13 @@ class PipelineHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSource:
-    """What is read. A valid one has exactly one of `topic`, `topics` and `pattern`."""
+    """What is read. A valid one has exactly one of `topic`, `topics`, `pattern` and `parquet`."""
 
     servers: Annotated[Servers, about("where the broker is, `host:port[,host:port]`")] = SERVERS
     topic: Annotated[Topic | None, about("the topic to read")] = None
     topics: Annotated[Topics, about("or several")] = ()
     pattern: Annotated[Regex | None, about("or all topics whose names match this regular expression")] = None
+    parquet: Annotated[Text | None, about("for kind bridge: or a directory of Parquet files")] = None
     subjects: Annotated[Patterns, about("only these subjects; wildcards `*` and `>`")] = ()
     start: Annotated[AnyPlace, about("where the first run begins: `earliest`, `latest`, an offset or a time")] = (
         "earliest"
@@ -85,7 +86,7 @@ class PipelineSink:
 
     servers: Annotated[Servers | None, about("a broker other than the source's")] = None
     topic: Annotated[Topic | None, about("a topic, or a subject of one")] = None
-    parquet: Annotated[Text | None, about("a directory of Parquet files, as Spark writes them")] = None
+    parquet: Annotated[Text | None, about("a directory of Parquet files")] = None
     archive: Annotated[Text | None, about("the directory of an archive, or the URL of an object store")] = None
     delta: Annotated[Text | None, about("the directory of a Delta table")] = None
     format: Annotated[Literal["parquet", "delta"], about("for an archive: `parquet` or `delta`")] = "parquet"
@@ -109,6 +110,7 @@ class ArchiveSettings:
     hold: Annotated[bool, about("the topic drops no message that is not archived yet, whatever its retention says")] = (
         True
     )
+    flatten: Annotated[bool, about("columns for the fields of JSON values, by the schema, besides the values")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,30 @@ class UpsertSettings:
     key: Annotated[Text, about("the column that identifies a row; in a tombstone, the key of the message is its value")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonSettings:
+    processor: Annotated[Code, about("a class derived from PySpark's `StatefulProcessor`, `module:class`")]
+    by: Annotated[SomeColumns, about("the columns whose values have state of their own")]
+    output: Annotated[Text, about("the columns of the rows that it returns: `customer string, total double`")]
+    pandas: Annotated[bool, about("it takes and returns DataFrames of pandas instead of rows")] = False
+    timers: Annotated[
+        Literal["none", "processing", "event"],
+        about("`processing`: timers and TTLs by the clock; `event`: timers by the watermark"),
+    ] = "none"
+    time: Annotated[Text | None, about("for timers = 'event': the column with the time of the event")] = None
+    watermark: Annotated[Duration | None, about("for timers = 'event': how late a row may be and still count")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeSettings:
+    flatten: Annotated[
+        bool, about("to Parquet: the fields of JSON values as columns, by the schema, instead of the messages")
+    ] = False
+    value: Annotated[
+        Text | None, about("to a topic: the value, a column or a SQL expression; by default all columns as JSON")
+    ] = None
+
+
 Settings = (
     ArchiveSettings
     | TransformSettings
@@ -222,6 +248,8 @@ Settings = (
     | EnrichSettings
     | SessionizeSettings
     | UpsertSettings
+    | PythonSettings
+    | BridgeSettings
 )
 
 
@@ -231,7 +259,7 @@ class PipelineKind:
     # The sinks that it can write to.
     sinks: tuple[str, ...]
     needs_sink: bool = True
-    # Whether it parses values as JSON.
+    # Whether it parses values as JSON. Others may do so by a setting: see `Pipeline.is_typed`.
     is_typed: bool = True
     # The tables of the file that describe its sources. None: there is one for each, below `sources`, with a name.
     sources: tuple[str, ...] | None = ("source",)
@@ -250,6 +278,8 @@ KINDS: Final[Mapping[str, PipelineKind]] = {
     "enrich": PipelineKind(settings=EnrichSettings, sinks=("topic",), has_lookup=True),
     "sessionize": PipelineKind(settings=SessionizeSettings, sinks=("topic", "parquet")),
     "upsert": PipelineKind(settings=UpsertSettings, sinks=("delta",)),
+    "python": PipelineKind(settings=PythonSettings, sinks=("topic", "parquet")),
+    "bridge": PipelineKind(settings=BridgeSettings, sinks=("topic", "parquet"), is_typed=False),
 }
 
 # The table with a table for each source, where the file names them.
@@ -290,6 +320,11 @@ class Pipeline:
         return self.sources[0]
 
     @property
+    def is_typed(self) -> bool:
+        """Return whether values are parsed as JSON."""
+        return KINDS[self.kind].is_typed or getattr(self.settings, "flatten", False)
+
+    @property
     def source_names(self) -> tuple[str, ...]:
         """Return the name of each source. In sql it is that of its view."""
         return tuple(key[-1] for key in self.source_keys)
@@ -324,7 +359,7 @@ class Pipeline:
     def checked_by_spark(self) -> list[str]:
         """Return what only Spark can check in the file, in words."""
         found = []
-        if KINDS[self.kind].is_typed:
+        if self.is_typed:
             found.append("schema")
         match self.settings:
             case TransformSettings(python=None) | SqlSettings():
@@ -335,8 +370,12 @@ class Pipeline:
                 found += ["columns", "measures"]
             case DeduplicateSettings() | JoinSettings() | UpsertSettings():
                 found.append("columns")
+            case PythonSettings():
+                found += ["columns", "processor"]
             case EnrichSettings():
                 found += ["lookup", "columns"]
+            case BridgeSettings(value=str()):
+                found.append("value")
             case DeadLetterSettings(redrive=str()):
                 found.append("redrive condition")
         if self.sink is not None and self.sink.topic is not None:
@@ -372,7 +411,7 @@ def key_name(key: Key) -> str:
 
 
 def _topics_of(source: PipelineSource) -> dict[str, Any]:
-    names = ("topic", "topics", "pattern", "subjects")
+    names = ("topic", "topics", "pattern", "parquet", "subjects")
     return {name: getattr(source, name) for name in names if getattr(source, name)}
 
 
@@ -385,6 +424,9 @@ def _stateful(pipeline: Pipeline) -> dict[str, Any]:
     match pipeline.settings:
         case AggregateSettings() | DeduplicateSettings() | JoinSettings() | SessionizeSettings() | UpsertSettings():
             return asdict(pipeline.settings)
+        case PythonSettings(processor=processor, by=by, timers=timers, time=time, watermark=watermark):
+            # Spark itself compares the variables of the processor. What it returns is not in the state.
+            return {"processor": processor, "by": by, "timers": timers, "time": time, "watermark": watermark}
         case SqlSettings():
             # Spark numbers the sources of a query in the order in which the query reads them. Another query would
             # continue one topic at the offsets of another.

@@ -23,6 +23,7 @@ from penstock.pipelines.pipeline import (
     SOURCES,
     TABLES,
     AggregateSettings,
+    BridgeSettings,
     EnrichSettings,
     Key,
     Pipeline,
@@ -30,6 +31,7 @@ from penstock.pipelines.pipeline import (
     PipelineLookup,
     PipelineSink,
     PipelineSource,
+    PythonSettings,
     Settings,
     SqlSettings,
     TransformSettings,
@@ -170,13 +172,20 @@ class _FileReader:
     # Values that are valid by themselves and contradict each other.
 
     def _check_source(self, kind: str, key: Key, source: PipelineSource) -> None:
-        self._need_one(key, source, ("topic", "topics", "pattern"))
+        if kind == "bridge":
+            self._need_one(key, source, ("topic", "topics", "pattern", "parquet"))
+            self._check_files(key, source)
+        else:
+            self._need_one(key, source, ("topic", "topics", "pattern"))
+            if source.parquet is not None:
+                self._report((*key, "parquet"), f"is only for kind bridge: a pipeline of kind {kind} reads topics")
         # One topic may have a schema of its own.
         is_named = source.schema is not None or source.topic is not None or self._is_reported(*key, "topic")
-        if KINDS[kind].is_typed and not is_named and not self._is_reported(*key, "schema"):
+        is_typed = KINDS[kind].is_typed or (source.parquet is None and self._mapping((kind,)).get("flatten") is True)
+        if is_typed and not is_named and not self._is_reported(*key, "schema"):
             self._report_missing(key, PipelineSource, "schema")
-        if not KINDS[kind].is_typed and source.schema is not None:
-            self._report((*key, "schema"), f"is not for kind {kind}, which does not parse values")
+        if not KINDS[kind].is_typed and source.schema is not None and source.parquet is None:
+            self._check_flattened(kind, key)
         if source.end == "earliest":
             self._report((*key, "end"), "is 'earliest', which leaves nothing to read: give an offset or a time")
         if kind != "replay" and source.end is not None:
@@ -186,6 +195,25 @@ class _FileReader:
         if isinstance(source.start, int) and isinstance(source.end, int) and source.end < source.start:
             self._report((*key, "end"), "is below start")
         self._check_watermark(kind, key, source)
+
+    def _check_flattened(self, kind: str, key: Key) -> None:
+        """Refuse a schema that nothing would use."""
+        may_parse = "flatten" in declared(KINDS[kind].settings)
+        if may_parse and not self._mapping((kind,)).get("flatten"):
+            self._report((*key, "schema"), f"is only used with flatten = true in [{kind}]")
+        elif not may_parse:
+            self._report((*key, "schema"), f"is not for kind {kind}, which does not parse values")
+
+    def _check_files(self, key: Key, source: PipelineSource) -> None:
+        """Check a directory as source. It has none of what a topic has."""
+        if source.parquet is None:
+            return
+        if "://" in source.parquet:
+            self._report((*key, "parquet"), f"is {source.parquet!r}: it must be a directory, not a URL")
+        given = self._mapping(key)
+        for name in ("subjects", "start", "archive"):
+            if name in given:
+                self._report((*key, name), "is only for a topic as source")
 
     def _check_watermark(self, kind: str, key: Key, source: PipelineSource) -> None:
         for name, other in (("time", "watermark"), ("watermark", "time")):
@@ -229,6 +257,10 @@ class _FileReader:
                 self._report(("sink", "options"), "is not for a Delta table, which Spark does not write")
         for source in sources:
             self._refuse_loop(source, sink)
+            if kind == "bridge" and source.parquet is not None and sink.parquet is not None:
+                self._report(("sink", "parquet"), "needs a topic to read: files are published to a topic")
+            if kind == "bridge" and source.parquet is None and sink.topic is not None:
+                self._report(("sink", "topic"), "needs files to read: set parquet in [source], or use kind replay")
 
     def _refuse_loop(self, source: PipelineSource, sink: PipelineSink) -> None:
         """Refuse a pipeline that would read what it writes, without end."""
@@ -251,8 +283,32 @@ class _FileReader:
                 self._report(
                     (table, "mode"), "is 'update', which needs a topic as sink: Parquet files are only appended to"
                 )
+            case PythonSettings():
+                self._check_event_time(settings)
+            case BridgeSettings():
+                self._check_bridge(settings, sink)
             case EnrichSettings(on=on, lookup_on=names) if on and names and len(on) != len(names):
                 self._report(("enrich", "lookup_on"), f"has {len(names)} columns, but on has {len(on)}: name as many")
+
+    def _check_bridge(self, settings: BridgeSettings, sink: PipelineSink | None) -> None:
+        if sink is None:
+            return
+        if settings.flatten and sink.parquet is None:
+            self._report(("bridge", "flatten"), "is only for Parquet files as sink")
+        if settings.value is not None and sink.topic is None:
+            self._report(("bridge", "value"), "is only for a topic as sink")
+        if sink.parquet is not None and "://" in sink.parquet:
+            self._report(("sink", "parquet"), f"is {sink.parquet!r}: it must be a directory, not a URL")
+        if sink.parquet is not None and sink.options:
+            self._report(("sink", "options"), "is not for these Parquet files, which Spark does not write")
+
+    def _check_event_time(self, settings: PythonSettings) -> None:
+        for name in ("time", "watermark"):
+            has, needs = getattr(settings, name) is not None, settings.timers == "event"
+            if needs and not has and not self._is_reported("python", name):
+                self._report_missing(("python",), PythonSettings, name)
+            if has and not needs and not self._is_reported("python", "timers"):
+                self._report(("python", name), "is only for timers = 'event'")
 
     def _need_one(self, table: Key, of: object, names: tuple[str, ...]) -> None:
         # A value that is invalid by itself has been reported.

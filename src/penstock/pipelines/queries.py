@@ -28,10 +28,11 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
-from penstock.pipelines import frames, lookups, transformations
+from penstock.pipelines import bridge, frames, lookups, stateful, transformations
 from penstock.pipelines.pipeline import (
     AggregateSettings,
     ArchiveSettings,
+    BridgeSettings,
     DeadLetterSettings,
     EnrichSettings,
     Pipeline,
@@ -51,8 +52,9 @@ _REDRIVEN_MAX: Final = 1000
 _REDRIVE_S: Final = 60.0
 # Dead letters read in one batch, unless the file sets another limit.
 _LETTERS_MAX: Final = 100_000
-# Messages merged in one batch, unless the file sets another limit.
+# Messages merged in one batch, or written to one file, unless the pipeline sets another limit.
 _UPSERTED_MAX: Final = 100_000
+_BRIDGED_MAX: Final = 500_000
 
 _QUERY_ID: Final = "sql.streaming.queryId"
 _LOGIN: Final = ("user", "password", "token")
@@ -166,6 +168,10 @@ class _QueryBuilder:
                 self._enrich()
             case UpsertSettings() as settings:
                 self._upsert(settings)
+            case BridgeSettings() if self.pipeline.source.parquet is not None:
+                self._publish_files()
+            case BridgeSettings() as settings:
+                self._write_files(settings)
             case _:
                 self._process()
 
@@ -175,6 +181,9 @@ class _QueryBuilder:
         sink = self._sink
         assert sink.archive is not None
         options = {"archive": sink.archive, "archiveFormat": sink.format, "archivePartition": sink.partition}
+        if self.pipeline.is_typed:
+            assert self.pipeline.source.schema is not None
+            options["archiveSchema"] = self.pipeline.source.schema
         rows = _counted(self._read(self.pipeline.source, includeHeaders="true"), "in", "out")
         self._run("rows", rows, _to(rows, options | dict(sink.options)))
 
@@ -233,6 +242,45 @@ class _QueryBuilder:
 
         self._run("rows", rows, rows.writeStream.foreachBatch(upsert))
         self._store_letters()
+
+    def _publish_files(self) -> None:
+        """Publish the rows of Parquet files."""
+        columns = bridge.columns(self.spark, self.pipeline)
+        check = bridge.column_check(self.pipeline, columns)
+        rows = bridge.messages(bridge.read(self.spark, self.pipeline, columns), self.pipeline)
+        rows, store = _counted(rows, "in", "out"), _storing(self._sink_options)
+
+        def publish(batch: DataFrame, number: int) -> None:
+            check()
+            store(batch, number)
+
+        self._run("rows", rows, rows.writeStream.foreachBatch(publish))
+
+    def _write_files(self, settings: BridgeSettings) -> None:
+        """Write each batch as a Parquet file, and store its dead letters with another query."""
+        from penstock.spark.parquet_directory import ParquetDirectory
+
+        assert self._sink.parquet is not None
+        directory = ParquetDirectory(self._sink.parquet, self.pipeline.name)
+        # A batch passes through the memory of this process.
+        limit = {"maxOffsetsPerTrigger": str(_BRIDGED_MAX)} | dict(self.pipeline.source.options)
+        if settings.flatten:
+            rows = transformations.fields(frames.good(self._parsed(0, **limit)))
+        else:
+            rows = self._read(self.pipeline.source, includeHeaders="true", **limit)
+
+        def write(batch: DataFrame, number: int) -> None:
+            query = _query_of(batch)
+            if directory.has(query, number):
+                return
+            found = batch.toArrow()
+            if found.num_rows:
+                directory.add(found, query, number)
+            self.count({"out": found.num_rows} | ({} if settings.flatten else {"in": found.num_rows}))
+
+        self._run("rows", rows, rows.writeStream.foreachBatch(write))
+        if settings.flatten:
+            self._store_letters()
 
     def _store_counted(self, rows: DataFrame, number: int, store: BatchFunction | None = None) -> None:
         """Store rows of `one_pass`, or of a part of it, and count them."""
@@ -339,7 +387,8 @@ class _QueryBuilder:
             return
         named = writer.queryName(self.pipeline.name if name == "rows" else f"{self.pipeline.name} {name}")
         placed = named.option("checkpointLocation", f"{self.checkpoint}/{name}")
-        self.queries.append(placed.trigger(**self.trigger).start())
+        with stateful.configured(self.spark, self.pipeline, is_finite="availableNow" in self.trigger):
+            self.queries.append(placed.trigger(**self.trigger).start())
 
 
 # Sources.
@@ -352,6 +401,8 @@ def _subscribed(source: PipelineSource) -> dict[str, str]:
 
 
 def _topics(source: PipelineSource) -> list[str]:
+    if source.parquet is not None:
+        return []
     if source.pattern is None:
         return list(source.topics or [source.topic or ""])
     wanted = re.compile(source.pattern)

@@ -19,7 +19,7 @@ from penstock.client.sync import Client
 from penstock.client.values import Group
 from penstock.errors import PenstockError, UnknownGroup
 from penstock.pipelines import queries
-from penstock.pipelines.pipeline import DeadLetterSettings, Pipeline, PipelineSink, PipelineSource
+from penstock.pipelines.pipeline import BridgeSettings, DeadLetterSettings, Pipeline, PipelineSink, PipelineSource
 from penstock.pipelines.state_directory import StateDirectory
 from penstock.spark.archive import Archive, format_of
 from penstock.spark.archive_place import open_place
@@ -78,7 +78,7 @@ def _announcement(pipeline: Pipeline, state: StateDirectory, groups: list[_Group
 
 
 def _described(source: PipelineSource) -> str:
-    return source.topic or " ".join(source.topics) or f"all that match {source.pattern}"
+    return source.topic or source.parquet or " ".join(source.topics) or f"all that match {source.pattern}"
 
 
 # ---- the broker
@@ -97,6 +97,8 @@ class _GroupProgress:
 
 def _groups_of(pipeline: Pipeline) -> Iterator[_GroupProgress]:
     for source in pipeline.sources:
+        if source.parquet is not None:
+            continue
         read = queries.parsed_options(pipeline, source)
         if read.group is None:
             continue
@@ -153,7 +155,7 @@ def _check_transactions(pipeline: Pipeline, state: StateDirectory) -> None:
 def _brokers(pipeline: Pipeline) -> Iterator[tuple[Client, str]]:
     """Yield every broker that a pipeline writes to: the sources' for dead letters, the sink's for rows."""
     for source in pipeline.sources:
-        yield queries.parsed_options(pipeline, source).broker.connect(), source.servers
+        yield queries.client_of(source.servers, source.options), source.servers
     sink = pipeline.sink
     if sink is not None and sink.servers is not None:
         yield queries.client_of(sink.servers, sink.options), sink.servers
@@ -167,7 +169,9 @@ def _check_sink(pipeline: Pipeline, batch: int | None, state: StateDirectory | N
     sink = pipeline.sink
     if sink is None or isinstance(pipeline.settings, DeadLetterSettings):
         return
-    if sink.parquet is not None:
+    if sink.parquet is not None and isinstance(pipeline.settings, BridgeSettings):
+        _check_bridge(pipeline, sink.parquet, state)
+    elif sink.parquet is not None:
         _check_parquet(pipeline, sink.parquet, -1 if batch is None else batch)
     if sink.delta is not None and state is not None:
         _check_delta(pipeline, sink.delta, state)
@@ -188,6 +192,19 @@ def _check_parquet(pipeline: Pipeline, path: str, batch: int) -> None:
             f"{path} holds batches up to {stored}, but the state of pipeline {pipeline.name} {has}: Spark would take "
             "new batches for duplicates and drop them. Run it with the state that wrote them (--data), or remove that "
             "directory, or set another one in [sink] parquet"
+        )
+
+
+def _check_bridge(pipeline: Pipeline, path: str, state: StateDirectory | None) -> None:
+    """Refuse files of batches that the state does not have: their rows would be written a second time."""
+    from penstock.spark.parquet_directory import ParquetDirectory
+
+    file = ParquetDirectory(path, pipeline.name).unknown({} if state is None else dict(state.queries()))
+    if file is not None:
+        raise PenstockError(
+            f"{path} has {file}, which the state of pipeline {pipeline.name} does not know: its rows would be written "
+            "a second time. Run it with the state that wrote the file (--data), or remove the files of the pipeline, "
+            "or set another directory in [sink] parquet"
         )
 
 

@@ -237,7 +237,9 @@ class StateDirectory:
 def read_ends(path: Path) -> list[dict[str, Any]]:
     """Return the end offsets of a batch from Spark's offset log, one document for each source."""
     # A line with the version, one with Spark's metadata, then one for each source.
-    return [json.loads(line) for line in path.read_text().splitlines()[2:] if line.startswith("{")]
+    ends = [json.loads(line) for line in path.read_text().splitlines()[2:] if line.startswith("{")]
+    # A directory of files has none.
+    return [end for end in ends if "topics" in end]
 
 
 def _loaded(file: str) -> Pipeline | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.errors import BadConfig, BadSchema, NoBroker, PenstockError, TimedOut, UnknownSchema, UnknownTopic
-from penstock.pipelines.pipeline import KINDS, Key, Pipeline, PipelineSource
+from penstock.pipelines.pipeline import Key, Pipeline, PipelineSource
 from penstock.pipelines.queries import client_of
 
 
 def with_schemas(pipeline: Pipeline) -> Pipeline:
     """Return the pipeline with the newest schema of each topic whose columns the file does not name. Raise BadConfig if
     a topic has none that can be used."""
-    if not KINDS[pipeline.kind].is_typed or all(source.schema is not None for source in pipeline.sources):
+    if not pipeline.is_typed or all(source.schema is not None for source in pipeline.sources):
         return pipeline
     sources, problems = [], []
     for key, source in zip(pipeline.source_keys, pipeline.sources, strict=True):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import BadConfig
-from penstock.pipelines import frames
+from penstock.pipelines import frames, stateful, user_code
 from penstock.pipelines.pipeline import (
     AggregateSettings,
     DeduplicateSettings,
@@ -16,6 +13,7 @@ from penstock.pipelines.pipeline import (
     JoinSettings,
     Pipeline,
     PipelineSource,
+    PythonSettings,
     ReplaySettings,
     SessionizeSettings,
     SqlSettings,
@@ -93,6 +91,8 @@ def transformed(tables: Sequence[DataFrame], pipeline: Pipeline) -> DataFrame:
                 right_time=settings.right_time or settings.time,
                 how="inner" if settings.how == "inner" else "left_outer",
             )
+        case PythonSettings():
+            return stateful.process(rows, pipeline)
         case EnrichSettings():
             # `enriched` has done it, before the rows that become dead letters were told from the others.
             return rows
@@ -139,28 +139,12 @@ def letters(table: DataFrame, pipeline: Pipeline) -> DataFrame:
 
 
 def function_of(pipeline: Pipeline) -> Callable[[DataFrame], DataFrame]:
-    """Import the function that [transform] python names. The directory of the pipeline file is searched first."""
+    """Import the function that [transform] python names."""
     assert isinstance(pipeline.settings, TransformSettings)
     assert pipeline.settings.python is not None
-    where = pipeline.where("transform", "python")
-    module_name, _, name = pipeline.settings.python.partition(":")
-    directory = str(pipeline.directory)
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise BadConfig(
-                [f"{where}: the module {module_name} needs {error.name!r}, which is not installed"]
-            ) from error
-        raise BadConfig([f"{where}: no module {module_name!r} in {directory} or on Python's path"]) from error
-    except Exception as error:  # a user's module may raise anything when it is loaded
-        raise BadConfig([f"{where}: the module {module_name} raised {type(error).__name__}: {error}"]) from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise BadConfig([f"{where}: the module {module_name} has no function {name!r}"])
-    return found  # type: ignore[no-any-return]
+    found: Callable[[DataFrame], DataFrame]
+    found = user_code.load(pipeline, ("transform", "python"), pipeline.settings.python)
+    return found
 
 
 def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
@@ -172,6 +156,8 @@ def _required(pipeline: Pipeline) -> list[tuple[str, ...]]:
     match pipeline.settings:
         case AggregateSettings(time=time):
             return [(time,)]
+        case PythonSettings(time=time, by=by):
+            return [by if time is None else (time, *by)]
         case DeduplicateSettings(time=time, by=by) | SessionizeSettings(time=time, by=by):
             return [(time, *by)]
         case JoinSettings(time=time, right_time=right_time, on=on):

@@ -15,10 +15,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql.functions import expr, lit
 
 from penstock.errors import BadConfig, PenstockError
-from penstock.pipelines import failure, frames, lookups, transformations
+from penstock.pipelines import bridge, failure, frames, lookups, stateful, transformations
 from penstock.pipelines.pipeline import (
-    KINDS,
     AggregateSettings,
+    ArchiveSettings,
+    BridgeSettings,
     DeadLetterSettings,
     DeduplicateSettings,
     EnrichSettings,
@@ -26,13 +27,16 @@ from penstock.pipelines.pipeline import (
     Key,
     Pipeline,
     PipelineSource,
+    PythonSettings,
     ReplaySettings,
     SessionizeSettings,
     SqlSettings,
     TransformSettings,
     UpsertSettings,
 )
+from penstock.spark.archive_sink import SPARK_TYPES
 from penstock.spark.json_topics import REASON, RESERVED, SOURCE, parse_json
+from penstock.topic_schema.flatten import Flattener
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -53,7 +57,7 @@ class _Validator:
         self.problems: list[str] = []
 
     def run(self) -> None:
-        is_typed = KINDS[self._pipeline.kind].is_typed
+        is_typed = self._pipeline.is_typed
         rows = self._spark.createDataFrame([], SOURCE)
         tables = []
         for key, source in zip(self._pipeline.source_keys, self._pipeline.sources, strict=True):
@@ -89,10 +93,17 @@ class _Validator:
                 return self._queried(tables, settings)
             case EnrichSettings():
                 return self._enriched(table, settings)
+            case PythonSettings():
+                return self._processed(table, settings)
+            case BridgeSettings() if self._pipeline.source.parquet is not None:
+                return self._published(settings)
             case UpsertSettings():
                 self._check_upsert(table, settings)
             case ReplaySettings():
                 return table
+            case ArchiveSettings(flatten=True):
+                with self._reporting("source", "schema"):
+                    Flattener(self._pipeline.source.schema or "", SPARK_TYPES)
             case DeadLetterSettings():
                 self._check_letters(table, settings)
             case _:
@@ -172,6 +183,35 @@ class _Validator:
                 )
         return None
 
+    def _processed(self, table: DataFrame, settings: PythonSettings) -> DataFrame | None:
+        before = len(self.problems)
+        self._check_columns(table, settings.by, "python", "by")
+        if settings.time is not None:
+            self._check_time(table, settings.time, "python", "time")
+        try:
+            stateful.check_installed(self._pipeline)
+            stateful.load(self._pipeline)
+        except BadConfig as error:
+            self.problems += error.problems
+        made = None
+        with self._reporting("python", "output"):
+            made = self._spark.createDataFrame([], settings.output)
+        if len(self.problems) == before:
+            with self._reporting("python", "processor"):
+                stateful.check_init(table, self._pipeline)
+                return made
+        return None
+
+    def _published(self, settings: BridgeSettings) -> DataFrame | None:
+        source = self._pipeline.source
+        with self._reporting("source", "parquet" if source.schema is None else "schema"):
+            table = self._spark.createDataFrame([], bridge.columns(self._spark, self._pipeline))
+            with self._reporting("bridge", "value"):
+                if settings.value is not None:
+                    table.select(expr(settings.value))
+                return table
+        return None
+
     def _check_upsert(self, table: DataFrame, settings: UpsertSettings) -> None:
         before = len(self.problems)
         self._check_columns(table, (settings.key,), "upsert", "key")
@@ -246,7 +286,7 @@ class _Validator:
             self.problems.append(f"{self._where(key, found.line)}: {found.sentence}")
         except Exception as error:
             # The user's function may raise anything; from anything else this would be our own bug.
-            if key != ("transform", "python"):
+            if key not in (("transform", "python"), ("python", "processor")):
                 raise
             self._report(key, f"raised {type(error).__name__}: {error}")
 

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.clock import SystemClock
 from penstock.errors import PenstockError
-from penstock.pipelines.pipeline import AggregateSettings, JoinSettings, Pipeline, SessionizeSettings, SqlSettings
+from penstock.pipelines.pipeline import (
+    AggregateSettings,
+    JoinSettings,
+    Pipeline,
+    PythonSettings,
+    SessionizeSettings,
+    SqlSettings,
+)
 from penstock.spark.durable_files import write_durably
 
 if TYPE_CHECKING:
@@ -40,6 +47,11 @@ def check(pipeline: Pipeline) -> None:
             raise PenstockError(
                 f"pipeline {pipeline.name} cannot be flushed: only Spark knows which rows a query of kind sql holds "
                 "back. Omit --flush"
+            )
+        case PythonSettings():
+            raise PenstockError(
+                f"pipeline {pipeline.name} cannot be flushed: only its processor knows which rows it holds back. Omit "
+                "--flush"
             )
         case _:
             why = f"a pipeline of kind {pipeline.kind} holds no rows back"

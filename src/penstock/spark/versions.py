@@ -1,6 +1,6 @@
 """The versions of PySpark that Penstock supports, and what the older ones lack.
 
-4.0   no stream writer for Arrow, no filter pushdown, no read limits
+4.0   no stream writer for Arrow, no filter pushdown, no read limits, stateful processors only with pandas
 4.1   no read limits
 4.2   everything
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyspark
 
-__all__ = ["OLDEST", "StreamArrowWriter", "check", "has_read_limits"]
+__all__ = ["OLDEST", "StreamArrowWriter", "check", "has_read_limits", "has_row_processors"]
 
 OLDEST: Final = (4, 0)
 
@@ -33,6 +33,13 @@ def check(version: str = pyspark.__version__) -> None:
 def has_read_limits() -> bool:
     """Return whether Spark asks a stream for an end from a given start on."""
     return find_spec("pyspark.sql.streaming.datasource") is not None
+
+
+def has_row_processors() -> bool:
+    """Return whether a stateful processor may take rows. Before 4.1 it takes only DataFrames of pandas."""
+    from pyspark.sql import GroupedData
+
+    return hasattr(GroupedData, "transformWithState")
 
 
 if not TYPE_CHECKING:
