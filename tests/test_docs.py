@@ -194,9 +194,9 @@ def test_the_nats_page_names_tests_that_are_there() -> None:
 
 
 def test_the_spark_page_has_every_option_and_column() -> None:
-    from penstock.spark import archive_sink, columns, options, sink
+    from penstock.spark import archive_sink, options, row, sink
 
     text = (DOCS / "spark.md").read_text()
     told = set(re.findall(r"`([\w.]+)`", "\n".join(line for line in text.splitlines() if line.startswith("|"))))
     assert {*options.READ, *sink.OPTIONS, *archive_sink.BATCH} <= told
-    assert {*columns.COLUMNS, *columns.HEADERS} <= told
+    assert {*row.COLUMNS, *row.HEADERS} <= told

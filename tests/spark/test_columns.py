@@ -25,7 +25,7 @@ from penstock.client.values import read_headers
 from penstock.model import arrow, batch
 from penstock.model.batch import Compression
 from penstock.model.subject import matches
-from penstock.spark import columns
+from penstock.spark import columns, row
 from penstock.spark.columns import Condition, SparkColumns, headers
 
 _TOPIC = "orders"
@@ -68,7 +68,7 @@ def _ddl(text: str) -> StructType:
     return StructType(fields)
 
 
-_ALL = _ddl(columns.ddl(has_headers=True))
+_ALL = _ddl(row.ddl(has_headers=True))
 
 
 def _stored(batches: list[list[dict[str, Any]]], compression: Compression) -> list[batch.Batch]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from penstock.client.sync import Client
 from penstock.errors import UnknownTopic
 from penstock.spark.options import (
     EARLIEST,
@@ -27,6 +26,7 @@ from penstock.spark.options import (
 )
 
 if TYPE_CHECKING:
+    from penstock.client.sync import Client
     from penstock.client.values import Topic
     from penstock.spark.archive import Archive
 

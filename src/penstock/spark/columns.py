@@ -15,6 +15,7 @@ from pyarrow import compute
 
 from penstock.client.values import read_headers
 from penstock.model.subject import matches
+from penstock.spark.row import COLUMNS, HEADERS
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
 ROWS: Final = 20_000
 ROWS_MAX: Final = 50_000
 BYTES: Final = 16 << 20
-
-COLUMNS: Final = {
-    "topic": "string",
-    "partition": "int",
-    "offset": "bigint",
-    "timestamp": "timestamp",
-    "key": "binary",
-    "value": "binary",
-    "subject": "string",
-}
-HEADERS: Final = {"headers": "map<string,string>"}
 
 TYPES: Final = {
     "topic": pyarrow.string(),
@@ -59,12 +49,6 @@ _STORED: Final = {
     "subject": ("subject",),
     "headers": ("headers",),
 }
-
-
-def ddl(*, has_headers: bool) -> str:
-    """Return the columns of the source as DDL for Spark."""
-    columns = COLUMNS | HEADERS if has_headers else COLUMNS
-    return ", ".join(f"{name} {kind}" for name, kind in columns.items())
 
 
 def schema(wanted: StructType) -> pyarrow.Schema:

@@ -6,10 +6,12 @@ Spark reuses its workers, so a task finds the connection of an earlier one. Afte
 from __future__ import annotations
 
 import time
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.client.sync import Client
 from penstock.errors import NoBroker, TimedOut
+
+if TYPE_CHECKING:
+    from penstock.client.sync import Client
 
 SERVERS: Final = "127.0.0.1:4222"
 TIMEOUT_S: Final = 10.0
@@ -33,6 +35,9 @@ def client(
     key = _ClientKey(servers, timeout_s, user, password, token)
     found = _clients.get(key)
     if found is None:
+        # Processes of Spark that only plan have no client, and importing it takes a fifth of a second.
+        from penstock.client.sync import Client
+
         made = Client(_split(servers), name="spark", user=user, password=password, token=token, timeout=timeout_s)
         # If two threads race, one wins. The other's client has no connection yet and is dropped.
         found = _clients.setdefault(key, made)

@@ -32,9 +32,9 @@ class PenstockDataSource(DataSource):
         return "penstock"
 
     def schema(self) -> str:
-        from penstock.spark import columns, options
+        from penstock.spark import options, row
 
-        return columns.ddl(has_headers=options.has_headers(self.options))
+        return row.ddl(has_headers=options.has_headers(self.options))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         from penstock.spark import options

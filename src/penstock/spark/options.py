@@ -11,13 +11,15 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from penstock import times
-from penstock.client.sync import Client
 from penstock.clock import SystemClock
 from penstock.model.subject import is_pattern
 from penstock.spark import connection
+
+if TYPE_CHECKING:
+    from penstock.client.sync import Client
 
 # How long the broker may be unreachable, or take to reply.
 TIMEOUT_S: Final = connection.TIMEOUT_S

@@ -21,9 +21,8 @@ import logging
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import pyarrow
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import (
@@ -43,8 +42,10 @@ from penstock.errors import PenstockError
 from penstock.model.batch import Compression
 from penstock.model.subject import is_subject
 from penstock.spark import options
-from penstock.spark.outgoing import Router
 from penstock.spark.versions import StreamArrowWriter
+
+if TYPE_CHECKING:
+    import pyarrow
 
 OPTIONS: Final = (*options.CONNECTION, "topic", "txnId", "txnVersion", "compression")
 
@@ -95,6 +96,8 @@ class _TopicTarget:
 
     def stage(self, name: str, number: int, batches: Iterator[pyarrow.RecordBatch], turn: int) -> Staged:
         """Store the rows of a task without making them readable."""
+        from penstock.spark.outgoing import Router
+
         client, clock = self.broker.connect(), SystemClock()
         stage = client.stage(name, number)
         router = Router(client.resolve, topic=self.topic, compression=self.compression, turn=turn)
@@ -187,6 +190,8 @@ def _gather(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBa
 def _joined(batches: Sequence[pyarrow.RecordBatch]) -> Sequence[pyarrow.RecordBatch]:
     if len(batches) < 2:
         return batches
+    import pyarrow
+
     # Several, if one cannot hold them all.
     joined: list[pyarrow.RecordBatch] = pyarrow.Table.from_batches(batches).combine_chunks().to_batches()
     return joined
