@@ -827,7 +827,7 @@ def test_a_stream_goes_from_the_archive_into_the_log(broker: penstock.Broker, tm
     reader = stream.StreamReader(given_options(broker, topic, more, is_stream=True), spark_schema())
     reader.prepareForTriggerAvailableNow()
 
-    start, offsets = reader.latestOffset({}, reader.getDefaultReadLimit()), []
+    start, offsets = reader.latestOffset({}, reader.getDefaultReadLimit())["begin"], []
     while (end := reader.latestOffset(start, reader.getDefaultReadLimit())) != start:
         for part in reader.partitions(start, end):
             for batch in reader.read(part):

@@ -116,6 +116,13 @@ def _read(reader: BatchReader | TopicStream, partitions: Sequence[InputPartition
     return values
 
 
+def _begin(stream: StreamReader) -> dict[str, Any]:
+    """Where a new query begins, as its first end says."""
+    first = stream.latestOffset({}, stream.getDefaultReadLimit())
+    found: dict[str, Any] = first.get("begin", first)
+    return found
+
+
 def _ends(offset: dict[str, Any], topic: str) -> dict[str, int]:
     found: dict[str, int] = offset["topics"][topic]["offsets"]
     return found
@@ -319,12 +326,24 @@ def test_a_broker_that_is_not_there_is_named_with_how_long_was_waited() -> None:
 # Streams.
 
 
-def test_the_first_batch_is_empty_and_pins_the_start(broker: penstock.Broker, topic: str) -> None:
+def test_the_first_batch_says_where_the_query_begins(broker: penstock.Broker, topic: str) -> None:
+    _publish(broker, topic, range(5))
+    reader = _stream(broker, subscribe=topic, startingOffsets="earliest", maxOffsetsPerTrigger=3)
+
+    end = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
+    _publish(broker, topic, range(5, 9))
+
+    again = _stream(broker, subscribe=topic, startingOffsets="earliest")
+    assert _read(again, again.partitions({}, end)) == [0, 1, 2]
+    assert _read(again, again.partitions(end, again.latestOffset(end, ALL))) == [*range(3, 9)]
+
+
+def test_a_first_batch_that_is_empty_pins_the_start(broker: penstock.Broker, topic: str) -> None:
     _publish(broker, topic, range(5))
     reader = _stream(broker, subscribe=topic)
     assert reader.initialOffset() == {}
 
-    pinned = reader.latestOffset({}, ALL)
+    pinned = _begin(reader)
 
     assert _ends(pinned, topic) == {"0": 5, "1": 0}
     assert reader.partitions({}, pinned) == []
@@ -336,7 +355,7 @@ def test_the_first_batch_is_empty_and_pins_the_start(broker: penstock.Broker, to
 def test_a_batch_is_the_same_when_it_is_read_again(broker: penstock.Broker, topic: str) -> None:
     _publish(broker, topic, range(5))
     reader = _stream(broker, subscribe=topic, startingOffsets="earliest")
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     end = reader.latestOffset(start, ALL)
     _publish(broker, topic, range(5, 9))
 
@@ -347,7 +366,7 @@ def test_a_batch_is_the_same_when_it_is_read_again(broker: penstock.Broker, topi
 
 def test_a_stream_waits_a_little_for_something_new(broker: penstock.Broker, topic: str) -> None:
     reader = _stream(broker, subscribe=topic)
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     assert reader.latestOffset(start, ALL) == start
 
     later = threading.Timer(0.05, _publish, (broker, topic, [1]))
@@ -364,7 +383,7 @@ def test_a_stream_waits_a_little_for_something_new(broker: penstock.Broker, topi
 def test_new_partitions_and_topics_are_read_from_their_beginning(broker: penstock.Broker) -> None:
     name = _topic(broker, partitions=1)
     reader = _stream(broker, subscribePattern=f"{name}(more)?")
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     broker.alter_topic(name, partitions=2)
     broker.create_topic(f"{name}more", partitions=1)
     _publish(broker, name, [1], partition=1)
@@ -378,7 +397,7 @@ def test_new_partitions_and_topics_are_read_from_their_beginning(broker: penstoc
 def test_a_pattern_may_match_nothing_yet(broker: penstock.Broker) -> None:
     name = f"orders{next(_numbers)}"
     reader = _stream(broker, subscribePattern=name)
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     assert start
     broker.create_topic(name, partitions=1)
     _publish(broker, name, [7])
@@ -395,7 +414,7 @@ def test_a_batch_of_a_stream_has_so_many_messages_at_the_most(broker: penstock.B
     limit = reader.getDefaultReadLimit()
     assert limit == ReadMaxRows(30)
 
-    batches, start = [], reader.latestOffset({}, limit)
+    batches, start = [], _begin(reader)
     while (end := reader.latestOffset(start, limit)) != start:
         batches.append(_read(reader, reader.partitions(start, end)))
         start = end
@@ -404,7 +423,7 @@ def test_a_batch_of_a_stream_has_so_many_messages_at_the_most(broker: penstock.B
     assert sorted(itertools.chain(*batches)) == [*range(100)]
     assert any(value >= 90 for value in batches[0]), "the small partition has its share"
     # What asks for everything gets it, whatever the options say.
-    start = reader.latestOffset({}, limit)
+    start = _begin(reader)
     assert _ends(reader.latestOffset(start, ALL), topic) == {"0": 90, "1": 10}
 
 
@@ -416,7 +435,7 @@ def test_a_batch_of_a_stream_has_about_so_many_bytes_at_the_most(broker: penstoc
     limit = reader.getDefaultReadLimit()
     assert limit == ReadMaxBytes(40_000)
 
-    batches, start = [], reader.latestOffset({}, limit)
+    batches, start = [], _begin(reader)
     while (end := reader.latestOffset(start, limit)) != start:
         batches.append(_read(reader, reader.partitions(start, end)))
         start = end
@@ -432,7 +451,7 @@ def test_a_batch_waits_for_enough_messages_but_not_for_ever(broker: penstock.Bro
     reader = _stream(broker, **given)
     limit = reader.getDefaultReadLimit()
     assert limit == ReadMinRows(8)
-    start = reader.latestOffset({}, limit)
+    start = _begin(reader)
     assert reader.latestOffset(start, limit) == start
 
     impatient = _stream(broker, **given, maxTriggerDelay="1ms")
@@ -455,13 +474,13 @@ def test_available_now_is_what_was_there_when_the_query_began(broker: penstock.B
     broker.alter_topic(topic, partitions=3)
     _publish(broker, topic, [9], partition=2)
 
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     end = reader.latestOffset(start, ALL)
 
     assert _ends(end, topic) == {"0": 5, "1": 0}
     assert reader.latestOffset(end, ALL) == end
     # Nor does one that begins at the latest begin behind it.
-    assert _ends(late.latestOffset({}, ALL), topic) == {"0": 5, "1": 0}
+    assert _ends(_begin(late), topic) == {"0": 5, "1": 0}
     # The next run reads the rest, the new partition too.
     following = _stream(broker, subscribe=topic)
     rest = following.latestOffset(end, ALL)
@@ -472,7 +491,7 @@ def test_a_stream_ends_where_it_is_told(broker: penstock.Broker, topic: str) -> 
     _publish(broker, topic, range(5))
     end_at = f'{{"{topic}": {{"0": 3, "1": 2}}}}'
     reader = _stream(broker, subscribe=topic, startingOffsets="earliest", endingOffsets=end_at)
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
 
     end = reader.latestOffset(start, ALL)
     assert _ends(end, topic) == {"0": 3, "1": 0}
@@ -488,7 +507,7 @@ def test_a_stream_that_has_an_end_reads_nothing_of_newer_partitions(broker: pens
     name = _topic(broker, partitions=1)
     given = {"subscribe": name, "startingOffsets": "earliest", ending: f'{{"{name}": {{"0": 0}}}}'}
     reader = _stream(broker, **given)
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     broker.alter_topic(name, partitions=2)
     _publish(broker, name, [7], partition=1)
 
@@ -510,7 +529,7 @@ def test_how_far_behind_a_stream_is_can_be_seen(broker: penstock.Broker, topic: 
 def test_messages_that_retention_dropped_are_an_error_that_says_which(broker: penstock.Broker) -> None:
     name = _large_topic(broker)
     reader = _stream(broker, subscribe=name, startingOffsets="earliest")
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     kept = _drop_head(broker, name)
     end = reader.latestOffset(start, ALL)
 
@@ -526,7 +545,7 @@ def test_a_stream_that_may_lose_goes_on_with_what_is_there(
 ) -> None:
     name = _large_topic(broker)
     reader = _stream(broker, subscribe=name, startingOffsets="earliest", failOnDataLoss="false")
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     kept = _drop_head(broker, name)
 
     with caplog.at_level(logging.WARNING, "penstock.spark"):
@@ -596,7 +615,7 @@ def test_a_topic_that_was_made_again_is_another_one(broker: penstock.Broker) -> 
     _publish(broker, name, range(5))
     given = {"subscribe": name, "startingOffsets": "earliest"}
     reader, bold = _stream(broker, **given), _stream(broker, **given, failOnDataLoss="false")
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     end = reader.latestOffset(start, ALL)
     slices = reader.partitions(start, end)
     broker.delete_topic(name)
@@ -621,7 +640,7 @@ def test_a_topic_that_was_made_again_is_another_one(broker: penstock.Broker) -> 
 def test_a_log_that_is_shorter_than_what_was_read_is_an_error(broker: penstock.Broker, topic: str) -> None:
     _publish(broker, topic, range(5))
     reader = _stream(broker, subscribe=topic, failOnDataLoss="false")
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     start["topics"][topic]["offsets"]["0"] = 6
 
     with pytest.raises(RuntimeError, match=f"{topic}/0 was read up to 6, but now ends at 5"):
@@ -635,7 +654,7 @@ def test_how_far_a_query_has_come_is_stored_in_its_group(broker: penstock.Broker
     _publish(broker, topic, range(5))
     group = f"spark-{topic}"
     reader = _stream(broker, subscribe=topic, startingOffsets="earliest", group=group)
-    start = reader.latestOffset({}, ALL)
+    start = _begin(reader)
     assert broker.group(group).lag == 5
 
     end = reader.latestOffset(start, ALL)
@@ -653,7 +672,7 @@ def test_with_several_topics_each_has_a_group(broker: penstock.Broker) -> None:
         broker, is_stream=True, subscribe=f"{first},{second}", group=f"g-{first}", startingOffsets="earliest"
     )
     reader = StreamReader(given, WANTED)
-    end = reader.latestOffset(reader.latestOffset({}, ALL), ALL)
+    end = reader.latestOffset(_begin(reader), ALL)
 
     commit(given, end)
 
@@ -665,7 +684,7 @@ def test_a_commit_that_fails_is_no_end_of_the_query(
     broker: penstock.Broker, topic: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = _stream(broker, subscribe=topic, group=f"spark-{topic}")
-    end = reader.latestOffset({}, ALL)
+    end = _begin(reader)
     end["topics"][topic]["offsets"]["0"] = 1_000_000
 
     with caplog.at_level(logging.WARNING, "penstock.spark"):
@@ -937,7 +956,7 @@ def test_a_stream_reads_each_message_once_over_several_runs(
 
     progress = _run(spark, broker, tmp_path, **given)
     assert _results(spark, tmp_path) == [*range(40)]
-    assert [each["numInputRows"] for each in progress] == [0, 25, 15]
+    assert [each["numInputRows"] for each in progress] == [25, 15]
     latest = progress[-1]["sources"][0]["latestOffset"]
     assert f'"{topic}"' in latest
     assert '"0": 30' in latest
@@ -1002,7 +1021,7 @@ def test_history_comes_from_the_archive_and_the_rest_from_the_log(
     assert _read(no_subject, no_subject.partitions()) == []
 
     stream = _stream(broker, **given, startingOffsets="earliest", maxOffsetsPerTrigger=100)
-    found, start = [], stream.latestOffset({}, stream.getDefaultReadLimit())
+    found, start = [], _begin(stream)
     while (end := stream.latestOffset(start, stream.getDefaultReadLimit())) != start:
         found += _read(stream, stream.partitions(start, end))
         start = end

@@ -153,26 +153,40 @@ def _between(report: Mapping[str, Any], first: str, last: str) -> int | None:
     found: dict[TopicPartition, int] = {}
     for source in report["sources"]:
         begin, end = _offsets(source[first]), _offsets(source[last])
+        if not begin:
+            begin = _beginning(source[last]) or begin
         if begin is None or end is None:
             return None
-        # A partition that is absent at the beginning is new and counts from offset 0. An empty beginning is that of the
-        # first batch, which only pins where reading starts.
+        # A partition that is absent at the beginning is new and counts from offset 0. If nothing says where the query
+        # begins, the batch is empty, and its end does.
         for place, offset in end.items():
             size = max(0, offset - begin.get(place, 0)) if begin else 0
             found[place] = max(found.get(place, 0), size)
     return sum(found.values())
 
 
+def _beginning(text: str | None) -> Mapping[TopicPartition, int] | None:
+    """Return where a query begins, if this is its first end and says so."""
+    from penstock.spark.offsets import BEGIN
+
+    found = _document(text)
+    return _offsets(json.dumps(found[BEGIN])) if isinstance(found, dict) and BEGIN in found else None
+
+
 def _offsets(text: str | None) -> Mapping[TopicPartition, int] | None:
     from penstock.spark.offsets import Offsets
 
-    try:
-        found = json.loads(text or "null")
-    except ValueError:
-        return None
+    found = _document(text)
     if found == {}:
         return {}
     # Offsets of a source that is not Penstock's.
     if not isinstance(found, dict) or "topics" not in found:
         return None
     return Offsets.from_json(found).ends
+
+
+def _document(text: str | None) -> Any:
+    try:
+        return json.loads(text or "null")
+    except ValueError:
+        return None

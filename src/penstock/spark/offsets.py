@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple, Self
 from penstock.spark.options import TopicPartition
 
 VERSION: Final = 1
+# The part of the first end of a query that says where it begins.
+BEGIN: Final = "begin"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 The driver plans with offsets (`catalogue`, `offsets`); tasks fetch stored batches and pass them on as Arrow
 (`columns`).
 
-Spark logs only the ends of the batches of a stream, so an end must pin where the stream begins. Since PySpark 4.2 the
-first batch is empty and ends there (`stream`); before, the first end has a second part, `begin`. A stream also
-respects `endingOffsets` and similar options: it reads up to that point and then finds nothing more. With
-Trigger.AvailableNow it ends there.
+Spark logs only the ends of the batches of a stream, so the first end must pin where the stream begins: it has a second
+part, `begin`, or the first batch is empty and ends there. A stream also respects `endingOffsets` and similar options:
+it reads up to that point and then finds nothing more. With Trigger.AvailableNow it ends there.
 """
 
 # Method names are Spark's.
@@ -23,20 +22,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import pyarrow
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 
-from penstock.client.sync import Client
 from penstock.errors import GroupConflict, OffsetOutOfRange, PenstockError, UnknownGroup, UnknownTopic
 from penstock.spark.catalogue import Holding, Holdings, SourceCatalogue, report_loss, report_lost_offsets
 from penstock.spark.columns import Condition, SparkColumns, schema
-from penstock.spark.offsets import OffsetRange, Offsets, split
+from penstock.spark.offsets import BEGIN, OffsetRange, Offsets, split
 from penstock.spark.options import Assigned, Names, ReadOptions, TopicPartition
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
+    from penstock.client.sync import Client
+
 # How long `latestOffset` waits for new messages, so that an idle stream does not poll 90 times a second.
 POLL_S: Final = 0.5
-# The part of an end that says where a query begins that has no start.
-BEGIN: Final = "begin"
 
 _LOG: Final = logging.getLogger("penstock.spark")
 
@@ -102,7 +100,7 @@ class TopicStream(DataSourceStreamReader):
         self._catalogue = SourceCatalogue(options)
 
     def initialOffset(self) -> dict[str, Any]:
-        """Return no offsets: Spark does not store them. The end of the first batch pins where reading begins."""
+        """Return no offsets: Spark does not store them. The end of the first batch says where reading begins."""
         return {}
 
     def _wait(self, begin: Offsets, seconds: float) -> bool:

@@ -1,6 +1,7 @@
 """The stream reader for PySpark 4.2 and newer: each batch begins where Spark says, and may be limited.
 
-A stream begins with an empty batch, whose end is where reading starts: Spark logs only ends, so this pins the start.
+Spark logs only ends, so the first end of a query also says where it begins, unless the first batch is empty: then its
+end is where the query begins.
 """
 
 # Method names are Spark's.
@@ -24,7 +25,7 @@ from pyspark.sql.streaming.datasource import (
 
 from penstock.errors import OffsetOutOfRange
 from penstock.spark.catalogue import Holding, Holdings
-from penstock.spark.offsets import Offsets, share
+from penstock.spark.offsets import BEGIN, Offsets, share
 from penstock.spark.options import ReadOptions, TopicPartition
 from penstock.spark.source import POLL_S, TopicStream
 
@@ -61,7 +62,9 @@ class StreamReader(TopicStream, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Return the end of the next batch. Wait a little if there is nothing new."""
         if not start:
-            return self._begin().to_json()
+            beginning = self._begin()
+            first = self._next(beginning, limit)
+            return first.to_json() | ({} if first == beginning else {BEGIN: beginning.to_json()})
         begin = Offsets.from_json(start)
         until, pause = time.monotonic() + POLL_S, 0.0
         while True:
