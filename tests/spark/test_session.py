@@ -227,6 +227,22 @@ def test_an_archive_that_is_not_whole_or_of_another_java_is_not_used(a_java: Jav
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_a_brief_session_uses_the_archive_of_others_and_they_do_not_use_its_own(a_java: Java) -> None:
+    archive_to_write(startup.quick(a_java, options=startup.BRIEF)).write_bytes(b"\xa8\xab\x0b\xf0few")
+    brief, other = startup.quick(a_java, options=startup.BRIEF), startup.quick(a_java)
+    assert brief is not None
+    assert brief.archive is not None
+    assert brief.archive.read_bytes().endswith(b"few")
+    archive_to_write(other).write_bytes(b"\xa8\xab\x0b\xf0many")
+
+    for options in ("", startup.BRIEF):
+        start = startup.quick(a_java, options=options)
+        assert start is not None
+        assert start.archive is not None
+        assert start.archive.read_bytes().endswith(b"many")
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_an_archive_that_was_never_finished_is_removed_after_a_day(a_java: Java) -> None:
     new = archive_to_write(startup.quick(a_java))
     new.write_bytes(b"\0\0\0\0")

@@ -156,7 +156,7 @@ def run_on_sample(
 
         messages = [sample.read(each) for each in samples]
         config = spark_logging(verbose) | sample.CONFIG
-        with _showing("starting Spark …", shown=not json), opened(pipeline.name, config=config) as spark:
+        with _showing("starting Spark …", shown=not json), opened(pipeline.name, config=config, is_brief=True) as spark:
             found = sample.run(spark, pipeline, *messages)
     from penstock.cli import output
 
@@ -316,7 +316,7 @@ def _check_with_spark(pipeline: Pipeline, verbose: bool) -> None:
     from penstock.pipelines.validation import check
 
     pipeline = with_schemas(pipeline)
-    with opened(pipeline.name, config=spark_logging(verbose)) as spark:
+    with opened(pipeline.name, config=spark_logging(verbose), is_brief=True) as spark:
         check(spark, pipeline)
 
 
@@ -383,7 +383,7 @@ def _explain(pipeline: Pipeline, master: str | None, verbose: bool) -> None:
     from penstock.pipelines.validation import check
 
     pipeline = with_schemas(pipeline)
-    with opened(pipeline.name, master=master, config=spark_logging(verbose)) as spark:
+    with opened(pipeline.name, master=master, config=spark_logging(verbose), is_brief=True) as spark:
         check(spark, pipeline)
         for name, plan in explain(spark, pipeline).items():
             print(f"== query {name} ==\n{plan}\n")

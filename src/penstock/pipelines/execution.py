@@ -113,13 +113,21 @@ def _prepare(pipeline: Pipeline, state: StateDirectory) -> None:
 
 
 @contextmanager
-def opened(name: str, *, master: str | None = None, config: Mapping[str, str] | None = None) -> Iterator[SparkSession]:
-    """Open a session for the time of a `with` block. One that this process has already is used, and not stopped."""
+def opened(
+    name: str, *, master: str | None = None, config: Mapping[str, str] | None = None, is_brief: bool = False
+) -> Iterator[SparkSession]:
+    """Open a session for the time of a `with` block. One that this process has already is used, and not stopped.
+
+    `is_brief` says that it is for a moment: its JVM starts faster, and would be slow in the long run.
+    """
     from pyspark.sql import SparkSession
 
+    from penstock.spark import startup
     from penstock.spark.sessions import session
 
     is_ours = SparkSession.getActiveSession() is None
+    if is_brief:
+        config = {"spark.driver.extraJavaOptions": startup.BRIEF, **(config or {})}
     try:
         made = session(f"penstock {name}", master=master, config=config)
     except RuntimeError as error:
