@@ -10,9 +10,9 @@ from hypothesis import settings
 from tests.support.kill import KillJudge
 from tests.support.simulation import simulate
 
-# Each of the four parts takes its share of the seeds: 2000 in `make test`, fewer in `make check`, as of all that is
-# random. `make soak CUTS=` takes more.
-SEEDS = 20 * settings().max_examples
+# Each of the four parts takes its share of the seeds: 1000 in `make test`, fewer in `make check`, as of all that is
+# random. `make soak` takes 10,000, or CUTS=.
+SEEDS = 10 * settings().max_examples
 PARTS = 4
 
 
