@@ -24,7 +24,7 @@ from pyspark.sql.datasource import (
 )
 
 from bench.data import make_values
-from penstock.spark.columns import ddl
+from penstock.spark.row import ddl
 
 if TYPE_CHECKING:
     import pyarrow

@@ -23,7 +23,7 @@ from bench.measure import Bench, Line, repeat
 from bench.peers import Peer
 from penstock.client.sync import Client
 from penstock.spark import options, session
-from penstock.spark.columns import COLUMNS
+from penstock.spark.row import COLUMNS
 
 if TYPE_CHECKING:
     import pyarrow

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from penstock.broker.broker import Broker
 from penstock.broker.schemas import VERSIONS_MAX, SchemaVersion
 from penstock.broker.topic import ServedTopic
-from penstock.errors import BadSchema, PenstockError, SchemaConflict, UnknownSchema, UnknownTopic
+from penstock.errors import BadRequest, BadSchema, PenstockError, SchemaConflict, UnknownSchema, UnknownTopic
 from penstock.schema import Positive, about
 from penstock.server import requests
 from penstock.server.calls import CALLS
@@ -87,7 +87,7 @@ class _Level:
     compatibility: Annotated[str, about("BACKWARD, FORWARD, FULL or NONE")]
 
 
-class _Refused(PenstockError):
+class _Refused(BadRequest):
     """An error with a code of the registry."""
 
     def __init__(self, status: int, code: int, text: str) -> None:
@@ -96,7 +96,7 @@ class _Refused(PenstockError):
 
 
 def endpoints(broker: Broker) -> list[Endpoint]:
-    """Return the table of the registry's endpoints."""
+    """Return the table of the registry's endpoints, which is why this is long."""
     registry = _Registry(broker)
 
     def endpoint(

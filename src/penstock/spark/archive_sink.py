@@ -16,7 +16,7 @@ import pyarrow
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from penstock.errors import BadDirectory
-from penstock.spark import manifest, options, parquet, row
+from penstock.spark import columns, manifest, options, parquet, row
 from penstock.spark.archive import delta_manifest, format_of
 from penstock.spark.archive_place import ArchivePlace, open_place
 from penstock.spark.manifest import ArchivedFile, ArchiveManifest, Entry

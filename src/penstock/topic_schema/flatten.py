@@ -24,7 +24,7 @@ from pyarrow import compute
 
 from penstock.errors import BadSchema
 from penstock.topic_schema.ddl import read_ddl
-from penstock.topic_schema.tree import INTEGERS, Anything, Array, Map, Node, Scalar, Struct
+from penstock.topic_schema.tree import INTEGERS, Anything, Array, Map, Scalar, Struct, TypeNode
 
 # Why a value has no fields. Null if it has them, and for a tombstone, which has no value.
 PROBLEM: Final = "value_problem"
@@ -137,7 +137,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _arrow(node: Node) -> pyarrow.DataType:
+def _arrow(node: TypeNode) -> pyarrow.DataType:
     match node.type:
         case Scalar(name="decimal", precision=precision, scale=scale):
             return pyarrow.decimal128(precision, scale)
@@ -153,7 +153,7 @@ def _arrow(node: Node) -> pyarrow.DataType:
     return pyarrow.string()
 
 
-def _convert(node: Node) -> _Convert:
+def _convert(node: TypeNode) -> _Convert:
     match node.type:
         case Scalar(name="decimal", precision=precision, scale=scale):
             return _decimal(precision, scale)
@@ -168,7 +168,7 @@ def _convert(node: Node) -> _Convert:
     return lambda value: _ENCODE(value).decode()
 
 
-def _nullable(node: Node) -> _Convert:
+def _nullable(node: TypeNode) -> _Convert:
     convert = _convert(node)
     return lambda value: None if value is None else convert(value)
 
@@ -306,7 +306,7 @@ _SCALARS: Final[dict[str, _Convert]] = {
 }
 
 
-def _has_decimal(node: Node) -> bool:
+def _has_decimal(node: TypeNode) -> bool:
     match node.type:
         case Scalar(name=name):
             return name == "decimal"
