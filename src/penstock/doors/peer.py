@@ -19,6 +19,7 @@ from penstock.doors.counters import Counters
 from penstock.doors.journal import Journal
 from penstock.doors.turns import TURN_WAITING_BYTES_MAX, Turns
 from penstock.model.batch import Buffer
+from penstock.tls.names import CERTIFICATE, CertificateNames
 
 # With more bytes that its system has not taken, a peer gets no more messages than the last delivery until it reads.
 UNREAD_BYTES_MAX: Final = 64 << 10
@@ -82,6 +83,13 @@ class Peer:
     @property
     def is_connected(self) -> bool:
         return self._transport is not None
+
+    @property
+    def certificate(self) -> CertificateNames | None:
+        """Return who the client's certificate names, if it has shown one that is trusted."""
+        found = None if self._transport is None else self._transport.get_extra_info(CERTIFICATE)
+        assert found is None or isinstance(found, CertificateNames), "no other transport uses this key"
+        return found
 
     @property
     def has_left(self) -> bool:

@@ -16,12 +16,14 @@ from typing import Any, Final
 
 import h11
 import uvicorn
+from starlette.requests import Request
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock import address
 from penstock.acceptor import Acceptor
 from penstock.health import Usage
+from penstock.tls.names import CERTIFICATE, CertificateNames
 from penstock.web.request_turns import RequestTurns
 
 # Of the request line and the headers.
@@ -48,6 +50,13 @@ _INVALID: Final = (
 
 # An ASGI extension of requests that ask for WebSocket: it hands the connection over (`_Connection.upgrade`).
 UPGRADE: Final = "penstock.upgrade"
+
+
+def certificate(request: Request) -> CertificateNames | None:
+    """Return who the certificate of a request's client names, if it has shown one that is trusted."""
+    found = request.scope.get("extensions", {}).get(CERTIFICATE)
+    assert found is None or isinstance(found, CertificateNames), "nothing else uses this key"
+    return found
 
 
 class WebPort:
@@ -228,9 +237,12 @@ class _Connection(H11Protocol):
         head is too long: h11 limits only a head that has not ended yet."""
         if self._head_bytes() > HEADER_BYTES_MAX:
             return True
+        extensions = self.scope.setdefault("extensions", {})
+        if (names := self.transport.get_extra_info(CERTIFICATE)) is not None:
+            extensions[CERTIFICATE] = names
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if self._get_upgrade() == b"websocket" and not has_body:
-            self.scope["extensions"] = {UPGRADE: self.upgrade}  # type: ignore[dict-item]
+            extensions[UPGRADE] = self.upgrade  # type: ignore[assignment]
         return False
 
     def _head_bytes(self) -> int:

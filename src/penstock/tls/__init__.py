@@ -1,0 +1,1 @@
+"""TLS: certificates and who they name, contexts for servers and clients, and the transport of every connection."""
