@@ -22,6 +22,8 @@ import penstock
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from tests.support.certificates import Certificates
+
 
 # The machine may be busy: how long an example takes is no test's business.
 settings.register_profile("penstock", deadline=None)
@@ -128,3 +130,10 @@ def spark_broker() -> Iterator[SparkBroker]:
     """One broker for all: each test takes topics of its own."""
     with SparkBroker(listen="127.0.0.1:0") as broker:
         yield broker
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    from tests.support.certificates import Certificates
+
+    return Certificates(tmp_path_factory.mktemp("certificates"))

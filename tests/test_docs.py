@@ -18,6 +18,7 @@ from penstock.wire.binary import Type, Verb
 from tests.docs import DOCS, DOCUMENTS, PAGES, README, ROOT, blocks, parts, table, told
 from tests.nats.python_client import CHECKS
 from tests.nats.scenarios import SCENARIOS
+from tests.support.certificates import Certificates
 from tests.support.reader import Reader
 from tests.support.server import Raw, Serve
 
@@ -68,13 +69,14 @@ def test_what_the_code_tells_is_as_it_tells_it(document: Path) -> None:
         assert text == told(name), "run `python -m tests.docs --write`"
 
 
-def test_every_setting_can_be_set_as_its_page_says() -> None:
+def test_every_setting_can_be_set_as_its_page_says(certificates: Certificates) -> None:
     page = (DOCS / "configuration.md").read_text()
     sections = dict.fromkeys(name.partition(".")[0] for name in SETTINGS)
     rows = [row for section in sections for row in table(page, f"### {section}")]
     variables = {name: variable for name, *_, variable in rows}
     # What it says is the default; where that is none, something that is allowed.
     given = {variable: some(name) if default == "none" else default for name, default, *_, variable in rows}
+    given |= of_certificates(certificates)
     # Whom to follow is said by one of these two.
     for other in ("pipe.parent", "registry.url"):
         known = [name for name in SETTINGS if name != other]
@@ -85,6 +87,16 @@ def test_every_setting_can_be_set_as_its_page_says() -> None:
         assert loaded.origins == {name: f"environment {variables[name]}" for name in known} | {other: "default"}
         unlike = {name for name, value in loaded.shown().items() if value != SETTINGS[name].default}
         assert unlike == {name for name, default, *_ in rows if default == "none"} - {other}
+
+
+def of_certificates(certificates: Certificates) -> dict[str, str]:
+    """Settings that name files, and the one that needs them."""
+    server, client = map(list, (map(str, certificates.server()), map(str, certificates.client())))
+    names = {"TLS_CERT": server[0], "TLS_KEY": server[1], "PIPE_CERT": client[0], "PIPE_KEY": client[1]}
+    cas = {"TLS_CLIENT_CA": str(certificates.ca), "PIPE_CA": str(certificates.ca)}
+    return {
+        f"PENSTOCK_{name}": value for name, value in {**names, **cas, "TLS_CLIENT_CERTIFICATES": "optional"}.items()
+    }
 
 
 def some(setting: str) -> str:

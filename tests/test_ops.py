@@ -22,6 +22,7 @@ from penstock.server.config import load
 from penstock.server.settings import SETTINGS
 from penstock.web.credentials import Credentials
 from tests.docs import table
+from tests.support.certificates import Certificates
 from tests.support.server import Flux, Serve
 from tests.support.web import get
 
@@ -54,9 +55,11 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
+def exported(tmp_path_factory: pytest.TempPathFactory, certificates: Certificates) -> tuple[set[str], set[str]]:
     """The names of all series, and of all labels."""
-    with Serve(tmp_path_factory.mktemp("ops"), storage_retain_bytes=1 << 30) as server, Flux(server) as client:
+    settings = certificates.settings(required=False)
+    directory = tmp_path_factory.mktemp("ops")
+    with Serve(directory, storage_retain_bytes=1 << 30, **settings) as server, Flux(server) as client:
         client.subscribe("orders", "DURABLE:clerks", "1")
         assert client.publish("orders", b"hello") == "+OK"
         text = get(server, "/metrics").body.decode()
@@ -173,6 +176,8 @@ CASES: Final[list[tuple[str, str, str, int, bool]]] = [
     ("PenstockUnhealthy", 'broker_healthy{instance="a"}', "0x10", 5, True),
     ("PenstockProblems", 'broker_problems{instance="a"}', "1x10", 5, True),
     ("PenstockProblems", 'broker_problems{instance="a"}', "0x10", 5, False),
+    ("PenstockCertificateExpires", 'broker_tls_certificate_expiry_seconds{instance="a"}', "1000000x10", 5, True),
+    ("PenstockCertificateExpires", 'broker_tls_certificate_expiry_seconds{instance="a"}', "2000000x10", 5, False),
     ("PenstockFaults", 'broker_faults_total{instance="a", seam="http"}', "1x10", 1, True),
     ("PenstockPartitionFailed", 'broker_partitions_failed{instance="a", topic="t"}', "1x10", 1, True),
     ("PenstockLagGrows", 'broker_consumer_lag{instance="a", consumer="c", topic="t"}', "2000+100x60", 40, True),
@@ -305,7 +310,10 @@ def image_environment() -> dict[str, str]:
 def test_the_environment_of_the_image_is_understood() -> None:
     with pytest.raises(BadConfig, match="no credentials are required"):
         load(path=None, environ=image_environment(), flags={})
-    loaded = load(path=None, environ=image_environment() | {"PENSTOCK_AUTH_TOKEN": "secret"}, flags={})
+    secured = image_environment() | {"PENSTOCK_AUTH_TOKEN": "secret"}
+    with pytest.raises(BadConfig, match=r"unencrypted: set tls\.cert and tls\.key"):
+        load(path=None, environ=secured, flags={})
+    loaded = load(path=None, environ=secured | {"PENSTOCK_SERVER_INSECURE": "true"}, flags={})
 
     assert loaded.warnings == []
     assert loaded.config.server.host == "0.0.0.0"

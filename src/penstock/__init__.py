@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.client.sync import Client
     from penstock.client.values import Outgoing, Receipt
     from penstock.embedded import Broker
+    from penstock.tls.options import TlsOptions
 
 __all__ = [
     "App",
@@ -29,6 +30,7 @@ __all__ = [
     "Outgoing",
     "Receipt",
     "Retry",
+    "TlsOptions",
 ]
 
 _HOMES: Final = {
@@ -42,6 +44,7 @@ _HOMES: Final = {
     "Outgoing": "penstock.client.values",
     "Receipt": "penstock.client.values",
     "Retry": "penstock.app",
+    "TlsOptions": "penstock.tls.options",
 }
 
 

@@ -1,5 +1,5 @@
 """Parse addresses, and open sockets that listen on them: `127.0.0.1:4222`, `[::1]:4222`, `localhost`,
-`nats://user:password@host:4222`."""
+`nats://user:password@host:4222`, `tls://host:4222`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRIES: Final = 20
 # Errors for an address that the machine does not have.
 _MISSING: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 # Schemes of a broker's URL.
-_SCHEME: Final = "nats://"
+_SCHEMES: Final = ("nats://", "tls://")
 # All addresses of the machine. `::` includes IPv4, as in most servers.
 _ANY: Final = "0.0.0.0"
 _ANY_6: Final = "::"
@@ -31,7 +31,7 @@ class _InUse(OSError):
 
 
 def split(text: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of `host`, `host:port`, `[::1]`, `[::1]:port`, `::1`, or a URL (`nats://host:port`). Raise
+    """Return host and port of `host`, `host:port`, `[::1]`, `[::1]:port`, `::1`, or a URL, `nats://` or `tls://`. Raise
     ValueError for anything else."""
     text = _without_login(text)[1]
     if text.startswith("["):
@@ -51,6 +51,11 @@ def split(text: str, default_port: int) -> tuple[str, int]:
     return host, int(port) if port else default_port
 
 
+def uses_tls(text: str) -> bool:
+    """Return whether a broker's URL asks for TLS: `tls://host:port`."""
+    return text.strip().lower().startswith("tls://")
+
+
 def login(text: str) -> dict[str, str]:
     """Return the credentials in a URL, `nats://user:password@host` or `nats://token@host`, by name."""
     found, _ = _without_login(text)
@@ -63,9 +68,10 @@ def login(text: str) -> dict[str, str]:
 def _without_login(text: str) -> tuple[str, str]:
     """Return the credentials of an address, and the rest, which may be shown."""
     text = text.strip()
-    if not text.lower().startswith(_SCHEME):
+    scheme = next((each for each in _SCHEMES if text.lower().startswith(each)), None)
+    if scheme is None:
         return "", text
-    found, _, rest = text[len(_SCHEME) :].rpartition("@")
+    found, _, rest = text[len(scheme) :].rpartition("@")
     return found, rest.removesuffix("/")
 
 

@@ -253,7 +253,7 @@ async def ask_one_who_dawdles() -> None:
         finally:
             writer.close()
 
-    async with await asyncio.start_server(dawdle, "127.0.0.1", 0) as server, http_client() as client:
+    async with await asyncio.start_server(dawdle, "127.0.0.1", 0) as server, http_client("http://127.0.0.1") as client:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(TimedOut, match=r"did not answer within 0\.3 s"):
             await ask(client, f"http://127.0.0.1:{port}", answer_s=0.3)
@@ -265,7 +265,7 @@ def test_who_answers_too_slowly_has_not_answered() -> None:
 
 async def ask_in_vain() -> None:
     with Answers(lambda _: as_json({"code": "UNKNOWN_NODE", "text": "no"}, 404)) as answers:
-        async with http_client() as client:
+        async with http_client("http://127.0.0.1") as client:
             with pytest.raises(UnknownNode, match="no"):
                 await ask(client, answers.url)
             answers.answer = lambda _: as_json({"code": 5}, 404)

@@ -108,8 +108,17 @@ def test_other_machines_are_not_answered_without_credentials() -> None:
     with pytest.raises(BadConfig, match=r"'0.0.0.0', which other machines can reach.*CONSUMER_HTTP_TOKEN.*--insecure"):
         load(environ=public, flags={})
     assert load(environ=public, flags={"insecure": "true"}).insecure
-    assert load(environ=public | {"CONSUMER_HTTP_TOKEN": "t"}, flags={}).host == "0.0.0.0"
-    assert load(environ=public, flags={}, credentials=Credentials(token="t")).host == "0.0.0.0"
+
+
+def test_other_machines_do_not_send_credentials_without_tls() -> None:
+    public = LEAST | {"CONSUMER_HOST": "0.0.0.0"}
+    tls = {"CONSUMER_HTTP_TLS_CERT": "replica.pem"}
+    cases = [(public | {"CONSUMER_HTTP_TOKEN": "t"}, Credentials()), (public, Credentials(token="t"))]
+    for environ, credentials in cases:
+        with pytest.raises(BadConfig, match=r"unencrypted: set CONSUMER_HTTP_TLS_CERT and CONSUMER_HTTP_TLS_KEY"):
+            load(environ=environ, flags={}, credentials=credentials)
+        assert load(environ=environ | tls, flags={}, credentials=credentials).host == "0.0.0.0"
+        assert load(environ=environ, flags={"insecure": "true"}, credentials=credentials).host == "0.0.0.0"
 
 
 def test_queries_need_the_credentials_of_the_replica_or_else_of_the_broker() -> None:

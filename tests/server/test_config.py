@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from msgspec.inspect import StrType
@@ -12,6 +13,7 @@ from msgspec.inspect import StrType
 from penstock.errors import BadConfig, PenstockError
 from penstock.server.config import load
 from penstock.server.settings import SETTINGS, Config
+from tests.support.certificates import Certificates
 from tests.support.configs import DEFAULTS, Place, changed, value_of
 
 # ---- the list of settings
@@ -52,6 +54,7 @@ def test_a_configuration_cannot_be_changed(place: Place) -> None:
     [
         ("server.log_level", ["debug", "info", "warning", "error"]),
         ("log.format", ["text", "json"]),
+        ("tls.min_version", ["1.2", "1.3"]),
         ("storage.reader", ["pread", "mmap"]),
         ("topic.durability", ["fsync", "flush"]),
         ("topic.cleanup", ["delete", "compact"]),
@@ -84,7 +87,14 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
     ]
 
 
-@pytest.mark.parametrize("key", DEFAULTS)
+# Settings that need a certificate: tests/tls/test_settings.py has them.
+OF_CERTIFICATES: Final = (
+    *(f"tls.{name}" for name in ("cert", "key", "client_ca", "client_certificates", "required", "handshake_first")),
+    *(f"pipe.{name}" for name in ("ca", "cert", "key")),
+)
+
+
+@pytest.mark.parametrize("key", [key for key in DEFAULTS if key not in OF_CERTIFICATES])
 def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None:
     setting = SETTINGS[key]
     other = [choice for choice in setting.choices if choice != setting.default]
@@ -98,7 +108,7 @@ def test_every_setting_has_a_variable_of_its_own(place: Place, key: str) -> None
         "pipe.token": {"PENSTOCK_PIPE_PARENTS": "http://root"},
         "pipe.topics": {"PENSTOCK_PIPE_PARENT": "http://root"},
         "pipe.up": {"PENSTOCK_REGISTRY_URL": "http://registry"},
-        "server.host": {"PENSTOCK_AUTH_TOKEN": "other"},
+        "server.host": {"PENSTOCK_SERVER_INSECURE": "true"},
         "server.lame_duck_s": {"PENSTOCK_SERVER_LAME_DUCK_GRACE_S": "0"},
     }.get(key, {})
     name = "PENSTOCK_" + key.upper().replace(".", "_")
@@ -197,8 +207,23 @@ def test_other_machines_are_not_served_without_credentials(place: Place, host: s
     [problem] = place.problems(flags={"server.host": host})
     assert problem.startswith(f"server.host (flag --host) is '{host}', which other machines can reach")
     assert all(remedy in problem for remedy in ("auth.user and auth.password", "auth.token", "--insecure"))
-    for secrets in ({"auth.token": "t"}, {"auth.user": "u", "auth.password": "p"}, {"server.insecure": True}):
-        assert place.load(flags={"server.host": host, **secrets}).config.server.host == host
+    assert place.load(flags={"server.host": host, "server.insecure": True}).config.server.host == host
+
+
+@pytest.mark.parametrize("secrets", [{"auth.token": "t"}, {"auth.user": "u", "auth.password": "p"}])
+def test_other_machines_do_not_send_credentials_without_tls(
+    place: Place, secrets: Mapping[str, str], certificates: Certificates
+) -> None:
+    flags = {"server.host": "0.0.0.0", **secrets}
+    tls = {f"tls.{name.removeprefix('tls_')}": str(path) for name, path in certificates.settings().items()}
+
+    [problem] = place.problems(flags=flags)
+    [optional] = place.problems(flags={**flags, **tls, "tls.required": False})
+
+    assert problem == optional
+    assert "credentials may cross the network unencrypted: set tls.cert and tls.key" in problem
+    assert place.load(flags={**flags, "server.insecure": True}).config.server.host == "0.0.0.0"
+    assert place.load(flags={**flags, **tls}).config.server.host == "0.0.0.0"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1,0.0.0.0", "::1, ::", "localhost,::ffff:0.0.0.0", "[::]"])

@@ -48,6 +48,7 @@ CURSUS_MEANT = {
     "topic.retain_bytes": None,
     "topic.cleanup": "compact",
     "topic.dedup_window_ms": 30 * 60_000,
+    "tls.required": False,
 }
 
 
@@ -97,7 +98,7 @@ def test_the_defaults_of_cursus_batches_are_those_of_the_broker(place: Place) ->
     [
         (
             {"use_tls": True},
-            "use_tls (file FILE:1) is true: it must be false: TLS is not available: use a proxy",
+            "tls.required (file FILE:1) has no effect without a certificate: set tls.cert as well",
         ),
         (
             {"distribution.enabled": True},

@@ -126,6 +126,8 @@ class Reader:
             return ""
         if "^C\n" in shown:
             return self._interrupt(command, shown)
+        if command.startswith("penstock cert "):
+            return self._run(["sh", "-c", command], self._bare_environment()).stdout
         done = self._run(["sh", "-c", self._with_ports(command)])
         assert (done.returncode == 0) == ("error: " not in shown), done.stdout
         return self._without_ports(done.stdout)
@@ -134,7 +136,8 @@ class Reader:
 
     def _serve(self, flags: Sequence[str]) -> str:
         assert self._server is None, "a document has one server"
-        self._server = Serve(self._directory, flags=flags, server_qb_port=reserve_port(self))
+        named = [str(self._directory / flag) if (self._directory / flag).is_file() else flag for flag in flags]
+        self._server = Serve(self._directory, flags=named, server_qb_port=reserve_port(self))
         return self._without_ports(self._server.ready) + "\n"
 
     def _replicate(self, command: str) -> str:
@@ -147,11 +150,13 @@ class Reader:
         )
         return self._without_ports(self._replica.ready) + "\n"
 
-    def _run(self, command: Sequence[str], stderr: int = subprocess.STDOUT) -> subprocess.CompletedProcess[str]:
+    def _run(
+        self, command: Sequence[str], environment: dict[str, str] | None = None, stderr: int = subprocess.STDOUT
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
             cwd=self._directory,
-            env=self._environment(),
+            env=environment or self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -182,10 +187,13 @@ class Reader:
         return self._without_ports(f"{seen}^C\n{rest.decode()}")
 
     def _environment(self) -> dict[str, str]:
+        return self._bare_environment() | {"PENSTOCK_SERVERS": f"127.0.0.1:{self._running().port}"}
+
+    def _bare_environment(self) -> dict[str, str]:
+        """For what needs no server, and may be typed before there is one."""
         added = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "XDG_CONFIG_HOME": str(self._directory / ".config"),
-            "PENSTOCK_SERVERS": f"127.0.0.1:{self._running().port}",
             "PYTHONUNBUFFERED": "1",
             "TERM": "dumb",
             "TMPDIR": str(self._directory),

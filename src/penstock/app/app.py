@@ -21,6 +21,7 @@ from penstock.client.subscription import AsyncSubscription
 from penstock.client.values import Place
 from penstock.model.subject import selection
 from penstock.times import check_seconds
+from penstock.tls.options import TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,12 @@ class App:
         token: str | None = None,
         timeout: float = 30.0,
         stop_timeout: float = 30.0,
+        tls: TlsOptions | None = None,
     ) -> None:
         self.servers = servers
         check_seconds("stop_timeout", stop_timeout)
         self.stop_timeout = stop_timeout
+        self.tls = tls
         self._connect = partial(AsyncClient, name=name, user=user, password=password, token=token, timeout=timeout)
         self._consumers: dict[str, Consumer] = {}
         self._running: _Running | None = None
@@ -181,7 +184,7 @@ class App:
             raise RuntimeError("the app is already running")
         self._running = _Running(asyncio.get_running_loop(), stop)
         try:
-            async with self._connect(self.servers) as client:
+            async with self._connect(self.servers, tls=self.tls) as client:
                 consumers = self.consumers
                 subscriptions = [await _subscribe(client, consumer) for consumer in consumers]
                 workers = [

@@ -27,6 +27,7 @@ MODULES: Final = {
     "backup": (_SERVER, "Back up a running broker to a directory, a tar stream or an object store."),
     "restore": (_SERVER, "Restore a backup into a new data directory, optionally to an earlier time or offset."),
     "registry": (_SERVER, "Serve the roles and parents of a tree of brokers from a file."),
+    "cert": (_SERVER, "Create a CA and certificates for a trial of TLS."),
     "context": (_CLIENT, "Save broker addresses and credentials under a name."),
     "topic": (_CLIENT, "Create, list, change, copy and delete topics."),
     "publish": (_CLIENT, "Publish messages from arguments, stdin or a file."),
@@ -135,8 +136,10 @@ def run_serve(
     http_port: Annotated[int | None, typer.Option(help="HTTP port for health and metrics. \\[default: 8222]")] = None,
     data: Annotated[str | None, typer.Option(help="Data directory. \\[default: ./data]")] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Accept clients of other machines without credentials.")
+        bool, typer.Option("--insecure", help="Accept clients of other machines without credentials or TLS.")
     ] = False,
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS with this certificate.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The private key of the certificate.")] = None,
     path: Annotated[
         Path | None,
         typer.Option("--config", "-config", metavar="FILE", help="Configuration file: .toml, .json, .yaml or .yml."),
@@ -144,7 +147,8 @@ def run_serve(
 ) -> None:
     """Start the server.
 
-    SIGTERM and Ctrl-C stop it cleanly; SIGUSR2 stops it gradually (lame duck mode).
+    SIGTERM and Ctrl-C stop it cleanly; SIGUSR2 stops it gradually (lame duck mode); SIGHUP loads the TLS
+    certificate again.
     Cursus' flags, such as --log-dir, also work.
     """
     from penstock.cli import serve
@@ -156,6 +160,8 @@ def run_serve(
         "server.http_port": http_port,
         "storage.data_dir": data,
         "server.insecure": insecure or None,
+        "tls.cert": tls_cert,
+        "tls.key": tls_key,
         **serve.cursus_flags(context),
     }
     if not serve.run(path, flags):
@@ -200,9 +206,13 @@ def run_worker(
             metavar="HOST:PORT[,…]", envvar="PENSTOCK_SERVERS", help="Use this broker instead of the app's own."
         ),
     ] = None,
+    tls_ca: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS, and trust these CAs.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS with this client certificate.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The key of the certificate.")] = None,
 ) -> None:
     """Run the consumers of an app until SIGTERM or Ctrl-C."""
     from penstock.cli import worker
+    from penstock.cli.options import read_tls
 
-    if not worker.run(target, servers):
+    if not worker.run(target, servers, read_tls(tls_ca, tls_cert, tls_key)):
         raise typer.Exit(1)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.address import bare, join
-from penstock.cli.options import JsonLines
+from penstock.cli.options import JsonLines, TlsCa, TlsCert, TlsKey, read_tls
 from penstock.cli.text import Document, iso, put, safe, shown
 from penstock.errors import BadConfig, BadRequest, NoBroker, Unauthorized
+from penstock.tls.options import TlsOptions
 
 if TYPE_CHECKING:
     from penstock.client.qb import BrokerClient, BrokerMessage
@@ -48,6 +49,7 @@ class _BrokerAddress:
     password: str | None
     token: str | None
     config: Path | None
+    tls: TlsOptions | None
 
     @contextmanager
     def client(self) -> Iterator[BrokerClient]:
@@ -66,9 +68,12 @@ class _BrokerAddress:
                 user=self.user,
                 password=self.password,
                 token=self.token,
+                tls=self.tls,
             ) as client:
                 yield client
-        except NoBroker:
+        except NoBroker as error:
+            if not str(error).startswith("no broker"):
+                raise
             raise NoBroker(
                 f"no broker at {join(bare(self.host), self.port)}: start one with `penstock serve --quiet-port "
                 f"{self.port}`, or name another with --host and --port"
@@ -105,9 +110,13 @@ def options(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Configuration file with client.… settings: TOML, JSON or YAML.")
     ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Run the commands of the Python broker's command line."""
-    context.obj = _BrokerAddress(host, port, client_id, user, password, token, config)
+    tls = read_tls(tls_ca, tls_cert, tls_key)
+    context.obj = _BrokerAddress(host, port, client_id, user, password, token, config, tls)
 
 
 @app.command("create-topic")

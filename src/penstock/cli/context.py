@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,19 +21,33 @@ _Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=complete_co
 def add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.")],
     servers: Annotated[
-        str, typer.Argument(metavar="URL[,…]", help="Address of the broker: nats://host:4222 or host:port.")
+        str,
+        typer.Argument(
+            metavar="URL[,…]", help="Address of the broker: tls://host:4222, nats://host:4222 or host:port."
+        ),
     ],
     user: Annotated[str | None, typer.Option(help="User name.")] = None,
     password: Annotated[str | None, typer.Option(help="Password; - prompts for it.")] = None,
     token: Annotated[
         str | None, typer.Option(help="Token, instead of a user and a password; - prompts for it.")
     ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Use TLS, and trust these CAs. \\[default: those of the system]")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Use TLS with this client certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The key of the certificate.")] = None,
     json: Json = False,
 ) -> None:
     """Add or replace a context. The first one becomes the current context."""
     contexts.check_name(name)
     made = contexts.Context(
-        servers=servers, user=user, password=_secret("password", password), token=_secret("token", token)
+        servers=servers,
+        user=user,
+        password=_secret("password", password),
+        token=_secret("token", token),
+        tls_ca=_absolute(tls_ca),
+        tls_cert=_absolute(tls_cert),
+        tls_key=_absolute(tls_key),
     )
     try:
         where = made.addresses
@@ -79,6 +94,11 @@ def remove(name: _Name, json: Json = False) -> None:
     saved = contexts.Contexts(left, None if known.current == name else known.current)
     contexts.save(saved)
     _tell(f"removed {name}", saved, as_json=json)
+
+
+def _absolute(path: Path | None) -> str | None:
+    """Return the path for commands in other directories."""
+    return None if path is None else str(path.absolute())
 
 
 def _secret(what: str, given: str | None) -> str | None:

@@ -22,6 +22,7 @@ from penstock.cli import contexts
 from penstock.clock import SystemClock
 from penstock.errors import BadHeader, NoBroker, PenstockError, Unauthorized
 from penstock.model import headers
+from penstock.tls.options import VARIABLES, TlsOptions
 
 if TYPE_CHECKING:
     from penstock.client.sync import Client
@@ -47,6 +48,40 @@ Token = Annotated[
         envvar="PENSTOCK_AUTH_TOKEN", help="Token, instead of a user and a password.", rich_help_panel=BROKER_PANEL
     ),
 ]
+
+
+TlsCa = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        envvar=VARIABLES["ca"],
+        help="Use TLS, and trust these CAs. \\[default: those of the system]",
+        rich_help_panel=BROKER_PANEL,
+    ),
+]
+TlsCert = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        envvar=VARIABLES["cert"],
+        help="Use TLS with this client certificate.",
+        rich_help_panel=BROKER_PANEL,
+    ),
+]
+TlsKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", envvar=VARIABLES["key"], help="The key of the certificate.", rich_help_panel=BROKER_PANEL
+    ),
+]
+
+
+def read_tls(ca: str | None, cert: str | None, key: str | None) -> TlsOptions | None:
+    """Return the options of TLS; None if none is given."""
+    try:
+        return TlsOptions(ca=ca, cert=cert, key=key) or None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="'--tls-key'") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +199,24 @@ class ConnectionOptions:
         typer.Option(
             metavar="HOST:PORT[,…]",
             envvar=_SERVERS_VARIABLE,
-            help="Broker addresses, also as nats://…; tried in turn. \\[default: 127.0.0.1:4222]",
+            help="Broker addresses, also as nats://… or tls://…; tried in turn. \\[default: 127.0.0.1:4222]",
             rich_help_panel=BROKER_PANEL,
         ),
     ] = None
     user: User = None
     password: Password = None
     token: Token = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
 
     @contextmanager
     def client(self, *, timeout: float = 30.0) -> Iterator[Client]:
         from penstock.client.sync import Client
 
-        servers, credentials = self._resolve()
+        servers, credentials, tls = self._resolve()
         try:
-            made = Client(servers.split(","), name="penstock", timeout=timeout, **credentials)
+            made = Client(servers.split(","), name="penstock", timeout=timeout, tls=tls, **credentials)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'--servers'") from None
         try:
@@ -189,8 +227,9 @@ class ConnectionOptions:
         except Unauthorized as error:
             raise Unauthorized(f"{error}: give --user and --password, or --token") from None
 
-    def _resolve(self) -> tuple[str, dict[str, str | None]]:
-        """Return the servers, and the credentials for them."""
+    def _resolve(self) -> tuple[str, dict[str, str | None], TlsOptions | None]:
+        """Return the servers, and the credentials and TLS options for them."""
+        tls = read_tls(self.tls_ca, self.tls_cert, self.tls_key)
         credentials = {"user": self.user, "password": self.password, "token": self.token}
         name = self.context
         if name is not None and self.servers is not None:
@@ -202,11 +241,11 @@ class ConnectionOptions:
         elif self.servers is None and name is None:
             name = contexts.load().current
         if name is None:
-            return _SERVERS if self.servers is None else self.servers, credentials
+            return _SERVERS if self.servers is None else self.servers, credentials, tls
         chosen = contexts.load().get(name)
         if not any(credentials.values()):
             credentials = {"user": chosen.user, "password": chosen.password, "token": chosen.token}
-        return chosen.servers, credentials
+        return chosen.servers, credentials, tls or read_tls(chosen.tls_ca, chosen.tls_cert, chosen.tls_key)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
-from penstock.cli.options import BROKER_PANEL, Json, JsonLines, Password, Token, User, options
+from penstock.cli.options import BROKER_PANEL, Json, JsonLines, Password, TlsCa, TlsCert, TlsKey, Token, User, options
 from penstock.cli.text import counted, iso, safe
 from penstock.errors import BadConfig, PenstockError
 from penstock.pipelines.kind import Kind
@@ -62,6 +62,9 @@ class OtherBroker:
     user: User = None
     password: Password = None
     token: Token = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
 
     def of(self, pipeline: Pipeline) -> Pipeline:
         from penstock.client.servers import BrokerAddress
@@ -71,7 +74,8 @@ class OtherBroker:
                 BrokerAddress.read(server.strip())
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'--servers'") from None
-        return pipeline.at(self.servers, user=self.user, password=self.password, token=self.token)
+        tls = {"tlsCa": self.tls_ca, "tlsCert": self.tls_cert, "tlsKey": self.tls_key}
+        return pipeline.at(self.servers, user=self.user, password=self.password, token=self.token, **tls)
 
 
 @app.command("init")

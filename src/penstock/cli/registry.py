@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.address import hosts, join
 from penstock.cli import logs
 from penstock.errors import BadConfig
+
+if TYPE_CHECKING:
+    from penstock.tls.port import ServerTls
 
 app = typer.Typer(add_completion=False)
 
@@ -30,6 +33,8 @@ def registry(
         bool,
         typer.Option("--mock-cloud", help="Serve a test parent with five messages for any node, instead of FILE."),
     ] = False,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Serve https with this certificate.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="The private key of the certificate.")] = None,
 ) -> None:
     """Serve the roles and parents of a tree of brokers from a file, and watch the file for changes.
 
@@ -38,10 +43,11 @@ def registry(
     logs.configure()
     if (file is None) is not mock_cloud:
         raise typer.BadParameter("give either FILE or --mock-cloud", param_hint="'FILE'")
-    serve = _mock_cloud() if file is None else _watched(file)
     try:
+        tls = open_port(tls_cert, tls_key)
+        serve = _mock_cloud() if file is None else _watched(file, tls)
         asyncio.run(_until_stopped(serve, host, port))
-    except OSError as error:
+    except (BadConfig, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 
@@ -50,7 +56,19 @@ def registry(
 _Serve = Callable[[str, int, asyncio.Event], Coroutine[None, None, None]]
 
 
-def _watched(file: Path) -> _Serve:
+def open_port(cert: Path | None, key: Path | None) -> ServerTls | None:
+    """Return TLS for an HTTP port; None without a certificate. Raise BadConfig if the files are invalid."""
+    if cert is None:
+        return None
+    from penstock.health import Health
+    from penstock.tls.certificate import CertificateFiles, ServerCertificate
+    from penstock.tls.port import ServerTls
+
+    files = CertificateFiles(cert=str(cert), key=None if key is None else str(key))
+    return ServerTls(ServerCertificate(files), Health())
+
+
+def _watched(file: Path, tls: ServerTls | None) -> _Serve:
     from penstock.clock import SystemClock
     from penstock.registry import server
     from penstock.registry.watched_file import WatchedFile
@@ -66,7 +84,7 @@ def _watched(file: Path) -> _Serve:
         served = watched.served
         what = f"{len(served.tree.nodes)} nodes in {watched.path}, version {served.version}"
         ready = partial(_tell_ready, "registry", host, what)
-        await server.serve(server.app(watched), host, port, stop, ready, watched)
+        await server.serve(server.app(watched), host, port, stop, ready, watched, tls)
 
     return serve
 

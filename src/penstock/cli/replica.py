@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock.cli import logs
-from penstock.cli.options import Declared, options
+from penstock.cli.options import Declared, TlsCa, TlsCert, TlsKey, options, read_tls
 from penstock.replica.config import FIELDS
 
 if TYPE_CHECKING:
     from penstock.replica.replica import Replica
+    from penstock.tls.options import TlsOptions
 
 E = TypeVar("E", bound=Exception)
 
@@ -33,18 +34,23 @@ def replica(
         str | None, typer.Option(envvar="PENSTOCK_AUTH_PASSWORD", help="Password for the broker.")
     ] = None,
     token: Annotated[str | None, typer.Option(envvar="PENSTOCK_AUTH_TOKEN", help="Token for the broker.")] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Keep a local copy of a topic and serve queries over HTTP, also while the broker is down.
 
     The environment variables in brackets set the same options; flags take precedence. SIGTERM and Ctrl-C stop it
     cleanly.
     """
-    if not _run(flags, user, password, token):
+    if not _run(flags, user, password, token, read_tls(tls_ca, tls_cert, tls_key)):
         raise typer.Exit(1)
 
 
-def _run(flags: dict[str, Any], user: str | None, password: str | None, token: str | None) -> bool:
-    """Run the replica until it stops; return whether it succeeded. The credentials are for the broker."""
+def _run(
+    flags: dict[str, Any], user: str | None, password: str | None, token: str | None, tls: TlsOptions | None
+) -> bool:
+    """Run the replica until it stops; return whether it succeeded. All but the flags are for the broker."""
     import uvloop
 
     from penstock.app.retry import Retry
@@ -60,7 +66,9 @@ def _run(flags: dict[str, Any], user: str | None, password: str | None, token: s
     try:
         credentials = Credentials(user=user, password=password, token=token)
         config = load(environ=os.environ, flags=flags, credentials=credentials)
-        replica = Replica(config, version=version(), delay_s=Retry.exponential().delay_s, credentials=credentials)
+        replica = Replica(
+            config, version=version(), delay_s=Retry.exponential().delay_s, credentials=credentials, tls=tls
+        )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(replica))
     except* BadConfig as errors:

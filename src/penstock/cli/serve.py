@@ -110,6 +110,9 @@ async def _serve(server: Server) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR2, retire.set)
+    if server.tls is not None:
+        # Without anything to load again, it ends the process, as when a terminal is closed.
+        loop.add_signal_handler(signal.SIGHUP, server.reload)
     await server.run(stop, _tell_ready, retire)
 
 

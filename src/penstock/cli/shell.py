@@ -22,10 +22,12 @@ import typer
 
 from penstock.address import bare, join
 from penstock.cli.client import Password, Token, User
-from penstock.cli.options import COMPLETION_S
+from penstock.cli.options import COMPLETION_S, TlsCa, TlsCert, TlsKey, read_tls
 from penstock.cli.text import safe, shown
 from penstock.client.identify import ServiceKind, recognise
 from penstock.errors import BadFrame, ConnectionLost, NoBroker, PenstockError, TimedOut, Unauthorized
+from penstock.tls.blocking import BlockingTls
+from penstock.tls.options import TlsOptions
 from penstock.wire import cursus, prefixed
 
 app = typer.Typer(add_completion=False)
@@ -56,6 +58,9 @@ def shell(
     user: User = None,
     password: Password = None,
     token: Token = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Run Cursus commands, with history and completion; Ctrl-D exits.
 
@@ -63,7 +68,8 @@ def shell(
     """
     credentials = {"user": user, "password": password, "token": token}
     given = " ".join(f"{name}={value}" for name, value in credentials.items() if value is not None)
-    with _opened(host, port, f"AUTH {given}".encode() if given else None) as broker:
+    tls = read_tls(tls_ca, tls_cert, tls_key)
+    with _opened(host, port, f"AUTH {given}".encode() if given else None, tls) as broker:
         if command:
             is_done = _run_all(broker, [os.fsencode(" ".join(command))])
         elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -329,8 +335,8 @@ class _Completion:
 
 
 @contextmanager
-def _opened(host: str, port: int, login: bytes | None) -> Iterator[_ShellConnection]:
-    broker = _ShellConnection(host, port, login)
+def _opened(host: str, port: int, login: bytes | None, tls: TlsOptions | None) -> Iterator[_ShellConnection]:
+    broker = _ShellConnection(host, port, login, tls)
     try:
         yield broker
     finally:
@@ -340,11 +346,12 @@ def _opened(host: str, port: int, login: bytes | None) -> Iterator[_ShellConnect
 class _ShellConnection:
     """A connection that is opened on demand, because some commands end it."""
 
-    def __init__(self, host: str, port: int, login: bytes | None) -> None:
+    def __init__(self, host: str, port: int, login: bytes | None, tls: TlsOptions | None) -> None:
+        self._tls = tls
         self._address = (bare(host), port)
         # The first command on each connection, if any.
         self.login = login
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket | BlockingTls | None = None
         self._reader = prefixed.PrefixedReader()
         self._frames: deque[bytes] = deque()
         # The first bytes of this connection; None once a valid frame has arrived.
@@ -355,11 +362,14 @@ class _ShellConnection:
             return
         self.close()
         try:
-            self._socket = socket.create_connection(self._address, _DIAL_S)
+            dialled = socket.create_connection(self._address, _DIAL_S)
         except OSError:
             raise NoBroker(
                 f"no broker at {join(*self._address)}: start one with `penstock serve`, or use --host and --port"
             ) from None
+        self._socket = dialled
+        if self._tls is not None:
+            self._socket = BlockingTls(dialled, self._tls.context(), self._address[0], join(*self._address))
         self._socket.settimeout(_POLL_S)
         self._reader = prefixed.PrefixedReader()
         # Set, not detected: a message may look like another dialect.
@@ -410,7 +420,7 @@ class _ShellConnection:
     def _receive(self, timeout_s: float | None) -> bool:
         """Read from the socket; return False at its end. After a timeout the connection is unusable."""
         assert self._socket is not None, "the connection is open"
-        if timeout_s is not None and not select.select([self._socket], [], [], timeout_s)[0]:
+        if timeout_s is not None and not self._has_arrived(timeout_s):
             raise TimedOut(f"{join(*self._address)} does not answer")
         while True:
             try:
@@ -426,6 +436,13 @@ class _ShellConnection:
             raise self._reader.refusal if self._first_bytes is None else self._wrong_port(self._first_bytes)
         return bool(data)
 
+    def _has_arrived(self, timeout_s: float) -> bool:
+        """Return whether something can be read, or can within this time."""
+        assert self._socket is not None, "the connection is open"
+        if isinstance(self._socket, BlockingTls) and self._socket.has_data:
+            return True
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
     def _wrong_port(self, reply: bytes) -> NoBroker:
         """Return an error that names the service which listens on the port."""
         match recognise(reply):
@@ -437,6 +454,8 @@ class _ShellConnection:
                 what = "is an HTTP port"
             case ServiceKind.REDIS:
                 what = "answers like Redis"
+            case ServiceKind.TLS:
+                what = "speaks TLS (use --tls-ca)"
             case ServiceKind.OTHER:
                 what = f"is another service (it replied {reply[:40]!r})"
         return NoBroker(
@@ -449,7 +468,7 @@ class _ShellConnection:
         if self._socket is None:
             return False
         try:
-            while select.select([self._socket], [], [], 0)[0]:
+            while self._has_arrived(0):
                 if not self._receive(None):
                     return False
         except (OSError, BadFrame):

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from penstock.cli import topic_schema
-from penstock.cli.options import ConnectionOptions, Declared, Json, TopicName, Yes, confirm, options, read_place
+from penstock.cli.options import (
+    ConnectionOptions,
+    Declared,
+    Json,
+    TopicName,
+    Yes,
+    confirm,
+    options,
+    read_place,
+    read_tls,
+)
 from penstock.cli.text import counted, iso, safe
 from penstock.server.settings import OF_ONE_TOPIC, SETTINGS
 
@@ -206,7 +216,8 @@ def copy(
         other = client
         if to is not None:
             try:
-                other = stack.enter_context(Client(to.split(","), name="penstock"))
+                tls = read_tls(at.tls_ca, at.tls_cert, at.tls_key)
+                other = stack.enter_context(Client(to.split(","), name="penstock", tls=tls))
             except ValueError as error:
                 raise typer.BadParameter(str(error), param_hint="'--to'") from None
         made = copying.prepare(source, other, target)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from penstock.cli.options import Json
+from penstock.cli.options import Json, TlsCa, TlsCert, TlsKey, read_tls
 from penstock.cli.text import Document, safe
 from penstock.errors import BadTopology, NoBroker, PenstockError
 from penstock.pipe.topology import Topology, read_node_id, read_url
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import httpx
     from rich.text import Text
     from rich.tree import Tree
+
+    from penstock.tls.options import TlsOptions
 
 app = typer.Typer(add_completion=False)
 
@@ -44,8 +46,14 @@ def topology(
     ] = None,
     http: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help=f"Show one broker, its parent and its children. \\[default: {HTTP}]"),
+        typer.Option(
+            metavar="HOST:PORT",
+            help=f"Show one broker, its parent and its children; also a URL, as for https. \\[default: {HTTP}]",
+        ),
     ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     json: Json = False,
 ) -> None:
     """Show the tree of brokers with the role, health, version and lag of each."""
@@ -57,10 +65,11 @@ def topology(
         if source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter("give --registry or --http, not both", param_hint="'--registry'")
         registry = None
+    tls = read_tls(tls_ca, tls_cert, tls_key)
     if registry is not None:
-        seen = asyncio.run(_ask_registry(_url(registry, "--registry")))
+        seen = asyncio.run(_ask_registry(_url(registry, "--registry"), tls))
     else:
-        seen = asyncio.run(_ask_broker(_url(http or HTTP, "--http")))
+        seen = asyncio.run(_ask_broker(_url(http or HTTP, "--http"), tls))
     if json:
         output.print_json(asdict(seen))
         return
@@ -112,10 +121,10 @@ class TreeStatus:
     nodes: tuple[NodeStatus, ...]
 
 
-async def _ask_registry(url: str) -> TreeStatus:
+async def _ask_registry(url: str, tls: TlsOptions | None) -> TreeStatus:
     from penstock.pipe.ask import http_client
 
-    async with http_client() as client:
+    async with http_client(url, tls) as client:
         remedy = "start a registry with `penstock registry`, or use --registry"
         answer = await _ask(client, f"{url}/registry/nodes", _TREE_BYTES_MAX, remedy)
         version, nodes = _read_tree(answer)
@@ -130,10 +139,10 @@ async def _ask_registry(url: str) -> TreeStatus:
     return TreeStatus(registry=url, version=version, nodes=tuple(task.result() for task in requests))
 
 
-async def _ask_broker(url: str) -> TreeStatus:
+async def _ask_broker(url: str, tls: TlsOptions | None) -> TreeStatus:
     from penstock.pipe.ask import http_client
 
-    async with http_client() as client:
+    async with http_client(url, tls) as client:
         remedy = "start a broker with `penstock serve`, or use --http"
         answer = await _ask(client, f"{url}/pipe/status", _STATUS_BYTES_MAX, remedy)
     status = _Status(answer)

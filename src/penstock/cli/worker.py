@@ -11,19 +11,21 @@ from penstock.app import App
 from penstock.cli import logs
 from penstock.client.servers import BrokerAddress
 from penstock.errors import PenstockError
+from penstock.tls.options import TlsOptions
 
 
 class _BadTarget(Exception):
     """The command line names no app that can run."""
 
 
-def run(target: str, servers: str | None) -> bool:
+def run(target: str, servers: str | None, tls: TlsOptions | None = None) -> bool:
     """Run the app until it stops; return whether it succeeded. `servers` replaces those of the app: host:port, or
-    several separated by commas."""
+    several separated by commas. `tls` replaces its TLS options."""
     try:
         app = _find(target)
         if servers is not None:
             app.servers = _addresses(servers)
+        app.tls = tls or app.tls
     except _BadTarget as problem:
         print(f"error: {problem}", file=sys.stderr)
         return False

@@ -32,6 +32,7 @@ from penstock.clock import SystemClock
 from penstock.errors import BadRequest, PenstockError, ReadFailed
 from penstock.model.subject import selection
 from penstock.times import read_place
+from penstock.tls.options import TlsOptions
 
 SERVERS: Final = "127.0.0.1:4222"
 TIMEOUT_S: Final = 30.0
@@ -60,15 +61,17 @@ class AsyncClient(AsyncAdmin):
         token: str | None = None,
         timeout: float = TIMEOUT_S,
         claim: str | None = None,
+        tls: TlsOptions | None = None,
     ) -> None:
         """`servers`: "host:port", a list of addresses to try in order, or a `penstock.Broker`. `timeout`: the default
         timeout of every method, in seconds. `claim`: a name that only one client can hold at a time; connecting raises
-        ClaimConflict while another client holds it."""
+        ClaimConflict while another client holds it. `tls`: use TLS, with these options; an address `tls://host:port`
+        uses TLS without any."""
         given = {"name": name, "user": user, "password": password, "token": token, "claim": claim}
         if claim is not None:
             given["owner"] = secrets.token_hex(8)
         credentials = {field: text for field, text in given.items() if text is not None}
-        self._link = Link(servers, credentials, timeout)
+        self._link = Link(servers, credentials, timeout, tls)
         super().__init__(Calls(self._link), SystemClock())
         self._outbox = Outbox(self._link, self._clock)
         self._inbox = ReplyInbox(

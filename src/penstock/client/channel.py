@@ -20,6 +20,7 @@ from penstock.client.servers import Servers
 from penstock.client.sync import Client, Subscription
 from penstock.errors import BadSubject, Closed, PenstockError, TimedOut
 from penstock.model.subject import is_subject
+from penstock.tls.options import TlsOptions
 
 TIMEOUT_S: Final = 5.0
 BUFFER: Final = 100
@@ -38,7 +39,7 @@ class ChannelBroker:
     """The broker of a channel. Any thread may call its methods.
 
     `servers`: "host:port", or a `penstock.Broker`. `channel`: a UUID, or other text. `timeout`: the default timeout of
-    every method, in seconds. Raise ClaimConflict if the channel already has a broker.
+    every method, in seconds. `tls`: as of a `Client`. Raise ClaimConflict if the channel already has a broker.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ChannelBroker:
         password: str | None = None,
         token: str | None = None,
         timeout: float = TIMEOUT_S,
+        tls: TlsOptions | None = None,
     ) -> None:
         self.channel = str(channel)
         if not is_subject(self.channel.encode()) or "." in self.channel or self.channel[0] in "_$":
@@ -65,6 +67,7 @@ class ChannelBroker:
             token=token,
             timeout=timeout,
             claim=f"channel {self.channel}",
+            tls=tls,
         )
         self._lock = threading.Lock()
         self._subscribers: dict[str, list[ChannelSubscriber]] = {}

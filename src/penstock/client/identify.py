@@ -12,6 +12,8 @@ from penstock.errors import NoBroker, PenstockError
 
 # How Redis answers an unknown command, or a client that is not authenticated.
 _REDIS: Final = (b"-ERR ", b"-NOAUTH ", b"-DENIED ", b"-NOPERM ", b"-WRONGPASS ")
+# How a port with TLS answers what is not TLS: the record of an alert.
+_ALERT: Final = b"\x15\x03"
 # How long to wait for a connection, for a greeting, and for the answer to a request.
 _CONNECT_S: Final = 5.0
 _GREETING_S: Final = 0.5
@@ -23,6 +25,7 @@ class ServiceKind(Enum):
     NATS = auto()
     HTTP = auto()
     REDIS = auto()
+    TLS = auto()
     OTHER = auto()
 
 
@@ -32,6 +35,8 @@ def recognise(greeting: bytes) -> ServiceKind:
         return ServiceKind.BROKER if b"penstock" in greeting else ServiceKind.NATS
     if greeting.startswith(b"HTTP/"):
         return ServiceKind.HTTP
+    if greeting.startswith(_ALERT):
+        return ServiceKind.TLS
     if greeting.startswith(_REDIS):
         return ServiceKind.REDIS
     return ServiceKind.OTHER
@@ -54,6 +59,8 @@ async def identify(server: BrokerEndpoint, error: PenstockError) -> NoBroker:
             what = "is another NATS server, not a Penstock broker: name another address, or use a NATS client with it"
         case ServiceKind.HTTP:
             what = f"is an HTTP port: connect to the broker's text port ({PORT} by default) or its client-first port"
+        case ServiceKind.TLS:
+            what = "speaks TLS: use an address that begins with tls://"
         case ServiceKind.REDIS:
             what = f"answers like Redis, not like a Penstock broker: check the port ({PORT} by default)"
         case ServiceKind.OTHER:

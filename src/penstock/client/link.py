@@ -16,6 +16,7 @@ from penstock.client.servers import BrokerAddress, BrokerEndpoint, Servers, comp
 from penstock.client.wait import Bell, Within
 from penstock.errors import BadFrame, Closed, ConnectionLost, NoBroker, PenstockError, TimedOut
 from penstock.times import check_seconds
+from penstock.tls.options import TlsOptions
 from penstock.wire.binary import SCRATCH_BYTES
 
 # How long one server may take to accept the connection and to answer HELLO.
@@ -45,10 +46,12 @@ class Attached(Protocol):
 class Link:
     """Every method is called in one loop, except `call_soon` and `check_open`."""
 
-    def __init__(self, servers: Servers, credentials: Mapping[str, str], timeout_s: float) -> None:
+    def __init__(
+        self, servers: Servers, credentials: Mapping[str, str], timeout_s: float, tls: TlsOptions | None = None
+    ) -> None:
         check_seconds("timeout", timeout_s)
         self.timeout_s = timeout_s
-        self._servers = read_servers(servers)
+        self._servers = read_servers(servers, tls)
         self._credentials = complete_credentials(servers, credentials)
         self._scratch = bytearray(SCRATCH_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None

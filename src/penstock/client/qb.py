@@ -17,6 +17,8 @@ from penstock.client.qb_connection import BrokerConnection, is_refusal
 from penstock.client.qb_deliveries import BrokerMessage, HandledSubscription, Handler, next_wait
 from penstock.errors import ConnectionLost, NoBroker, Unauthorized
 from penstock.times import check_seconds
+from penstock.tls.blocking import BlockingTls
+from penstock.tls.options import TlsOptions
 from penstock.wire.qb import Kind
 
 __all__ = ["RESERVED", "BrokerClient", "BrokerMessage"]
@@ -51,8 +53,9 @@ class BrokerClient:
         user: str | None = None,
         password: str | None = None,
         token: str | None = None,
+        tls: TlsOptions | None = None,
     ) -> None:
-        """Times are in seconds. `client_id`: a random one by default."""
+        """Times are in seconds. `client_id`: a random one by default. `tls`: use TLS, with these options."""
         self.host = bare(host)
         self.port = port
         self.client_id = f"client-{secrets.token_hex(8)}" if client_id is None else client_id
@@ -63,6 +66,7 @@ class BrokerClient:
         self._heartbeat_s = heartbeat_interval
         who = {"user": user, "password": password, "token": token}
         self._credentials = {name: value for name, value in who.items() if value is not None}
+        self._tls = tls if tls is not None else TlsOptions.from_environment() or None
         self._lock = threading.Lock()
         self._connection: BrokerConnection | None = None
 
@@ -92,7 +96,8 @@ class BrokerClient:
                     f"no broker at {address} ({error}): start one with `penstock serve --quiet-port {self.port}`, or "
                     "name another with host= and port="
                 ) from None
-            connection = BrokerConnection(dialled, address, self.client_id, self._timeout_s, self._heartbeat_s)
+            secured = self._secure(dialled, address)
+            connection = BrokerConnection(secured, address, self.client_id, self._timeout_s, self._heartbeat_s)
             try:
                 # The broker waits only so long for the first frame, and may need credentials.
                 answer = connection.ask(Kind.HEARTBEAT, self._credentials)
@@ -103,6 +108,18 @@ class BrokerClient:
                 connection.close()
                 raise Unauthorized(answer.get("error", "the broker refused the connection"))
             self._connection = connection
+
+    def _secure(self, dialled: socket.socket, address: str) -> socket.socket | BlockingTls:
+        """Return the connection with TLS, if it is used."""
+        if self._tls is None:
+            return dialled
+        try:
+            return BlockingTls(dialled, self._tls.context(), self.host, address)
+        except BaseException as error:
+            dialled.close()
+            if isinstance(error, OSError):
+                raise NoBroker(f"no TLS with {address} ({error}): check that the port speaks TLS") from None
+            raise
 
     def disconnect(self) -> None:
         """Leave the subscriptions and end the connection. In a handler: after its message is acknowledged."""

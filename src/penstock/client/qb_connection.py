@@ -22,6 +22,7 @@ from typing import Final
 
 from penstock.client.qb_deliveries import HANDLER_S, BrokerDeliveries, now_ms, read_message
 from penstock.errors import BadRequest, ConnectionLost, PenstockError, TimedOut
+from penstock.tls.blocking import BlockingTls
 from penstock.wire import prefixed, qb
 from penstock.wire.qb import Kind
 
@@ -37,7 +38,7 @@ logger = logging.getLogger("penstock.client.qb")
 
 class BrokerConnection:
     def __init__(
-        self, dialled: socket.socket, address: str, client_id: str, timeout_s: float, heartbeat_s: float
+        self, dialled: socket.socket | BlockingTls, address: str, client_id: str, timeout_s: float, heartbeat_s: float
     ) -> None:
         self.deliveries = BrokerDeliveries(self._send)
         # Set when the connection is lost or closed.

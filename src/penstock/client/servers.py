@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from penstock import address
+from penstock.tls.options import TlsOptions
 
 PORT: Final = 4222
 _LOGIN: Final = {"user", "password", "token"}
@@ -24,27 +25,38 @@ Servers = str | Sequence[str] | BrokerEndpoint
 class BrokerAddress(NamedTuple):
     host: str
     port: int
+    # None: without TLS.
+    tls: TlsOptions | None = None
 
     @classmethod
-    def read(cls, text: str) -> BrokerAddress:
-        return cls(*address.split(text, PORT))
+    def read(cls, text: str, tls: TlsOptions | None = None) -> BrokerAddress:
+        """`tls`: use it also if the address does not ask for it."""
+        options = TlsOptions() if tls is None and address.uses_tls(text) else tls
+        return cls(*address.split(text, PORT), options)
 
     def __str__(self) -> str:
         return address.join(self.host, self.port)
 
     async def dial(self, factory: Callable[[], asyncio.BaseProtocol]) -> asyncio.BaseTransport:
+        if self.tls is not None:
+            from penstock.tls.dial import dial
+
+            # Read anew each time: the files may have been renewed.
+            return await dial(factory, self.host, self.port, self.tls.context(), str(self))
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(factory, self.host, self.port)
         return transport
 
 
-def read_servers(servers: Servers) -> list[BrokerEndpoint]:
+def read_servers(servers: Servers, tls: TlsOptions | None = None) -> list[BrokerEndpoint]:
+    """`tls`: None means what the environment says; if it says nothing, only a `tls://` address uses TLS."""
+    options = tls if tls is not None else TlsOptions.from_environment() or None
     if isinstance(servers, str):
-        return [BrokerAddress.read(servers)]
+        return [BrokerAddress.read(servers, options)]
     if isinstance(servers, Sequence):
         if not servers:
             raise ValueError("servers is empty: name at least one")
-        return [BrokerAddress.read(server) for server in servers]
+        return [BrokerAddress.read(server, options) for server in servers]
     return [servers]
 
 

@@ -37,6 +37,7 @@ from penstock.client.unread import RefreshNotice
 from penstock.client.values import TTL, Delay, Headers, Outgoing, Place, arguments
 from penstock.errors import Closed, TimedOut
 from penstock.model.subject import selection
+from penstock.tls.options import TlsOptions
 
 # Called with the name of a topic.
 TopicCallback = Callable[[str], None]
@@ -62,12 +63,22 @@ class Client(BlockingMethods):
         token: str | None = None,
         timeout: float = TIMEOUT_S,
         claim: str | None = None,
+        tls: TlsOptions | None = None,
     ) -> None:
         """`servers`: "host:port", a list of addresses to try in order, or a `penstock.Broker`. `timeout`: the default
         timeout of every method, in seconds. `claim`: a name that only one client can hold at a time; connecting raises
-        ClaimConflict while another client holds it."""
+        ClaimConflict while another client holds it. `tls`: use TLS, with these options; an address `tls://host:port`
+        uses TLS without any."""
         self._make = partial(
-            AsyncClient, servers, name=name, user=user, password=password, token=token, timeout=timeout, claim=claim
+            AsyncClient,
+            servers,
+            name=name,
+            user=user,
+            password=password,
+            token=token,
+            timeout=timeout,
+            claim=claim,
+            tls=tls,
         )
         self._timeout = timeout
         client = self._make()

@@ -24,7 +24,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Coroutine, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from penstock.errors import Unauthorized
 
 if TYPE_CHECKING:
     from penstock.broker.member import Member, Place
@@ -38,12 +40,16 @@ ConnectionType = Literal["nats", "websocket", "binary", "prefixed"]
 class Ending(Enum):
     """Why a session closes its connection. Each dialect has its own words for it."""
 
+    PLAIN = "it does not use TLS, which is required"
     UNAUTHORIZED = "it sent too much before it authenticated"
     EXPIRED = "it was not admitted in time"
     STALE = "it did not answer"
     STOPPED = "the server stops"
     FAULT = "an unexpected exception"
     TOO_MANY = "there are too many connections"
+
+
+TLS_REQUIRED: Final = Unauthorized("this port requires TLS: connect with tls://, or with your client's TLS options")
 
 
 class Codec(Protocol):

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from penstock.doors.binary.dialect import Binary
 from penstock.doors.cursus.dialect import Cursus
-from penstock.doors.dialect import ConnectionType, Dialect
+from penstock.doors.dialect import ConnectionType, Dialect, Ending
 from penstock.doors.provider.dialect import Provider
 from penstock.doors.qb.dialect import Qb
 from penstock.doors.session import WEBSOCKET, Session
@@ -86,8 +86,15 @@ class Door:
                     return []
                 if begins:
                     self._session.become(opening.dialect)
+                    if self._session.refuses_plain:
+                        self._session.dialect.disconnect(Ending.PLAIN)
+                        return []
                     return self._session.dialect.codec.feed(self._data)
-        return self._opened.begin().feed(self._data)
+        codec = self._opened.begin()
+        if self._session.refuses_plain:
+            self._opened.disconnect(Ending.PLAIN)
+            return []
+        return codec.feed(self._data)
 
     def clear(self) -> None:
         self._data = b""

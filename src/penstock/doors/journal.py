@@ -49,7 +49,8 @@ class LimitedLines:
 class Journal:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._logins, self._publishes, self._consumers, self._http = (LimitedLines(clock) for _ in range(4))
+        lines = (LimitedLines(clock) for _ in range(5))
+        self._logins, self._publishes, self._consumers, self._http, self._handshakes = lines
         # Connections that take nothing now, and since when; those for which this was logged.
         self._paused: dict[Peer, int] = {}
         self._slow: dict[Peer, None] = {}
@@ -59,6 +60,9 @@ class Journal:
 
     def invalid_http(self, address: str) -> None:
         self._http.log(logging.WARNING, "invalid HTTP request: client %s", address)
+
+    def failed_handshake(self, address: str, reason: str) -> None:
+        self._handshakes.log(logging.WARNING, "TLS handshake failed: client %s: %s", address, clean(reason))
 
     def refused_publish(self, session: Session, count: int, error: PenstockError | str) -> None:
         self._publishes.log(

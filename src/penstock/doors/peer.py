@@ -92,6 +92,12 @@ class Peer:
         return found
 
     @property
+    def tls(self) -> dict[str, str]:
+        """Return what `/connz` says about TLS, under nats-server's names."""
+        cipher = None if self._transport is None else self._transport.get_extra_info("cipher")
+        return {} if cipher is None else {"tls_version": cipher[1].removeprefix("TLSv"), "tls_cipher_suite": cipher[0]}
+
+    @property
     def has_left(self) -> bool:
         return self._transport is None or has_left(self._transport)
 

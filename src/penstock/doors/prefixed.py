@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.broker.group import Group
 from penstock.broker.member import Member
 from penstock.broker.topic import RESERVED, ServedTopic
-from penstock.doors.dialect import Ending
+from penstock.doors.dialect import TLS_REQUIRED, Ending
 from penstock.doors.gate import HANDSHAKE_BYTES_MAX
 from penstock.doors.publishing import SLICE_MESSAGES
 from penstock.errors import BadSubject, Closed, PenstockError, Unauthorized, UnknownTopic
@@ -26,6 +26,7 @@ SERVED_BYTES_MAX: Final = 16 << 20
 MORE_BYTES: Final = 1 << 20
 
 _REASONS: Final = {
+    Ending.PLAIN: TLS_REQUIRED,
     Ending.UNAUTHORIZED: Unauthorized(f"{HANDSHAKE_BYTES_MAX} bytes were sent without credentials"),
     Ending.EXPIRED: Closed("no whole frame came in time"),
     Ending.FAULT: PenstockError("internal error"),

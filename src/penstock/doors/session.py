@@ -84,6 +84,8 @@ class Session(asyncio.Protocol):
         self.arrival = Arrival(0, 0)
         # Whether it has passed the gate.
         self.is_admitted = False
+        # Whether the client must be told to use TLS, which it does not.
+        self.refuses_plain = False
         # When to ask for a sign of life, how often that was done since the last event, and when the last bytes came.
         self.ping_at = 0.0
         self.unanswered = 0
@@ -127,6 +129,7 @@ class Session(asyncio.Protocol):
             "cid": self.id,
             "ip": self.address,
             "name": self.name,
+            **self.peer.tls,
             **self.peer.traffic._asdict(),
             "unanswered": len(self.replies) + self.inbox.requests,
         }
@@ -220,6 +223,15 @@ class Session(asyncio.Protocol):
         self.read_on()
         for reader in [*(reader for _, reader in self.subscriptions.values()), *self.leaving.values()]:
             reader.wake()
+
+    # From TLS.
+
+    def refuse_plain(self) -> None:
+        self.refuses_plain = True
+
+    def takes_overhead(self, count: int) -> bool:
+        """Count bytes that the dialect does not see: a client without credentials could send them forever."""
+        return self.is_admitted or self.shared.gate.received(self, count)
 
     # In.
 

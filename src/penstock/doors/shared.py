@@ -18,6 +18,7 @@ from penstock.doors.sessions import Sessions
 from penstock.doors.tasks import Tasks
 from penstock.doors.turns import Turns
 from penstock.errors import BatchTooLarge
+from penstock.tls.port import ServerTls
 from penstock.wire.binary import SCRATCH_BYTES
 
 
@@ -57,6 +58,7 @@ class Node:
     hosts: Sequence[str]
     # By name: text, quiet, http, qb. Filled when the server listens.
     ports: dict[str, int]
+    tls: ServerTls | None = None
 
 
 class Calls(Protocol):

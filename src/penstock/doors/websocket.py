@@ -148,7 +148,7 @@ class WebSocket(asyncio.Transport, asyncio.Protocol):
 
     def _count_overhead(self, count: int) -> None:
         """Count bytes that the session does not see: a client without credentials could send PINGs forever."""
-        if not self._session.is_admitted and not self._shared.gate.received(self._session, count):
+        if not self._session.takes_overhead(count):
             self._end(websocket.close(Status.POLICY_VIOLATION, "Authorization Violation"))
 
     def _pong(self, ping: ControlFrame) -> None:

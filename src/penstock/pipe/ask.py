@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Mapping
 from typing import Final
 
 import httpx
 
 from penstock.errors import BadTopology, ConnectionLost, NoBroker, TimedOut, from_wire
+from penstock.tls.dial import explain
+from penstock.tls.options import TlsOptions
 
 ANSWER_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 1 << 20
@@ -18,8 +21,25 @@ _LINE_CHARACTERS: Final = 300
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity"}
 
 
-def http_client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(headers=_HEADERS, timeout=ANSWER_S)
+def http_client(url: str, tls: TlsOptions | None = None) -> httpx.AsyncClient:
+    """Return a client for the server at a URL, with the TLS options of the environment if none are given."""
+    verify = context_for(url, TlsOptions.from_environment() if tls is None else tls)
+    return httpx.AsyncClient(headers=_HEADERS, timeout=ANSWER_S, verify=verify)
+
+
+def context_for(url: str, tls: TlsOptions) -> ssl.SSLContext | bool:
+    """Return what verifies the server at a URL. Without https it is not used."""
+    return tls.context() if url.lower().startswith("https:") else False
+
+
+def explained(url: str, error: Exception) -> str:
+    """Return why a server cannot be reached, and what to do if TLS is the reason."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLError):
+            return explain(url, cause)
+        cause = cause.__cause__ or cause.__context__
+    return str(error)
 
 
 async def ask(
@@ -39,7 +59,7 @@ async def ask(
     except (TimeoutError, httpx.TimeoutException):
         raise TimedOut(f"{url} did not answer within {answer_s:g} s") from None
     except (httpx.ConnectError, httpx.InvalidURL) as error:
-        raise NoBroker(f"no answer from {url}: {error}") from None
+        raise NoBroker(f"no answer from {url}: {explained(url, error)}") from None
     except AttributeError:
         # anyio raises this under uvloop if a connection ends right after it was opened.
         raise ConnectionLost(f"the connection to {url} was lost right after it was opened") from None

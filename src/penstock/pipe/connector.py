@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from penstock.clock import Clock
 from penstock.model.batch import Batch
 from penstock.plugins import find
+from penstock.tls.options import TlsOptions
 
 GROUP: Final = "penstock.pipes"
 
@@ -71,6 +72,8 @@ class Caller:
     clock: Clock
     # The Authorization header for this parent; None for no header.
     authorization: str | None = field(default=None, repr=False)
+    # How it connects to https URLs.
+    tls: TlsOptions = field(default_factory=TlsOptions)
 
 
 class PipeConnector(Protocol):

@@ -32,6 +32,7 @@ from penstock.log.policy import PARTITIONS_MAX
 from penstock.model.batch import BATCH_BYTES_MAX, OFFSET_MAX, Batch
 from penstock.model.subject import is_literal
 from penstock.pipe import records
+from penstock.pipe.ask import context_for, explained
 from penstock.pipe.batches import CONTENT_TYPE, BatchSplitter, joined
 from penstock.pipe.connector import Caller, Piece, PipeConnector, PushSource, Remote, RemotePartition, RemoteTopic
 
@@ -63,7 +64,12 @@ class HttpConnector:
         headers = {} if caller.authorization is None else {"Authorization": caller.authorization}
         # A redirect could leak the credentials to another server.
         self._client = httpx.AsyncClient(
-            base_url=url, timeout=TIMEOUT_S, limits=limits, headers=headers, follow_redirects=False
+            base_url=url,
+            timeout=TIMEOUT_S,
+            limits=limits,
+            headers=headers,
+            follow_redirects=False,
+            verify=context_for(url, caller.tls),
         )
         self._record_parent: _RecordParent | None = None
 
@@ -162,7 +168,7 @@ class HttpConnector:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
-            raise NoBroker(f"no answer from {self._url}: {_reason(error)}") from error
+            raise NoBroker(f"no answer from {self._url}: {explained(self._url, error) or _reason(error)}") from error
         except httpx.TimeoutException as error:
             raise TimedOut(f"{self._url} did not answer within {TIMEOUT_S:g} s") from error
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError) as error:

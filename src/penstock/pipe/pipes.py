@@ -19,6 +19,7 @@ from penstock.pipe.parent import Parent, ParentCredentials
 from penstock.pipe.topology import Topology
 from penstock.pipe.up import Up
 from penstock.times import iso
+from penstock.tls.options import TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class PipeSettings:
     batch_size: int = 100
     on_gap: OnGap = OnGap.STOP
     credentials: ParentCredentials = field(default_factory=ParentCredentials)
+    tls: TlsOptions = field(default_factory=TlsOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class Pipes:
             batch_size=settings.batch_size,
             clock=self.broker.clock,
             authorization=self.credentials.for_parent(url),
+            tls=settings.tls,
         )
 
     # ---- children

@@ -19,6 +19,7 @@ from penstock.errors import BadTopology, PenstockError
 from penstock.pipe import json_file
 from penstock.pipe.ask import ask, http_client
 from penstock.pipe.topology import Topology
+from penstock.tls.options import TlsOptions
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,16 @@ _RETRY_S: Final = 1.0
 _RETRY_MAX_S: Final = 300.0
 
 
-async def watch(url: str, node_id: str, poll_ms: int, path: Path, follow: Follow) -> None:
+async def watch(
+    url: str, node_id: str, poll_ms: int, path: Path, follow: Follow, tls: TlsOptions | None = None
+) -> None:
     """Poll the registry at `url` for this node's topology every `poll_ms`, until cancelled.
 
     Call `follow` once a topology is known, and again when it changes. `path` is the file of the last valid one.
     """
     watcher = _Watcher(url.rstrip("/"), node_id, path, follow)
     failures = 0
-    async with http_client() as client:
+    async with http_client(url, tls) as client:
         while True:
             failures = 0 if await watcher.ask(client) else failures + 1
             await asyncio.sleep(delay_s(poll_ms / 1000, failures, random.random()))

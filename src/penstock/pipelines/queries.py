@@ -57,7 +57,7 @@ _UPSERTED_MAX: Final = 100_000
 _BRIDGED_MAX: Final = 500_000
 
 _QUERY_ID: Final = "sql.streaming.queryId"
-_LOGIN: Final = ("user", "password", "token")
+_LOGIN: Final = frozenset(name.lower() for name in connection.LOGIN)
 
 # Processes a batch, given its number. After a crash the same batch may be processed again.
 BatchFunction = Callable[[DataFrame, int], None]
@@ -140,8 +140,7 @@ def parsed_options(pipeline: Pipeline, source: PipelineSource) -> source_options
 
 def client_of(servers: str, given: Mapping[str, str], timeout_s: float = connection.TIMEOUT_S) -> Client:
     """Return a client of a broker, with the credentials in the options of a source or a sink."""
-    login = {name.lower(): value for name, value in _login(given).items()}
-    return connection.client(servers, timeout_s, **login)
+    return connection.client(servers, timeout_s, **connection.login(given))
 
 
 @dataclass(frozen=True, slots=True)

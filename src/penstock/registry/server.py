@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from penstock.errors import BadRequest, BadTopology, PenstockError, UnknownNode
 from penstock.registry.watched_file import WatchedFile
+from penstock.tls.port import ServerTls
 from penstock.web.port import WebPort
 
 # A change is used after two reads gave the same content.
@@ -38,15 +39,18 @@ async def serve(
     stop: asyncio.Event,
     ready: Callable[[int], None],
     watched: WatchedFile | None = None,
+    tls: ServerTls | None = None,
 ) -> None:
-    """Serve until `stop`, and check the `watched` file for changes. Call `ready` with the port."""
-    http = WebPort(app, host, port, idle_s=IDLE_S)
+    """Serve until `stop`, and check the `watched` file and the certificate for changes. Call `ready` with the port."""
+    http = WebPort(app, host, port, idle_s=IDLE_S, tls=tls)
     async with asyncio.TaskGroup() as tasks:
         web = tasks.create_task(http.run())
-        watcher = None if watched is None else tasks.create_task(_watch(watched))
+        watchers = [] if watched is None else [tasks.create_task(_watch(watched))]
+        if tls is not None:
+            watchers.append(tasks.create_task(tls.watch()))
         ready(http.port)
         await stop.wait()
-        if watcher is not None:
+        for watcher in watchers:
             watcher.cancel()
         http.stop()
         await web

@@ -85,8 +85,14 @@ class ReplicaConfig:
     http_hosts: Annotated[
         Text | None, Form(variable="CONSUMER_HTTP_HOSTS"), about("other names of this machine in queries; *: any")
     ] = None
+    http_tls_cert: Annotated[
+        Text | None, Form(variable="CONSUMER_HTTP_TLS_CERT"), about("file with the certificate of the HTTP port: https")
+    ] = None
+    http_tls_key: Annotated[
+        Text | None, Form(variable="CONSUMER_HTTP_TLS_KEY"), about("its private key; none: it is in the same file")
+    ] = None
     insecure: Annotated[
-        bool, Form(variable="CONSUMER_INSECURE"), about("answer other machines without credentials")
+        bool, Form(variable="CONSUMER_INSECURE"), about("answer other machines without credentials, or without TLS")
     ] = False
 
     def credentials(self, broker: Credentials) -> Credentials:
@@ -138,7 +144,16 @@ def _flag(each: Field) -> str:
 def _conflicts(config: ReplicaConfig, broker: Credentials) -> Iterator[str]:
     if (config.http_user is None) != (config.http_password is None):
         yield "CONSUMER_HTTP_USER and CONSUMER_HTTP_PASSWORD go together: set both, or neither"
-    if not (is_loopback(config.host) or config.credentials(broker) or config.insecure):
+    if config.http_tls_key is not None and config.http_tls_cert is None:
+        yield "CONSUMER_HTTP_TLS_KEY needs CONSUMER_HTTP_TLS_CERT: set both, or neither"
+    is_open = not (is_loopback(config.host) or config.insecure)
+    if is_open and config.credentials(broker) and config.http_tls_cert is None:
+        yield (
+            f"CONSUMER_HOST (or --host) is {config.host!r}, which other machines can reach, and credentials would "
+            "cross the network unencrypted: set CONSUMER_HTTP_TLS_CERT and CONSUMER_HTTP_TLS_KEY; in a private "
+            "network, or behind a proxy with TLS, set CONSUMER_INSECURE=true (--insecure)"
+        )
+    if is_open and not config.credentials(broker):
         yield (
             f"CONSUMER_HOST (or --host) is {config.host!r}, which other machines can reach, and no credentials are "
             "required: set CONSUMER_HTTP_TOKEN, or CONSUMER_HTTP_USER and CONSUMER_HTTP_PASSWORD; to answer anyone, "

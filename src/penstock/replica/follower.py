@@ -21,6 +21,7 @@ from penstock.errors import BadConfig, PeerError, PenstockError, UnknownGroup, U
 from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies, OriginTopic
 from penstock.replica.writer import CopyWriter
+from penstock.tls.options import TlsOptions
 from penstock.web.credentials import Credentials
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,14 @@ class Follower:
         writer: CopyWriter,
         credentials: Credentials,
         stop: asyncio.Event,
+        tls: TlsOptions | None = None,
     ) -> None:
         self._config = config
         self._copies = copies
         self._writer = writer
         self._credentials = credentials
         self._stop = stop
+        self._tls = tls
         self._subscription: AsyncSubscription | None = None
         # The last status of the broker, and why there is no subscription, if so.
         self._seen = BrokerStatus()
@@ -73,7 +76,11 @@ class Follower:
     async def run(self) -> None:
         """Run until `stop`, then store and acknowledge the messages at hand."""
         client = AsyncClient(
-            self._config.broker, name=f"replica {self._config.type}", timeout=_TIMEOUT_S, **asdict(self._credentials)
+            self._config.broker,
+            name=f"replica {self._config.type}",
+            timeout=_TIMEOUT_S,
+            tls=self._tls,
+            **asdict(self._credentials),
         )
         watching = asyncio.create_task(self._watch(client))
         try:

@@ -26,6 +26,7 @@ from penstock.replica.follower import Follower
 from penstock.replica.index import CopiedSegment, Totals
 from penstock.replica.writer import CopyWriter
 from penstock.times import iso_or_none
+from penstock.tls.port import ServerTls
 from penstock.web.credentials import Credentials
 from penstock.web.endpoints import JSON, Endpoint, Nothing, application
 from penstock.web.guard import Guard, local_names
@@ -67,7 +68,7 @@ class Queries:
     def close(self) -> None:
         self._threads.shutdown()
 
-    def port(self) -> WebPort:
+    def port(self, tls: ServerTls | None = None) -> WebPort:
         app = Guard(
             self.app(),
             hosts=local_names(self._config.host, self._config.http_hosts),
@@ -75,7 +76,7 @@ class Queries:
             describe=_described,
             fault=lambda path, error: logger.error("unexpected error in http: %s", path, exc_info=error),
         )
-        return WebPort(app, self._config.host, self._config.port, idle_s=IDLE_S)
+        return WebPort(app, self._config.host, self._config.port, idle_s=IDLE_S, tls=tls)
 
     def app(self) -> Starlette:
         every = with_description(

@@ -35,8 +35,18 @@ from penstock.server.config_names import (
     Target,
     own,
 )
-from penstock.server.settings import HOSTS_PATTERN, OF_ONE_TOPIC, SETTINGS, ClientConfig, Config, build
+from penstock.server.settings import (
+    HOSTS_PATTERN,
+    OF_ONE_TOPIC,
+    SETTINGS,
+    ClientConfig,
+    Config,
+    build,
+    certificate_files,
+)
 from penstock.table_file import TableFile
+from penstock.tls.certificate import ServerCertificate
+from penstock.tls.options import TlsOptions
 from penstock.toml_lines import Key
 
 
@@ -263,7 +273,8 @@ def _from_flags(flags: Mapping[str, Any], notes: _Notes) -> Iterator[_Given]:
     is_cursus = any(name in cursus_names.FLAGS and value is not None for name, value in flags.items())
     for key, value in flags.items():
         name = cursus_names.FLAGS.get(key, key)
-        flag = f"--{key.rpartition('.')[2].replace('_', '-')}"
+        section, _, last = key.rpartition(".")
+        flag = f"--{'tls-' if section == 'tls' else ''}{last.replace('_', '-')}"
         origin = f"flag {flag}"
         if name in NO_EFFECT:
             notes.warnings.append(f"{flag} is {value!r}, which has no effect: {NO_EFFECT[name]}")
@@ -313,6 +324,8 @@ def _read(given: _Given, notes: _Notes) -> Any:
 def _conflicts(values: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
     yield from _credential_conflicts(values, places)
     yield from _pipe_conflicts(values, places)
+    yield from _tls_conflicts(values, places)
+    yield from _pipe_tls_problems(values, places)
     yield from _public_hosts(values, places)
     lasts, grace = "server.lame_duck_s", "server.lame_duck_grace_s"
     if isinstance(values[lasts], int) and isinstance(values[grace], int) and 0 < values[lasts] <= values[grace]:
@@ -349,14 +362,64 @@ def _pipe_conflicts(values: Mapping[str, Any], places: Mapping[str, str]) -> Ite
         )
 
 
+def _pipe_tls_problems(values: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
+    ca, cert, key = (values[f"pipe.{name}"] for name in ("ca", "cert", "key"))
+    if key is not None and cert is None:
+        yield f"pipe.key ({places['pipe.key']}) needs pipe.cert: set both, or neither"
+    elif ca is not None or cert is not None:
+        try:
+            TlsOptions(ca=ca, cert=cert, key=key).context()
+        except BadConfig as error:
+            for problem in error.problems:
+                setting = "pipe.ca" if problem.startswith("the CA") else "pipe.cert"
+                yield f"{setting} ({places[setting]}): {problem}"
+
+
+def _tls_conflicts(values: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
+    settings = {key.removeprefix("tls."): values[key] for key in SETTINGS if key.startswith("tls.")}
+    if settings["cert"] is None:
+        for name in ("key", "client_ca", "client_certificates", "required", "handshake_first"):
+            if places[f"tls.{name}"] != "default" and settings[name] not in (None, False, "none"):
+                yield f"tls.{name} ({places[f'tls.{name}']}) has no effect without a certificate: set tls.cert as well"
+        return
+    checks, ca = settings["client_certificates"] != "none", settings["client_ca"]
+    if checks and ca is None:
+        place = places["tls.client_certificates"]
+        yield f"tls.client_certificates ({place}) needs the CAs that sign them: set tls.client_ca as well"
+    elif ca is not None and not checks:
+        place = places["tls.client_ca"]
+        yield f"tls.client_ca ({place}) has no effect: set tls.client_certificates to optional or required as well"
+    else:
+        yield from _certificate_problems(settings, places)
+
+
+def _certificate_problems(settings: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
+    try:
+        files = certificate_files(settings)
+        assert files is not None, "there is a certificate"
+        ServerCertificate(files)
+    except BadConfig as error:
+        for problem in error.problems:
+            key, _, rest = problem.partition(" ")
+            yield f"{key} ({places[key]}): {rest}"
+    except (KeyError, TypeError, ValueError):
+        pass  # an invalid value, which is reported
+
+
 def _public_hosts(values: Mapping[str, Any], places: Mapping[str, str]) -> Iterator[str]:
     host = values["server.host"]
-    is_open = values["auth.user"] is None and values["auth.token"] is None and values["server.insecure"] is not True
     is_valid = isinstance(host, str) and re.search(HOSTS_PATTERN, host)
     public = [each for each in hosts(host) if not is_loopback(each)] if is_valid else []
-    if is_open and public:
+    if not public or values["server.insecure"] is True:
+        return
+    reachable = f"server.host ({places['server.host']}) is {', '.join(public)!r}, which other machines can reach, and "
+    if values["auth.user"] is None and values["auth.token"] is None:
         yield (
-            f"server.host ({places['server.host']}) is {', '.join(public)!r}, which other machines can reach, and no "
-            "credentials are required: set auth.user and auth.password, or auth.token; to serve anyone, set "
-            "server.insecure (--insecure)"
+            f"{reachable}no credentials are required: set auth.user and auth.password, or auth.token; to serve anyone, "
+            "set server.insecure (--insecure)"
+        )
+    elif values["tls.cert"] is None or values["tls.required"] is False:
+        yield (
+            f"{reachable}credentials may cross the network unencrypted: set tls.cert and tls.key, and leave "
+            "tls.required on; in a private network, or behind a proxy with TLS, set server.insecure (--insecure)"
         )

@@ -12,6 +12,7 @@ from penstock.log.policy import Dedup, Durability
 from penstock.schema import DURATIONS_MS, Field, Form, Positive
 from penstock.server import cursus_names
 from penstock.server.settings import SETTINGS
+from penstock.tls.options import VARIABLES
 
 
 class Target(NamedTuple):
@@ -113,7 +114,7 @@ ALIASES: Final[dict[str, Target]] = {
     ),
     "log_retention_hours": _HOURS,
     "storage.fsync_on_write": Target("topic.durability", _BOOL, {True: Durability.FSYNC, False: Durability.FLUSH}.get),
-    "use_tls": Target(None, _only(False, "TLS is not available: use a proxy")),
+    "use_tls": Target("tls.required", _BOOL),
 }
 _CLUSTER: Final = "there is no cluster"
 _ONE_REQUEST: Final = "a request is sent once: one without an answer may have been executed"
@@ -197,4 +198,4 @@ ENVIRONMENT_NO_EFFECT: Final = {
 }
 PATH_NAMES: Final = ("PENSTOCK_CONFIG", "QB_CONFIG_FILE", "CONFIG_PATH")
 # Where commands find a broker: valid variables, but not for the server.
-CLIENT_NAMES: Final = ("PENSTOCK_SERVERS",)
+CLIENT_NAMES: Final = ("PENSTOCK_SERVERS", *VARIABLES.values())

@@ -20,6 +20,8 @@ ALIASES: Final[Mapping[str, str]] = {
     "log_dir": "storage.data_dir",
     "log_retention_check_interval_ms": "storage.upkeep_ms",
     "log_segment_bytes": "topic.segment_bytes",
+    "tls_cert_path": "tls.cert",
+    "tls_key_path": "tls.key",
 }
 _BUFFERS: Final = "what waits is limited in bytes, not in messages"
 _CLUSTER: Final = "there is no cluster"
@@ -55,8 +57,6 @@ NO_EFFECT: Final[Mapping[str, str]] = {
     "stream_commit_interval": "a position is stored before it is confirmed",
     "stream_heartbeat_interval": "a stream is kept alive as its clients need it",
     "stream_timeout": "a stream lasts as long as its connection",
-    "tls_cert_path": "there is no TLS here",
-    "tls_key_path": "there is no TLS here",
 }
 
 # Flag, without dashes: name in a YAML file. Those of `SWITCHES` need no value.

@@ -16,6 +16,7 @@ from penstock.server import admin, monitor, pipe_http, schema_registry, test_end
 from penstock.server.metrics import Measured, Metrics, pipe_metrics
 from penstock.server.monitor import Monitored
 from penstock.server.rows import encode
+from penstock.tls.port import ServerTls
 from penstock.web.credentials import Credentials
 from penstock.web.endpoints import Endpoint, application, described
 from penstock.web.guard import Guard, local_names
@@ -31,6 +32,7 @@ class HttpServer(Monitored, Measured, Protocol):
     journal: Journal
     pipes: Pipes
     settings: Mapping[str, Any]
+    tls: ServerTls | None
 
 
 class Error(msgspec.Struct):
@@ -52,6 +54,7 @@ def http_port(server: HttpServer, more: Iterable[Route]) -> WebPort:
         config.host,
         config.http_port,
         idle_s=config.handshake_s,
+        tls=server.tls,
         connections_max=config.http_connections_max,
         on_invalid=invalid,
     )

@@ -33,6 +33,7 @@ from penstock.log.log import Log
 from penstock.server.settings import Config
 from penstock.server.stalls import Stalls
 from penstock.store.histogram import Histogram
+from penstock.tls.port import ServerTls
 
 if TYPE_CHECKING:
     from penstock.doors.counters import Counters
@@ -54,6 +55,7 @@ class Measured(Protocol):
     config: Config
     counters: Counters
     stalls: Stalls
+    tls: ServerTls | None
     version: str
 
     def unhealthy_reason(self) -> str | None: ...
@@ -238,6 +240,16 @@ def _rounds(broker: Broker) -> Iterator[Metric]:
     yield GaugeMetricFamily("broker_disk_total_bytes", "Size of the disk of the data directory.", store.space.total)
 
 
+def _tls_metrics(tls: ServerTls) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
+        "broker_tls_certificate_expiry_seconds", "Seconds until the TLS certificate expires.", tls.expires_in_s
+    )
+    yield CounterMetricFamily("broker_tls_handshakes", "TLS handshakes.", tls.handshakes.done)
+    yield CounterMetricFamily(
+        "broker_tls_handshakes_failed", "TLS handshakes that failed, and clients without TLS.", tls.handshakes.failed
+    )
+
+
 def _histogram(name: str, about: str, histogram: Histogram) -> HistogramMetricFamily:
     bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
     buckets = list(zip(bounds, histogram.cumulative(), strict=True))
@@ -294,6 +306,8 @@ def _health(server: Measured) -> Iterator[Metric]:
     yield GaugeMetricFamily("broker_healthy", "1 if /healthz reports no error.", int(server.unhealthy_reason() is None))
     health = server.broker.store.health
     yield GaugeMetricFamily("broker_problems", "Conditions that need attention: see /healthz.", len(health.problems))
+    if server.tls is not None:
+        yield from _tls_metrics(server.tls)
     faults = CounterMetricFamily(
         "broker_faults", "Unexpected exceptions, which are bugs, by where they were caught.", labels=["seam"]
     )

@@ -50,10 +50,14 @@ from penstock.server.http import http_port
 from penstock.server.memory import Memory
 from penstock.server.network import Listen, Listener
 from penstock.server.rows import Answers
-from penstock.server.settings import Config, TopicConfig
+from penstock.server.settings import Config, TopicConfig, certificate_files
 from penstock.server.stalls import Stalls
 from penstock.server.statistics import Statistics, addresses
 from penstock.store.store import Store, StoreSettings
+from penstock.tls.certificate import ServerCertificate
+from penstock.tls.options import TlsOptions
+from penstock.tls.port import ServerTls
+from penstock.tls.transport import protocol_factory
 from penstock.web.credentials import Credentials
 from penstock.web.port import WebPort
 
@@ -75,6 +79,7 @@ class Server:
         self.config = config
         self.settings = settings or {}
         self.credentials = Credentials(**asdict(config.auth))
+        certificate = _certificate(config)
         self._listens = listens
         clock = SystemClock()
         # Before the data directory is touched: errors in the settings are reported first.
@@ -82,20 +87,33 @@ class Server:
         self._network: Listen = find("penstock.networks", "server.network", config.server.network).load()
         self.broker = _open_broker(config, clock)
         self.pipes = _pipes(config, self.broker, connect)
+        self.journal = Journal(clock)
+        self.tls = None if certificate is None else self._secure(certificate)
         self.stalls = Stalls(clock)
         self._memory = Memory()
         self._http: WebPort | None = None
         self.answers = Answers(lambda: 0 if self._http is None else self._http.unsent())
         self.shared = self._share(clock)
-        self.sessions, self.counters, self.journal = self.shared.sessions, self.shared.counters, self.shared.journal
+        self.sessions, self.counters = self.shared.sessions, self.shared.counters
         self.id, self.version, self.ports = self.shared.node.id, self.shared.node.version, self.shared.node.ports
         self.statistics = Statistics(self.shared, config.server.connections_max, self.stalls, self.usage)
         self._started = asyncio.Event()
         self._listeners: list[Listener] = []
 
+    def _secure(self, certificate: ServerCertificate) -> ServerTls:
+        tls = self.config.tls
+        return ServerTls(
+            certificate,
+            self.broker.health,
+            required=tls.required,
+            handshake_first=tls.handshake_first,
+            handshake_s=tls.handshake_s,
+            on_failure=self.journal.failed_handshake,
+        )
+
     def _share(self, clock: Clock) -> Shared:
         """Return what the sessions share."""
-        server, counters, journal, claims = self.config.server, Counters(), Journal(clock), Claims()
+        server, counters, journal, claims = self.config.server, Counters(), self.journal, Claims()
         gate = Gate(self.credentials, counters, journal, server.handshake_s, server.handshakes_max)
         arrivals = Arrivals(counters)
         sessions = Sessions(counters, gate, journal, arrivals, claims, server.connections_max, server.heartbeat_s)
@@ -105,6 +123,7 @@ class Server:
             version=metadata.version("penstock"),
             hosts=hosts(server.host),
             ports={},
+            tls=self.tls,
         )
         return Shared(
             broker=self.broker,
@@ -165,12 +184,15 @@ class Server:
                 await listener.start()
             web = tasks.create_task(self._http.run())
         sweeper = tasks.create_task(self._sweep())
-        watcher = spawn(self._watch_registry())
+        watchers = [spawn(self._watch_registry())]
+        if self.tls is not None:
+            watchers.append(spawn(self.tls.watch()))
         self.stalls.start()
         ready(self)
         await self._until_stopped(stop, retire)
         self.stalls.stop()
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
         sweeper.cancel()
         pipes.cancel()
         self.pipes.stop()
@@ -187,7 +209,7 @@ class Server:
             from penstock.pipe.registry import watch
 
             path = Path(self.config.storage.data_dir) / TOPOLOGY_NAME
-            await watch(url, self.config.server.node_id, poll_ms, path, self._follow)
+            await watch(url, self.config.server.node_id, poll_ms, path, self._follow, _pipe_tls(self.config))
 
     async def _follow(self, topology: Topology) -> None:
         """Take the place that a registry assigns. Topics in the settings take precedence."""
@@ -245,7 +267,9 @@ class Server:
 
     async def _listen(self, name: str, port: int, *, greets: bool) -> None:
         """Listen on a port. `greets`: whether the server speaks first, as NATS clients expect."""
-        opened = partial(open_session, self.shared, greets=greets)
+        opened: Callable[[], asyncio.Protocol] = partial(open_session, self.shared, greets=greets)
+        if self.tls is not None:
+            opened = protocol_factory(self.tls, opened)
         listener = await self._network(opened, self.shared.node.hosts, port)
         self._listeners.append(listener)
         self.ports[name] = listener.port
@@ -255,6 +279,14 @@ class Server:
             listener.close()
 
     # Watching over it.
+
+    def reload(self) -> None:
+        """Load the files of the certificate again."""
+        if self.tls is not None:
+            self.shared.tasks.spawn(self._reload(self.tls))
+
+    async def _reload(self, tls: ServerTls) -> None:
+        await tls.reload()
 
     async def _sweep(self) -> None:
         while True:
@@ -305,6 +337,11 @@ class _Calls:
         return self._server.statistics()
 
 
+def _certificate(config: Config) -> ServerCertificate | None:
+    files = certificate_files(asdict(config.tls))
+    return None if files is None else ServerCertificate(files)
+
+
 def _open_broker(config: Config, clock: Clock) -> Broker:
     files: Files = find("penstock.files", "storage.files", config.storage.files).load()()
     store = Store(Path(config.storage.data_dir), settings=_store_settings(config), files=files, clock=clock)
@@ -317,6 +354,7 @@ def _pipes(config: Config, broker: Broker, connect: Connect) -> Pipes:
         batch_size=config.pipe.batch_size,
         on_gap=OnGap(config.pipe.on_gap),
         credentials=_pipe_credentials(config),
+        tls=_pipe_tls(config),
     )
     return Pipes(broker, node_id=config.server.node_id, connect=connect, settings=settings)
 
@@ -354,6 +392,10 @@ def _piped_topics(config: Config) -> tuple[tuple[str, ...], tuple[str, ...]]:
     up = read_topics("pipe.up", listed(config.pipe.up))
     check_directions(topics, up)
     return topics, up
+
+
+def _pipe_tls(config: Config) -> TlsOptions:
+    return TlsOptions(ca=config.pipe.ca, cert=config.pipe.cert, key=config.pipe.key)
 
 
 def _pipe_credentials(config: Config) -> ParentCredentials:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from penstock.log.policy import Partitions, Policy
 from penstock.schema import Field, Form, NonNegative, Port, Positive, Text, about, declared, make
+from penstock.tls.certificate import CertificateFiles
 
 # A name or an IPv4 address, or an IPv6 address. The port is a setting of its own.
 _HOST: Final = r"([^\s,/@:\[\]]+|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}(%[^\s,\]]+)?\]?)"
@@ -85,7 +86,7 @@ class ServerConfig:
         Text | None, about("origins of web pages that may connect by WebSocket, separated by commas; *: any")
     ] = None
     insecure: Annotated[
-        bool, about("serve other machines without credentials: anyone who connects can do everything")
+        bool, about("serve other machines without credentials, or without TLS: whoever can reach it can misuse it")
     ] = False
     subscriptions_max: Annotated[Positive, about("subscriptions of all connections")] = 100_000
     groups_max: Annotated[NonNegative, about("groups with a name")] = 10_000
@@ -120,6 +121,24 @@ class AuthConfig:
     user: Annotated[Text | None, about("name that clients give, with a password")] = None
     password: Annotated[Text | None, about("password of the user")] = field(default=None, repr=False)
     token: Annotated[Text | None, about("token that clients give instead")] = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """TLS on all ports."""
+
+    cert: Annotated[Text | None, about("file with the certificate of this server, PEM; none: no TLS")] = None
+    key: Annotated[Text | None, about("file with its private key; none: it is in the file of the certificate")] = None
+    client_ca: Annotated[Text | None, about("file with the CAs that sign the certificates of clients")] = None
+    client_certificates: Annotated[
+        Literal["none", "optional", "required"], about("whether clients show a certificate")
+    ] = "none"
+    min_version: Annotated[Literal["1.2", "1.3"], about("oldest version of TLS that clients may use")] = "1.2"
+    required: Annotated[bool, about("refuse clients that do not use TLS, if there is a certificate")] = True
+    handshake_first: Annotated[
+        bool, about("on the text port, send INFO after the TLS handshake instead of before it")
+    ] = False
+    handshake_s: Annotated[Seconds, about("close a connection whose TLS handshake takes longer")] = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +229,12 @@ class PipeConfig:
     user: Annotated[Text | None, about("name that this broker gives its parents, with a password")] = None
     password: Annotated[Text | None, about("password of the user")] = field(default=None, repr=False)
     token: Annotated[Text | None, about("token that this broker gives instead")] = field(default=None, repr=False)
+    ca: Annotated[
+        Text | None,
+        about("file with the CAs of parents and the registry (https); none: those of the system"),
+    ] = None
+    cert: Annotated[Text | None, about("file with the certificate that this broker shows them")] = None
+    key: Annotated[Text | None, about("file with its private key; none: it is in the file of the certificate")] = None
     topics: Annotated[
         Text | None,
         about("topics to pull, names or patterns separated by commas; none: as the registry says, or all"),
@@ -242,6 +267,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     log: LogConfig = field(default_factory=LogConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
     topic: TopicConfig = field(default_factory=TopicConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
@@ -260,6 +286,14 @@ SETTINGS: Final[dict[str, Field]] = {
 }
 _OF_ALL_TOPICS: Final = ("auto_create", "topics_max", "dedup_ids_max")
 OF_ONE_TOPIC: Final = [name for name in declared(TopicConfig) if name not in _OF_ALL_TOPICS]
+
+
+def certificate_files(values: Mapping[str, Any]) -> CertificateFiles | None:
+    """Return the files of the server's certificate from valid settings of `tls`; None without TLS."""
+    if values["cert"] is None:
+        return None
+    names = ("cert", "key", "client_ca", "client_certificates", "min_version")
+    return CertificateFiles(**{name: values[name] for name in names})
 
 
 def build(values: Mapping[str, Any], topics: Mapping[str, Mapping[str, Any]]) -> Config:

@@ -6,13 +6,17 @@ Spark reuses its workers, so a task finds the connection of an earlier one. Afte
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.errors import NoBroker, TimedOut
+from penstock.tls.options import TlsOptions
 
 if TYPE_CHECKING:
     from penstock.client.sync import Client
 
+# Options that say who connects and how.
+LOGIN: Final = ("user", "password", "token", "tlsCa", "tlsCert", "tlsKey")
 SERVERS: Final = "127.0.0.1:4222"
 TIMEOUT_S: Final = 10.0
 
@@ -27,18 +31,21 @@ def client(
     user: str | None = None,
     password: str | None = None,
     token: str | None = None,
+    tls: TlsOptions | None = None,
 ) -> Client:
     """Return a connected client of `servers`, "host:port" or several separated by commas.
 
     Retry a broker that does not answer for `timeout_s`: it may be restarting.
     """
-    key = _ClientKey(servers, timeout_s, user, password, token)
+    key = _ClientKey(servers, timeout_s, user, password, token, tls)
     found = _clients.get(key)
     if found is None:
         # Processes of Spark that only plan have no client, and importing it takes a fifth of a second.
         from penstock.client.sync import Client
 
-        made = Client(_split(servers), name="spark", user=user, password=password, token=token, timeout=timeout_s)
+        made = Client(
+            _split(servers), name="spark", user=user, password=password, token=token, timeout=timeout_s, tls=tls
+        )
         # If two threads race, one wins. The other's client has no connection yet and is dropped.
         found = _clients.setdefault(key, made)
     _connect(found, timeout_s)
@@ -57,6 +64,17 @@ class _ClientKey(NamedTuple):
     user: str | None
     password: str | None
     token: str | None
+    tls: TlsOptions | None
+
+
+def login(options: Mapping[str, str | float]) -> dict[str, Any]:
+    """Return who connects and how, as the arguments of `client`, from the options of a source or a sink."""
+    given = {name.lower(): str(value) for name, value in options.items()}
+    found: dict[str, Any] = {name: given[name] for name in ("user", "password", "token") if name in given}
+    tls = {name.removeprefix("tls"): value for name, value in given.items() if name in ("tlsca", "tlscert", "tlskey")}
+    if tls:
+        found["tls"] = TlsOptions(**tls)
+    return found
 
 
 _clients: Final[dict[_ClientKey, Client]] = {}

@@ -53,8 +53,7 @@ def from_json_topic(
 
 def _registered(topic: str, servers: str, options: Mapping[str, str | float]) -> str:
     """Return the schema of a topic, as DDL."""
-    login = {name: str(options[name]) for name in ("user", "password", "token") if name in options}
-    return connection.client(servers, connection.TIMEOUT_S, **login).schema(topic).to_ddl()
+    return connection.client(servers, connection.TIMEOUT_S, **connection.login(options)).schema(topic).to_ddl()
 
 
 def parse_json(df: DataFrame, schema: str | StructType, *, required: Sequence[str] = ()) -> DataFrame:

@@ -17,6 +17,7 @@ from penstock import times
 from penstock.clock import SystemClock
 from penstock.model.subject import is_pattern
 from penstock.spark import connection
+from penstock.tls.options import TlsOptions
 
 if TYPE_CHECKING:
     from penstock.client.sync import Client
@@ -26,7 +27,7 @@ TIMEOUT_S: Final = connection.TIMEOUT_S
 # How long a stream waits for `minOffsetsPerTrigger`, as in the Kafka connector.
 TRIGGER_DELAY_S: Final = 15 * 60.0
 
-CONNECTION: Final = ("servers", "kafka.bootstrap.servers", "user", "password", "token", "timeout")
+CONNECTION: Final = ("servers", "kafka.bootstrap.servers", *connection.LOGIN, "timeout")
 READ: Final = (
     *CONNECTION,
     "subscribe",
@@ -82,10 +83,18 @@ class BrokerOptions:
     user: str | None = None
     password: str | None = None
     token: str | None = None
+    tls: TlsOptions | None = None
 
     def connect(self) -> Client:
         """Return the connected client of this process."""
-        return connection.client(self.servers, self.timeout_s, user=self.user, password=self.password, token=self.token)
+        return connection.client(
+            self.servers,
+            self.timeout_s,
+            user=self.user,
+            password=self.password,
+            token=self.token,
+            tls=self.tls,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +206,7 @@ def broker(options: Mapping[str, str]) -> BrokerOptions:
     return BrokerOptions(
         servers=text(options, "servers") or text(options, "kafka.bootstrap.servers") or connection.SERVERS,
         timeout_s=seconds(options, "timeout", TIMEOUT_S),
-        user=text(options, "user"),
-        password=text(options, "password"),
-        token=text(options, "token"),
+        **connection.login({name: value for name in connection.LOGIN if (value := text(options, name)) is not None}),
     )
 
 

@@ -24,6 +24,7 @@ from penstock import address
 from penstock.acceptor import Acceptor
 from penstock.health import Usage
 from penstock.tls.names import CERTIFICATE, CertificateNames
+from penstock.tls.transport import TlsPort, protocol_factory
 from penstock.web.request_turns import RequestTurns
 
 # Of the request line and the headers.
@@ -48,6 +49,11 @@ _INVALID: Final = (
     b"invalid HTTP request\n"
 )
 
+_TLS_REQUIRED: Final = (
+    b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\nContent-Length: 42\r\n\r\n"
+    b"this port requires TLS: use https:// URLs\n"
+)
+
 # An ASGI extension of requests that ask for WebSocket: it hands the connection over (`_Connection.upgrade`).
 UPGRADE: Final = "penstock.upgrade"
 
@@ -69,6 +75,7 @@ class WebPort:
         port: int,
         *,
         idle_s: float,
+        tls: TlsPort | None = None,
         connections_max: int = CONNECTIONS_MAX,
         on_invalid: Callable[[str], None] = lambda address: None,
     ) -> None:
@@ -78,6 +85,7 @@ class WebPort:
         self._sockets = address.bind(address.hosts(host), port)
         self.port: int = self._sockets[0].getsockname()[1]
         self._connections_max = connections_max
+        self._tls = tls
         turns = RequestTurns()
         config = uvicorn.Config(
             app,
@@ -133,6 +141,8 @@ class WebPort:
             server_state=server.server_state,
             app_state={},
         )
+        if self._tls is not None:
+            open_connection = protocol_factory(self._tls, open_connection)
         acceptor = Acceptor(sockets or (), open_connection)
         acceptor.start(address.BACKLOG)
         server.servers = [acceptor]  # type: ignore[list-item]
@@ -205,6 +215,14 @@ class _Connection(H11Protocol):
         if not self.transport.is_closing():
             super().data_received(data)
 
+    def refuse_plain(self) -> None:
+        self.transport.write(_TLS_REQUIRED)
+        self.transport.close()
+
+    def takes_overhead(self, _count: int) -> bool:
+        """The time for a request limits what a client can send."""
+        return True
+
     def hold(self) -> None:
         self._is_held = True
         self.transport.pause_reading()
@@ -237,6 +255,9 @@ class _Connection(H11Protocol):
         head is too long: h11 limits only a head that has not ended yet."""
         if self._head_bytes() > HEADER_BYTES_MAX:
             return True
+        if self.transport.get_extra_info("sslcontext") is not None:
+            # It is not known yet when the connection is made.
+            self.scope["scheme"] = "https"
         extensions = self.scope.setdefault("extensions", {})
         if (names := self.transport.get_extra_info(CERTIFICATE)) is not None:
             extensions[CERTIFICATE] = names

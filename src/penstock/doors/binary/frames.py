@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.doors.dialect import Ending
+from penstock.doors.dialect import TLS_REQUIRED, Ending
 from penstock.doors.gate import HANDSHAKE_BYTES_MAX
 from penstock.errors import (
     BadFrame,
@@ -31,6 +31,7 @@ TURN_FRAMES: Final = 1024
 
 SAY_HELLO: Final = Unauthorized("say HELLO first, with a user and a password or a token")
 _REASONS: Final = {
+    Ending.PLAIN: TLS_REQUIRED,
     Ending.UNAUTHORIZED: SAY_HELLO,
     Ending.EXPIRED: BadRequest("no whole frame came in time"),
     Ending.STALE: BadRequest("nothing was heard for too long"),

@@ -210,6 +210,9 @@ class Text:
                 peer.close()
             case Ending.STALE:
                 self._close("Stale Connection")
+            case Ending.PLAIN:
+                # As in nats-server.
+                self._close("Secure Connection - TLS Required")
             case Ending.UNAUTHORIZED:
                 self._close("Authorization Violation")
             case Ending.EXPIRED:

@@ -9,10 +9,10 @@ from penstock.doors.session import WEBSOCKET, Session
 
 
 def fields(session: Session) -> dict[str, Any]:
-    """Return the fields of INFO. As in nats-server, those that are not configured are absent: TLS, `nonce`, `cluster`,
+    """Return the fields of INFO. As in nats-server, those that are not configured are absent: `nonce`, `cluster`,
     `connect_urls`, `domain`."""
     shared = session.shared
-    node, needs_auth = shared.node, shared.gate.needs_auth
+    node, needs_auth, tls = shared.node, shared.gate.needs_auth, shared.node.tls
     return {
         "server_id": node.id,
         "server_name": node.node_id,
@@ -28,9 +28,9 @@ def fields(session: Session) -> dict[str, Any]:
         "client_id": session.id,
         "client_ip": session.address,
         "auth_required": needs_auth,
-        "tls_required": False,
-        "tls_available": False,
-        "tls_verify": False,
+        "tls_required": tls is not None and tls.required,
+        "tls_available": tls is not None and not tls.required,
+        "tls_verify": tls is not None and tls.verifies,
         "jetstream": False,
         # The level of JetStream's API.
         "api_lvl": 0,
