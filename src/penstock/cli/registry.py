@@ -60,12 +60,11 @@ def open_port(cert: Path | None, key: Path | None) -> ServerTls | None:
     """Return TLS for an HTTP port; None without a certificate. Raise BadConfig if the files are invalid."""
     if cert is None:
         return None
-    from penstock.health import Health
     from penstock.tls.certificate import CertificateFiles, ServerCertificate
     from penstock.tls.port import ServerTls
 
     files = CertificateFiles(cert=str(cert), key=None if key is None else str(key))
-    return ServerTls(ServerCertificate(files), Health())
+    return ServerTls(ServerCertificate(files))
 
 
 def _watched(file: Path, tls: ServerTls | None) -> _Serve:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.health import Health
 from penstock.replica.config import ReplicaConfig
 from penstock.replica.copies import Copies
 from penstock.replica.follower import Follower
@@ -80,4 +79,4 @@ def _own_tls(config: ReplicaConfig) -> ServerTls | None:
     """Return TLS for the HTTP port, if it has a certificate."""
     if config.http_tls_cert is None:
         return None
-    return ServerTls(ServerCertificate(CertificateFiles(cert=config.http_tls_cert, key=config.http_tls_key)), Health())
+    return ServerTls(ServerCertificate(CertificateFiles(cert=config.http_tls_cert, key=config.http_tls_key)))

@@ -305,7 +305,8 @@ def _health(server: Measured) -> Iterator[Metric]:
     yield info
     yield GaugeMetricFamily("broker_healthy", "1 if /healthz reports no error.", int(server.unhealthy_reason() is None))
     health = server.broker.store.health
-    yield GaugeMetricFamily("broker_problems", "Conditions that need attention: see /healthz.", len(health.problems))
+    problems = len(health.problems) + (server.tls is not None and server.tls.problem is not None)
+    yield GaugeMetricFamily("broker_problems", "Conditions that need attention: see /healthz.", problems)
     if server.tls is not None:
         yield from _tls_metrics(server.tls)
     faults = CounterMetricFamily(

@@ -23,6 +23,7 @@ from penstock.server.metrics import Metrics
 from penstock.server.rows import Answers, Rows
 from penstock.store.catalogue import ORPHAN_REMEDY
 from penstock.times import elapsed, iso
+from penstock.tls.port import ServerTls
 from penstock.web.endpoints import Endpoint, Nothing
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Monitored(Protocol):
     broker: Broker
     answers: Answers
     sessions: Sessions
+    tls: ServerTls | None
 
     def unhealthy_reason(self) -> str | None: ...
 
@@ -103,7 +105,7 @@ def endpoints(server: Monitored, metrics: Metrics) -> list[Endpoint]:
 
 
 def _healthz(server: Monitored) -> Response:
-    reason, damage = server.unhealthy_reason(), _damage(server.broker)
+    reason, damage = server.unhealthy_reason(), _degraded(server)
     if reason is not None:
         return JSONResponse({"status": "unavailable", "error": reason, **damage}, status_code=503)
     return JSONResponse({"status": "degraded" if damage else "ok", **damage})
@@ -111,7 +113,7 @@ def _healthz(server: Monitored) -> Response:
 
 def _health(server: Monitored, accept: str) -> Response:
     """Answer Cursus' health checks, in its words. Clients that accept JSON get the reasons."""
-    reason, damage = server.unhealthy_reason(), _damage(server.broker)
+    reason, damage = server.unhealthy_reason(), _degraded(server)
     if "json" in accept:
         if reason is None:
             return JSONResponse({"status": "DEGRADED" if damage else "OK", **damage})
@@ -120,6 +122,12 @@ def _health(server: Monitored, accept: str) -> Response:
         return PlainTextResponse("OK")
     reason = "Main listener not active" if server.sessions.is_leaving else reason
     return PlainTextResponse(f"Broker not ready: {reason}", status_code=503)
+
+
+def _degraded(server: Monitored) -> Json:
+    """Return what does not work as it should, while the broker serves the rest."""
+    problem = None if server.tls is None else server.tls.problem
+    return _damage(server.broker) | ({} if problem is None else {"tls": problem})
 
 
 def _damage(broker: Broker) -> Json:

@@ -104,7 +104,6 @@ class Server:
         tls = self.config.tls
         return ServerTls(
             certificate,
-            self.broker.health,
             required=tls.required,
             handshake_first=tls.handshake_first,
             handshake_s=tls.handshake_s,

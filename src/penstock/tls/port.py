@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from penstock.health import Health
 from penstock.tls.certificate import ServerCertificate
 from penstock.tls.handshakes import HandshakeTurns
 
@@ -19,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 # How often the files are looked at.
 WATCH_S: Final = 2.0
-PROBLEM: Final = "TLS certificate"
 
 
 @dataclass(slots=True)
@@ -32,7 +30,6 @@ class ServerTls:
     def __init__(
         self,
         certificate: ServerCertificate,
-        health: Health,
         *,
         required: bool = True,
         handshake_first: bool = False,
@@ -46,7 +43,8 @@ class ServerTls:
         self.handshake_s = handshake_s
         self.turns = HandshakeTurns()
         self.handshakes = HandshakeCounters()
-        self._health = health
+        # The problem that was logged last.
+        self._logged: str | None = None
         self._on_failure = on_failure
         self._reloading = asyncio.Lock()
 
@@ -59,6 +57,13 @@ class ServerTls:
     def expires_in_s(self) -> int:
         """Return in how many seconds the certificate expires. Negative: it has expired."""
         return self.certificate.expires_s - int(time.time())
+
+    @property
+    def problem(self) -> str | None:
+        """Return what is wrong with the certificate. Connections are served as far as their clients accept it."""
+        if self.certificate.problem is not None:
+            return f"the new files are not used, the old certificate is: {self.certificate.problem}"
+        return f"{self.certificate.files.cert} has expired: replace it" if self.expires_in_s <= 0 else None
 
     def context(self) -> ssl.SSLContext:
         return self.certificate.context
@@ -108,10 +113,9 @@ class ServerTls:
                 await self.reload()
 
     def _report(self) -> None:
-        """Say what is wrong with the certificate, or that nothing is any more."""
-        if self.certificate.problem is not None:
-            self._health.report(PROBLEM, f"the new files are not used, the old ones are: {self.certificate.problem}")
-        elif self.expires_in_s <= 0:
-            self._health.report(PROBLEM, f"{self.certificate.files.cert} has expired: replace it")
-        else:
-            self._health.clear(PROBLEM)
+        """Log what is wrong with the certificate, when that changes."""
+        problem, self._logged = self._logged, self.problem
+        if self._logged is not None and self._logged != problem:
+            logger.error("TLS certificate: %s", self._logged)
+        elif self._logged is None and problem is not None:
+            logger.warning("TLS certificate: solved")

@@ -177,9 +177,16 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         assert self._port is not None, "a client's handshake is done"
         self._stream = TlsStream(self._port.context(), is_server=True)
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(
-            self._port.handshake_s, self._fail, f"no complete handshake within {self._port.handshake_s:g} s"
-        )
+        self._timer = loop.call_later(self._port.handshake_s, self._expire)
+
+    def _expire(self) -> None:
+        assert self._port is not None, "a client's handshake is done"
+        seconds = self._port.handshake_s
+        if self._is_queued:
+            # The client waits for the server.
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+        else:
+            self._fail(f"no complete handshake within {seconds:g} s")
 
     def step(self) -> None:
         assert self._stream is not None, "it has begun"
