@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, Self
@@ -39,8 +39,9 @@ def get(url: str, **params: str) -> httpx.Response:
 class Registry(Running):
     """`penstock registry` on a free port."""
 
-    def __init__(self, path: Path, host: str = "127.0.0.1") -> None:
+    def __init__(self, path: Path, host: str = "127.0.0.1", flags: Sequence[str] = ()) -> None:
         super().__init__(path.parent)
+        self._flags = flags
         self.path = path
         self.host = host
         self.port = reserve_port(self)
@@ -61,7 +62,7 @@ class Registry(Running):
         return document
 
     def _launch(self, stderr: IO[bytes]) -> forks.Process:
-        arguments = ["registry", str(self.path), "--host", self.host, "--port", str(self.port)]
+        arguments = ["registry", str(self.path), "--host", self.host, "--port", str(self.port), *self._flags]
         return forks.start(arguments, environment=clean_environment(), stderr=stderr)
 
     def _read_ready(self, line: str) -> None:

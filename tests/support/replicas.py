@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -37,9 +38,10 @@ class ReplicaProcess(Running):
         flags: Sequence[str] = (),
         cwd: Path | None = None,
         before: Callable[[], None] | None = None,
+        https: ssl.SSLContext | None = None,
         **environment: object,
     ) -> None:
-        """`before`: called in the new process before it is one."""
+        """`before`: called in the new process before it is one. `https`: how it is asked, if not in plain."""
         super().__init__(directory)
         self.data = directory / "copy"
         self.port = 0
@@ -55,14 +57,16 @@ class ReplicaProcess(Running):
         self._flags = list(flags)
         self._cwd = cwd
         self._before = before
+        self._https = https
         self._start()
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, Any]:
         """The status, and the JSON of the answer. Headers are named as in Python: `sec_fetch_site`."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method, headers=named)
+        scheme = "http" if self._https is None else "https"
+        request = urllib.request.Request(f"{scheme}://127.0.0.1:{self.port}{path}", method=method, headers=named)
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S, context=self._https) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as refused:
             with refused:

@@ -50,6 +50,8 @@ def make_server(
     named = hosts or ["localhost", "127.0.0.1", "::1"]
     for host in named:
         _check_name(host, "'HOST'")
+        if any(each.isspace() or each in ",/@" for each in host):
+            raise typer.BadParameter(f"invalid host {host!r}: use a name or an address", param_hint="'HOST'")
     _check_file_name(name, "'--name'")
     try:
         issued = authority.issue_server(_load_ca(directory), named, days)

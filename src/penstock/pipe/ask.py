@@ -60,6 +60,9 @@ async def ask(
         raise TimedOut(f"{url} did not answer within {answer_s:g} s") from None
     except (httpx.ConnectError, httpx.InvalidURL) as error:
         raise NoBroker(f"no answer from {url}: {explained(url, error)}") from None
+    except ssl.SSLError as error:
+        # With TLS 1.3 a server refuses a client's certificate only after the handshake.
+        raise NoBroker(explain(url, error)) from None
     except AttributeError:
         # anyio raises this under uvloop if a connection ends right after it was opened.
         raise ConnectionLost(f"the connection to {url} was lost right after it was opened") from None

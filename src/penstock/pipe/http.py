@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
@@ -35,6 +36,7 @@ from penstock.pipe import records
 from penstock.pipe.ask import context_for, explained
 from penstock.pipe.batches import CONTENT_TYPE, BatchSplitter, joined
 from penstock.pipe.connector import Caller, Piece, PipeConnector, PushSource, Remote, RemotePartition, RemoteTopic
+from penstock.tls.dial import explain
 
 TIMEOUT_S: Final = 10.0
 # How long the parent may keep a stream open.
@@ -167,6 +169,8 @@ class HttpConnector:
         """Raise errors of httpx as errors of Penstock."""
         try:
             yield
+        except ssl.SSLError as error:
+            raise NoBroker(explain(self._url, error)) from error
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
             raise NoBroker(f"no answer from {self._url}: {explained(self._url, error) or _reason(error)}") from error
         except httpx.TimeoutException as error:
