@@ -11,11 +11,13 @@ import contextlib
 import itertools
 import random
 import shutil
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tests.hostile.oracle import PASSWORD, USER, Figures, Oracle
+from tests.support.certificates import Certificates
 from tests.support.frames import Frames
 from tests.support.server import Serve
 
@@ -78,12 +80,15 @@ class Scale(NamedTuple):
 
 
 class Siege:
-    def __init__(self, door: Door, server: Serve, target: Target, seed: int, scale: Scale) -> None:
+    def __init__(
+        self, door: Door, server: Serve, target: Target, seed: int, scale: Scale, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._door = door
         self._server = server
         self._target = target
         self._seed = seed
         self._scale = scale
+        self._tls = tls
         self._slots = asyncio.Semaphore(scale.connections_max + CONNECTIONS_BESIDE)
         self.attacks = 0
         self.connections = 0
@@ -123,7 +128,7 @@ class Siege:
     async def _attack_once(self, attack: Attack, logs_in: bool, source: random.Random) -> None:
         try:
             async with asyncio.timeout(CONNECT_S):
-                reader, writer = await asyncio.open_connection("127.0.0.1", self._server.ports[self._door.port])
+                reader, writer = await self._connect()
         except (OSError, TimeoutError):
             return  # refused, which is its right
         self.connections += 1
@@ -145,6 +150,13 @@ class Siege:
                 await _close(writer)
             else:
                 writer.transport.abort()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._tls is None:
+            return await asyncio.open_connection("127.0.0.1", self._server.ports[self._door.port])
+        # Where the server does not speak first, in plain.
+        port = self._server.ports["quiet" if self._door.port == "text" else self._door.port]
+        return await asyncio.open_connection("127.0.0.1", port, ssl=self._tls, server_hostname="localhost")
 
     async def _take_steps(
         self, attack: Attack, logs_in: bool, source: random.Random, writer: asyncio.StreamWriter
@@ -182,15 +194,18 @@ async def _drain(reader: asyncio.StreamReader) -> None:
         pass
 
 
-def besiege(directory: Path, door: Door, seed: int, scale: Scale) -> Figures:
-    """Start a server, attack one of its doors, and judge. What it stored goes when all is well."""
+def besiege(directory: Path, door: Door, seed: int, scale: Scale, certificates: Certificates | None = None) -> Figures:
+    """Start a server, attack one of its doors, and judge. What it stored goes when all is well. With certificates, the
+    attacks use TLS, and the bystander does not."""
+    tls = None if certificates is None else certificates.context()
+    settings = {} if certificates is None else certificates.settings(required=False)
     try:
-        with start(directory, guarded=door.guarded, topics_max=scale.topics_max) as server:
+        with start(directory, guarded=door.guarded, topics_max=scale.topics_max, **settings) as server:
             with Frames(server, user=USER, password=PASSWORD) as client:
                 topic_id = client.topic_id(TOPIC, partitions=2)
             target = Target(topic_id, b"127.0.0.1:%d" % server.ports["http"])
             with Oracle(server) as oracle:
-                siege = Siege(door, server, target, seed, scale)
+                siege = Siege(door, server, target, seed, scale, tls)
                 asyncio.run(siege.run())
                 figures = oracle.judge(door.name, siege.attacks, siege.connections)
     except AssertionError as error:

@@ -167,7 +167,7 @@ async def turns_of(connections: list[Handshaking], clock: list[float]) -> list[i
     turns = HandshakeTurns(0.005, clock=lambda: clock[0])
     for each in connections:
         turns.take(each)
-    seen = []
+    seen: list[int] = []
     while not seen or seen[-1] < len(connections):
         seen.append(sum(each.steps for each in connections))
         await asyncio.sleep(0)

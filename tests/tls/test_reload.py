@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -46,10 +47,17 @@ class Renewed:
         ):
             return ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
 
+    def shows(self, certificate: str) -> bool:
+        return self.shown() == certificate == self.shown("http")
+
     def get(self, path: str) -> Any:
         url = f"https://localhost:{self.server.ports['http']}{path}"
         with urlopen(url, context=self.certificates.context(), timeout=PATIENCE_S) as answer:
             return json.load(answer) if path != "/metrics" else answer.read().decode()
+
+
+def _is_longer(found: list[int], count: int) -> bool:
+    return len(found) > count
 
 
 @pytest.fixture
@@ -62,7 +70,8 @@ def renewed(tmp_path: Path, certificates: Certificates) -> Iterator[Renewed]:
 
 def test_certificates_are_replaced_under_load(renewed: Renewed) -> None:
     """By SIGHUP and by a change of the files."""
-    stop, published = threading.Event(), []
+    stop = threading.Event()
+    published: list[int] = []
     servers, tls = f"localhost:{renewed.server.ports['quiet']}", renewed.certificates.options()
     with Client(servers, name="publisher", tls=tls) as publisher, Client(servers, name="reader", tls=tls) as reader:
         subscription = reader.subscribe("load")
@@ -80,8 +89,8 @@ def test_certificates_are_replaced_under_load(renewed: Renewed) -> None:
                 if name == "third":
                     renewed.server.process.send_signal(signal.SIGHUP)
                 wanted = renewed.cert.read_text()
-                until(lambda wanted=wanted: renewed.shown() == wanted and renewed.shown("http") == wanted)
-                until(lambda before=before: len(published) > before)
+                until(partial(renewed.shows, wanted))
+                until(partial(_is_longer, published, before))
         finally:
             stop.set()
             thread.join(PATIENCE_S)

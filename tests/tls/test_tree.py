@@ -112,14 +112,14 @@ def test_a_replica_copies_and_answers_over_tls(server: Serve, certificates: Cert
     with Client(f"localhost:{server.port}", tls=certificates.options()) as client:
         client.publish("price-topic", b'{"id": 1}', key="a")
     certificates.settings("replica")
-    files = {"CERT": certificates.directory / "replica.pem", "KEY": certificates.directory / "replica-key.pem"}
     https = ssl.create_default_context(cafile=str(certificates.ca))
     with ReplicaProcess(
         tmp_path,
         server.ports["quiet"],
         flags=["--tls-ca", str(certificates.ca)],
         https=https,
-        **{f"CONSUMER_HTTP_TLS_{name}": path for name, path in files.items()},
+        CONSUMER_HTTP_TLS_CERT=certificates.directory / "replica.pem",
+        CONSUMER_HTTP_TLS_KEY=certificates.directory / "replica-key.pem",
     ) as replica:
         replica.wait_records(1)
 
