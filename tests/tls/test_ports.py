@@ -9,9 +9,17 @@ import ssl
 import subprocess
 from typing import Any
 
+import httpx
 import nats
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
+from penstock.tls.certificate import CertificateFiles, ServerCertificate
+from penstock.tls.port import ServerTls
+from penstock.web.port import WebPort, certificate
 from penstock.wire import binary, qb
 from penstock.wire.binary import Type
 from tests.support.certificates import Certificates
@@ -41,7 +49,7 @@ def test_nats_py_publishes_and_subscribes(server: Serve, certificates: Certifica
 
 def test_a_connection_lists_its_tls_version_and_cipher(server: Serve, certificates: Certificates) -> None:
     async def run() -> dict[str, Any]:
-        client = await nats.connect(f"tls://localhost:{server.port}", tls=certificates.context(), name="listed")
+        client = await nats.connect(f"tls://localhost:{server.port}", tls=certificates.context("ann"), name="listed")
         done = curl("--cacert", certificates.ca, f"https://localhost:{server.ports['http']}/connz")
         await client.close()
         return next(each for each in json.loads(done.stdout)["connections"] if each["name"] == "listed")
@@ -50,6 +58,31 @@ def test_a_connection_lists_its_tls_version_and_cipher(server: Serve, certificat
 
     assert row["tls_version"] == "1.3"
     assert row["tls_cipher_suite"].startswith("TLS_")
+    assert row["tls_peer_certs"] == [{"subject": "CN=ann"}]
+
+
+def test_a_handler_of_a_request_knows_the_certificate_of_its_client(certificates: Certificates) -> None:
+    async def answer(request: Request) -> JSONResponse:
+        names = certificate(request)
+        return JSONResponse([request.url.scheme, None if names is None else names.emails])
+
+    async def run() -> list[Any]:
+        cert, key = certificates.server()
+        files = CertificateFiles(
+            cert=str(cert), key=str(key), client_ca=str(certificates.ca), client_certificates="optional"
+        )
+        tls = ServerTls(ServerCertificate(files))
+        port = WebPort(Starlette(routes=[Route("/", answer)]), "127.0.0.1", 0, idle_s=PATIENCE_S, tls=tls)
+        serving = asyncio.create_task(port.run())
+        seen = []
+        for client in (None, "ann"):
+            async with httpx.AsyncClient(verify=certificates.context(client)) as browser:
+                seen.append((await browser.get(f"https://localhost:{port.port}/")).json())
+        port.stop()
+        await serving
+        return seen
+
+    assert asyncio.run(run()) == [["https", None], ["https", ["ann@example.com"]]]
 
 
 def test_curl_reads_over_https(server: Serve, certificates: Certificates) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from penstock.errors import BadConfig
 from penstock.server.config import load
 from penstock.server.settings import TlsConfig
+from penstock.tls.certificate import CertificateFiles, ServerCertificate
+from penstock.tls.stream import TlsStream
 from tests.support.certificates import Certificates
 
 
@@ -141,3 +145,23 @@ def test_the_cas_and_the_certificates_of_clients_belong_together(tmp_path: Path,
     assert "tls.client_ca (file DIR/penstock.toml:4) has no effect" in ca_alone
     assert "tls.client_ca (file DIR/penstock.toml:4):" in wrong_ca
     assert "has no valid certificate in PEM format" in wrong_ca
+
+
+@pytest.mark.parametrize(("least", "is_served"), [("1.2", True), ("1.3", False)])
+def test_older_versions_are_refused(certificates: Certificates, least: Literal["1.2", "1.3"], is_served: bool) -> None:
+    cert, key = certificates.server()
+    files = CertificateFiles(cert=str(cert), key=str(key), min_version=least)
+    context = certificates.context()
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    here = TlsStream(ServerCertificate(files).context, is_server=True)
+    there = TlsStream(context, is_server=False, server_name="localhost")
+
+    there.handshake()
+    here.feed(there.take())
+
+    if is_served:
+        assert not here.handshake()
+        assert here.take()
+    else:
+        with pytest.raises(ssl.SSLError, match="unsupported protocol"):
+            here.handshake()

@@ -50,30 +50,13 @@ Token = Annotated[
 ]
 
 
-TlsCa = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        envvar=VARIABLES["ca"],
-        help="Use TLS, and trust these CAs. \\[default: those of the system]",
-        rich_help_panel=BROKER_PANEL,
-    ),
-]
-TlsCert = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        envvar=VARIABLES["cert"],
-        help="Use TLS with this client certificate.",
-        rich_help_panel=BROKER_PANEL,
-    ),
-]
-TlsKey = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE", envvar=VARIABLES["key"], help="The key of the certificate.", rich_help_panel=BROKER_PANEL
-    ),
-]
+def _tls_file(name: str, about: str) -> Any:
+    return typer.Option(metavar="FILE", envvar=VARIABLES[name], help=about, rich_help_panel=BROKER_PANEL)
+
+
+TlsCa = Annotated[str | None, _tls_file("ca", "Use TLS, and trust these CAs. \\[default: those of the system]")]
+TlsCert = Annotated[str | None, _tls_file("cert", "Use TLS with this client certificate.")]
+TlsKey = Annotated[str | None, _tls_file("key", "The key of the certificate.")]
 
 
 def read_tls(ca: str | None, cert: str | None, key: str | None) -> TlsOptions | None:

@@ -13,7 +13,7 @@ import select
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from penstock.doors.counters import Counters
 from penstock.doors.journal import Journal
@@ -92,10 +92,14 @@ class Peer:
         return found
 
     @property
-    def tls(self) -> dict[str, str]:
+    def tls(self) -> dict[str, Any]:
         """Return what `/connz` says about TLS, under nats-server's names."""
         cipher = None if self._transport is None else self._transport.get_extra_info("cipher")
-        return {} if cipher is None else {"tls_version": cipher[1].removeprefix("TLSv"), "tls_cipher_suite": cipher[0]}
+        if cipher is None:
+            return {}
+        shown = {"tls_version": cipher[1].removeprefix("TLSv"), "tls_cipher_suite": cipher[0]}
+        names = self.certificate
+        return shown if names is None else {**shown, "tls_peer_certs": [{"subject": names.subject}]}
 
     @property
     def has_left(self) -> bool:
