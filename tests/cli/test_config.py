@@ -64,8 +64,8 @@ def test_flags_may_be_written_as_go_programs_have_them() -> None:
     assert [line.partition(": it must")[0] for line in result.stderr.splitlines()] == [
         "error: broker_port (flag --port) is '70000'",
         "error: health_check_port (flag --health-port) is '-1'",
-        "error: use_tls (flag --tls) is 'true'",
         "error: linger_ms (flag --linger-ms) is ''",
+        "error: tls.required (flag --tls) has no effect without a certificate: set tls.cert as well",
     ]
 
 
