@@ -57,15 +57,18 @@ def ends(connected: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("sent", [1, 5, 100, -1, None], ids=["a byte", "a head", "a part", "all but a byte", "a hello"])
 @pytest.mark.parametrize("door", ["text", "quiet", "http"])
-def test_a_handshake_that_stops_ends_in_time(
-    hasty: Serve, certificates: Certificates, door: str, sent: int | None
-) -> None:
-    with socket.create_connection(("localhost", hasty.ports[door]), PATIENCE_S) as connected:
-        connected.sendall(client_hello(certificates)[:sent])
+def test_handshakes_that_stop_end_in_time(hasty: Serve, certificates: Certificates, door: str) -> None:
+    """After a byte, a head, a part, all but a byte, and the whole of the first message."""
+    hello = client_hello(certificates)
+    with ExitStack() as opened:
+        stopped = []
+        for end in (1, 5, 100, -1, None):
+            connected = socket.create_connection(("localhost", hasty.ports[door]), PATIENCE_S)
+            stopped.append(opened.enter_context(connected))
+            connected.sendall(hello[:end])
 
-        assert ends(connected)
+        assert all(map(ends, stopped))
 
 
 def test_a_handshake_byte_by_byte_works(server: Serve, certificates: Certificates) -> None:
