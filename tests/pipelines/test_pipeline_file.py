@@ -278,7 +278,7 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
                 "transform, sink, trigger"
             ),
         ),
-        (ARCHIVE + "[archive]\nx = 1\n", "8: [archive] x is unknown: it has hold"),
+        (ARCHIVE + "[archive]\nx = 1\n", "8: [archive] x is unknown: it has hold, flatten"),
         # What is missing.
         ('kind = "archive"\n' + ARCHIVE.split("\n", 2)[2], "1: name is missing: the name of the pipeline"),
         (
@@ -523,7 +523,7 @@ _SOURCE_KEYS = ", ".join(each.name for each in fields(PipelineSource))
         ),
         (
             ARCHIVE.replace('"orders"', '"orders"\nschema = "id string"'),
-            "5: [source] schema is not for kind archive, which does not parse values",
+            "5: [source] schema is only used with flatten = true in [archive]",
         ),
         (
             ARCHIVE.replace('"orders"', '"orders"\nend = 5'),
