@@ -22,6 +22,8 @@ from pyspark.sql import functions as fn
 from penstock.spark.json_topics import REASON, RESERVED, check_unique
 
 DEAD_LETTERS: Final = "DLQ"
+# The column of a row that holds its dead letter.
+LETTER: Final = "_penstock_letter"
 
 _HEADERS: Final = "map<string,string>"
 # Headers that instruct the broker apply only to the original message: its ID would make the copy a duplicate, its delay
@@ -57,14 +59,29 @@ def to_json(df: DataFrame, *, topic: str, key: str | None = None, subject: str |
     return df.select(*_aliased(_json_message(df, topic, key, subject)))
 
 
-def one_pass(df: DataFrame, *, topic: str, group: str, key: str | None = None, subject: str | None = None) -> DataFrame:
-    """Return rows for the sink: those without `_reason` as `to_json` returns them, the others as dead letters.
+def with_letters(df: DataFrame, *, group: str) -> DataFrame:
+    """Return parsed rows with LETTER instead of `_reason`: the dead letter of a bad row as a struct, else null."""
+    letter = fn.struct(*_aliased(_dead_letter(group, df, DEAD_LETTERS)))
+    # Spark would move a filter on this column below it, and evaluate it twice. See `parse_json`.
+    is_bad = (fn.spark_partition_id() >= 0) & fn.col(REASON).isNotNull()
+    return df.withColumn(LETTER, fn.when(is_bad, letter)).drop(REASON)
+
+
+def without_letters(df: DataFrame) -> DataFrame:
+    """Return the good rows of `with_letters`, as `good` returns them."""
+    return df.where(fn.col(LETTER).isNull()).drop(LETTER)
+
+
+def one_pass(df: DataFrame, *, topic: str, key: str | None = None, subject: str | None = None) -> DataFrame:
+    """Return rows for the sink, from those with LETTER: dead letters, and the other rows as `to_json` returns them.
 
     A row is evaluated once, so it is one or the other even if evaluating it again would decide otherwise.
     """
-    message, letter = _json_message(df, topic, key, subject), _dead_letter(group, df, DEAD_LETTERS)
-    is_bad = fn.col(REASON).isNotNull()
-    return df.select(*_aliased({name: fn.when(is_bad, letter[name]).otherwise(message[name]) for name in message}))
+    message, letter = _json_message(df.drop(LETTER), topic, key, subject), fn.col(LETTER)
+    is_bad = letter.isNotNull()
+    return df.select(
+        *_aliased({name: fn.when(is_bad, letter.getField(name)).otherwise(message[name]) for name in message})
+    )
 
 
 def letters_among(rows: DataFrame) -> Column:

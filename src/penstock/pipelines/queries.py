@@ -28,7 +28,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from penstock.client.sync import Client
 from penstock.errors import PenstockError
-from penstock.pipelines import bridge, frames, lookups, stateful, transformations
+from penstock.pipelines import bridge, frames, lookups, projection, stateful, transformations
 from penstock.pipelines.pipeline import (
     AggregateSettings,
     ArchiveSettings,
@@ -40,6 +40,7 @@ from penstock.pipelines.pipeline import (
     PipelineSource,
     ReplaySettings,
     SqlSettings,
+    TransformSettings,
     UpsertSettings,
 )
 from penstock.spark import connection
@@ -190,9 +191,34 @@ class _QueryBuilder:
         """Write what parsed as the kind transforms it, and the rest as dead letters."""
         settings = self.pipeline.settings
         sources = [self._parsed(side) for side in range(len(self.pipeline.sources))]
+        if self._is_one_pass and (both := self._in_one_pass(sources[0])) is not None:
+            return self._run("rows", both, _to(both, self._sink_options))
         rows = transformations.transformed([frames.good(source) for source in sources], self.pipeline)
         mode = settings.mode if isinstance(settings, AggregateSettings | SqlSettings) else "append"
         self._store(rows, sources, mode=mode)
+
+    @property
+    def _is_one_pass(self) -> bool:
+        """Whether a query that reads its source once may be possible."""
+        return (
+            isinstance(self.pipeline.settings, TransformSettings)
+            and self._sink.topic is not None
+            and self._is_one_broker
+        )
+
+    def _in_one_pass(self, parsed: DataFrame) -> DataFrame | None:
+        """Return what is written, rows and dead letters, from a source that is read and parsed once.
+
+        None if the transformation does more than to select and filter: then the source is read once for the rows and
+        once for the dead letters.
+        """
+        whole = frames.with_letters(self._observed(0, parsed), group=self.pipeline.name)
+        given = frames.without_letters(whole)
+        rows = projection.carry(transformations.transformed([given], self.pipeline), given, whole, frames.LETTER)
+        if rows is None:
+            return None
+        counted = rows.observe("rows", fn.count(fn.when(rows[frames.LETTER].isNull(), 1)).alias("out"))
+        return transformations.messages_and_letters(counted, self.pipeline)
 
     def _enrich(self) -> None:
         """Look up the rows of each batch, and store them with their dead letters.
@@ -208,7 +234,8 @@ class _QueryBuilder:
         def enrich(batch: DataFrame, number: int) -> None:
             found = transformations.enriched(batch, lookup.rows(batch.sparkSession), self.pipeline)
             if self._is_one_broker:
-                self._store_counted(transformations.messages_and_letters(found, self.pipeline), number)
+                marked = frames.with_letters(found, group=self.pipeline.name)
+                self._store_counted(transformations.messages_and_letters(marked, self.pipeline), number)
             else:
                 # Two transactions. Dead letters come first: if the run is killed in between, and the lookup then has
                 # the missing row, it is stored as both, not as neither.
@@ -377,8 +404,10 @@ class _QueryBuilder:
 
     def _letters(self, side: int, parsed: DataFrame) -> DataFrame:
         """Return the dead letters of a source. All of its rows are counted here, as every pipeline does this once."""
-        counted = parsed.observe(f"source{side}", fn.count(fn.lit(1)).alias("in"), fn.count(REASON).alias("letters"))
-        return transformations.letters(counted, self.pipeline)
+        return transformations.letters(self._observed(side, parsed), self.pipeline)
+
+    def _observed(self, side: int, parsed: DataFrame) -> DataFrame:
+        return parsed.observe(f"source{side}", fn.count(fn.lit(1)).alias("in"), fn.count(REASON).alias("letters"))
 
     def _run(self, name: str, rows: DataFrame, writer: DataStreamWriter) -> None:
         if self.explain is not None:

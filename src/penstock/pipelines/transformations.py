@@ -121,11 +121,11 @@ def messages(rows: DataFrame, pipeline: Pipeline) -> DataFrame:
 
 
 def messages_and_letters(rows: DataFrame, pipeline: Pipeline) -> DataFrame:
-    """Return parsed rows as what the kind writes to the topic of the sink, and as dead letters."""
+    """Return rows with their dead letters as both go to the broker of the sink."""
     sink = pipeline.sink
     assert sink is not None
     assert sink.topic is not None
-    return frames.one_pass(rows, topic=sink.topic, group=pipeline.name, key=sink.key, subject=sink.subject)
+    return frames.one_pass(rows, topic=sink.topic, key=sink.key, subject=sink.subject)
 
 
 def fields(rows: DataFrame) -> DataFrame:
