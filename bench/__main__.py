@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from bench import append, batch, clients, doors, pipe, promised, read, spark, spark_start, upkeep
+from bench import append, batch, clients, doors, pipe, promised, read, spark, spark_pipeline, spark_start, upkeep
 from bench.measure import MORE_IS_BETTER, Bench, Line
 
 SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
@@ -42,6 +42,7 @@ SECTIONS: Final[dict[str, Callable[[Bench], Iterator[Line]]]] = {
     "spark fetch": spark.measure_fetch,
     "spark write": spark.measure_write,
     "spark archive": spark.measure_archive,
+    "spark pipeline": spark_pipeline.measure,
     "spark trigger": spark.measure_trigger,
     "spark start": spark_start.measure,
 }
