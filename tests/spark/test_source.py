@@ -364,6 +364,21 @@ def test_a_batch_is_the_same_when_it_is_read_again(broker: penstock.Broker, topi
     assert _read(again, again.partitions(start, end)) == [0, 1, 2, 3, 4]
 
 
+def test_a_small_batch_of_a_stream_is_read_by_one_task(broker: penstock.Broker, topic: str) -> None:
+    _publish(broker, topic, range(5), partition=0)
+    _publish(broker, topic, range(5, 9), partition=1)
+    for given, tasks in (({}, 1), ({"minPartitions": 2}, 2), ({"maxRecordsPerPartition": 100}, 2)):
+        reader = _stream(broker, subscribe=topic, **given)
+        beginning = reader.latestOffset({}, ALL)
+        _publish(broker, topic, [10], partition=0)
+        _publish(broker, topic, [11], partition=1)
+
+        parts = reader.partitions(beginning, reader.latestOffset(beginning, ALL))
+
+        assert len(parts) == tasks
+        assert sorted(_read(reader, parts)) == [10, 11]
+
+
 def test_a_stream_waits_a_little_for_something_new(broker: penstock.Broker, topic: str) -> None:
     reader = _stream(broker, subscribe=topic)
     start = _begin(reader)

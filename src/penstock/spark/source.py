@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from penstock.client.sync import Client
 
+# Offsets of a batch that one task reads: a task costs a trigger more than so many rows.
+FEW: Final = 2_000
 # How long `latestOffset` waits for new messages, so that an idle stream does not poll 90 times a second.
 POLL_S: Final = 0.5
 
@@ -52,6 +55,13 @@ class LogSlice(InputPartition):
     @property
     def place(self) -> TopicPartition:
         return TopicPartition(self.topic, self.partition)
+
+
+@dataclass(frozen=True)
+class FewRows(InputPartition):
+    """Slices of several partitions that one task reads."""
+
+    slices: tuple[LogSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class TopicStream(DataSourceStreamReader):
         holdings = self._catalogue.look(must_exist=False)
         ranges = [OffsetRange(place, _begin_of(place, begin, stop.ids), offset) for place, offset in stop.ends.items()]
         served = [each for each in ranges if each.size > 0 and self._is_served(each, holdings, stop)]
-        return _plan(self._options, self._catalogue, holdings, served)
+        return _gathered(self._options, _plan(self._options, self._catalogue, holdings, served))
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
         return _read(self._options, self._shape, partition)
@@ -338,6 +348,15 @@ def _plan(
     ]
 
 
+def _gathered(options: ReadOptions, partitions: list[InputPartition]) -> list[InputPartition]:
+    """Let one task read all of a small batch, unless the options say how many tasks there are."""
+    slices = tuple(each for each in partitions if isinstance(each, LogSlice))
+    is_told = options.partitions_min is not None or options.records_max is not None
+    if is_told or len(slices) < 2 or sum(each.end - each.start for each in slices) > FEW:
+        return partitions
+    return [*(each for each in partitions if not isinstance(each, LogSlice)), FewRows(slices)]
+
+
 def _clip(whole: OffsetRange, start: int, end: int) -> OffsetRange:
     return OffsetRange(whole.place, max(whole.start, start), min(whole.end, end))
 
@@ -365,6 +384,8 @@ def _condition(options: ReadOptions) -> Condition:
 def _read(options: ReadOptions, shape: SparkColumns, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
     if isinstance(partition, LogSlice):
         return shape.shape(_fetch(options, shape, partition), partition.topic, partition.partition)
+    if isinstance(partition, FewRows):
+        return chain.from_iterable(_read(options, shape, each) for each in partition.slices)
     if isinstance(partition, ArchivedSlice):
         from penstock.spark.archive import Archive
 
