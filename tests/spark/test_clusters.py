@@ -29,6 +29,8 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 ROOT: Final = Path(__file__).parents[2]
 COUNT: Final = 1000
+# Messages that become dead letters.
+BAD: Final = [b"bad %d" % number for number in range(50)]
 
 # Reads the topic `numbers` as a table, and copies it as a stream to the topic that it is given.
 JOB: Final = """
@@ -86,6 +88,7 @@ def test_a_standalone_master_with_two_workers(broker: SparkBroker, tmp_path: Pat
     assert told == [f"rows {COUNT} {COUNT}", "executors 2"]
     assert numbers(broker, "from_standalone") == list(range(COUNT))
     assert sorted(doubled(broker)) == [(number, 2 * number) for number in range(COUNT)]
+    assert sorted(letter.value for letter in broker.dead_letters("orders", limit=COUNT)) == sorted(BAD)
 
 
 @pytest.mark.soak  # the same executors, with a master and workers that share the JVM of the driver
@@ -158,7 +161,11 @@ def run_pipeline_despite_kills(broker: SparkBroker, master: str, worker: Daemon,
     """Kill a worker with its executor, then the driver, and run the pipeline again to its end."""
     broker.create_topic("orders", partitions=4)
     broker.create_topic("doubled", partitions=4)
-    broker.publish_many(penstock.Outgoing("orders", b'{"n":%d}' % n, key=b"%d" % n) for n in range(COUNT))
+    orders = [b'{"n":%d}' % n for n in range(COUNT)]
+    for place, value in enumerate(BAD):
+        # Among the others, so that most batches have some.
+        orders.insert(place * (COUNT // len(BAD)), value)
+    broker.publish_many(penstock.Outgoing("orders", value, key=value) for value in orders)
     file = directory / "doubled.toml"
     file.write_text(PIPELINE.format(servers=broker.servers))
     command = [sys.executable, "-m", "penstock", "pipeline", "run", str(file), "--master", master]
