@@ -58,6 +58,7 @@
         ├── UnsupportedFormat  a newer version of Penstock wrote the directory
         ├── BadBackup          a damaged, incomplete or unsuitable backup
         ├── LogDamaged         durable bytes have changed on disk
+        ├── CorruptRecord      a damaged record in the shared log of a cluster
         ├── ReadFailed         the disk failed to read
         ├── AppendFailed       a write failed and was rolled back: mostly, the disk is full
         └── LogFailed          an fsync failed: the log is read-only until a restart
@@ -347,6 +348,10 @@ class LogDamaged(DiskError):
     def holds(self, offset: int) -> bool:
         """Return whether `offset` is damaged and the next readable offset is known."""
         return self.last is not None and self.first <= offset < self.last
+
+
+class CorruptRecord(DiskError):
+    code = "CORRUPT_RECORD"
 
 
 class ReadFailed(DiskError):
