@@ -1,4 +1,5 @@
-"""What several test files share: a Spark session and a broker that it can reach, each once for a worker of the run.
+"""What several test files share: a Spark session and a broker that it can reach, each once for a worker of the run, and
+an S3 server.
 
 Nothing of Spark is loaded before a test asks for it.
 """
@@ -137,3 +138,14 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     from tests.support.certificates import Certificates
 
     return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def s3_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A real S3 server for the tests of a file, with the environment by which clients find it."""
+    from tests.support.s3_server import s3_server
+
+    with s3_server(tmp_path_factory.mktemp("s3")) as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield environment

@@ -76,6 +76,27 @@ class ObjectStore:
         with self._translated_errors(name):
             return obstore.head(self._store, name)["size"]
 
+    def last_name(self, prefix: str, after: str) -> str | None:
+        """Return the last name in the order of bytes that begins with `prefix` and comes after `after`."""
+        import obstore
+
+        with self._translated_errors(prefix):
+            return max(
+                (meta["path"] for page in obstore.list(self._store, prefix, offset=after) for meta in page),
+                default=None,
+            )
+
+    def read_whole(self, name: str, bytes_max: int) -> bytes:
+        """Return an object in one request. Raises the error of the store, and reads nothing, if it is larger."""
+        import obstore
+
+        with self._translated_errors(name):
+            found = obstore.get(self._store, name)
+            size = found.meta["size"]
+            if size > bytes_max:
+                raise self._failure(f"{self.url_of(name)}: {size} bytes, at most {bytes_max} are expected")
+            return bytes(found.bytes())
+
     def read(self, name: str) -> Iterator[bytes]:
         import obstore
 

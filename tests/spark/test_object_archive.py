@@ -1,4 +1,4 @@
-"""Archives in an object store: a real S3 server, writers killed at every step, and stores that misbehave."""
+"""Archives in an object store: a real S3 s3_environment, writers killed at every step, and stores that misbehave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.dataset
@@ -26,31 +25,22 @@ from penstock.spark.manifest import ArchiveManifest
 from tests.spark.test_archive import HOUR_US, START_US, Query, drop_head, held, publish, row, rows_of
 from tests.spark.test_manifest import entry, file
 from tests.support import object_writer
-from tests.support.s3_server import BUCKET, s3_server
+from tests.support.s3_server import BUCKET
 
 pytest.importorskip("obstore")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as environment, pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        yield environment
-
 
 _numbers = itertools.count()
 
 
 @pytest.fixture
-def url(server: dict[str, str]) -> str:
+def url(s3_environment: dict[str, str]) -> str:
     return f"s3://{BUCKET}/archive{next(_numbers)}"
 
 
-def independent(server: dict[str, str], urls: list[str]) -> pyarrow.Table:
+def independent(s3_environment: dict[str, str], urls: list[str]) -> pyarrow.Table:
     """Read files with Arrow's own S3 client."""
     files = pyarrow.fs.S3FileSystem(
-        access_key="any", secret_key="any", endpoint_override=server["AWS_ENDPOINT"], region="us-east-1"
+        access_key="any", secret_key="any", endpoint_override=s3_environment["AWS_ENDPOINT"], region="us-east-1"
     )
     return pyarrow.dataset.dataset([each.removeprefix("s3://") for each in urls], filesystem=files).to_table()
 
@@ -65,7 +55,7 @@ def manifest(url: str, fold_every: int = 100) -> ArchiveManifest:
     return found
 
 
-def test_rows_come_back_and_other_programs_read_them(server: dict[str, str], url: str) -> None:
+def test_rows_come_back_and_other_programs_read_them(s3_environment: dict[str, str], url: str) -> None:
     rows = [row(n, at_us=START_US + n * HOUR_US // 10, key=b"k", headers={"N": str(n)}) for n in range(30)]
     query = Query(url)
     query.batch(0, rows[:10], rows[10:12])
@@ -75,7 +65,7 @@ def test_rows_come_back_and_other_programs_read_them(server: dict[str, str], url
     assert held(url) == rows
     assert Archive(url).ranges("orders") == {0: (0, 30)}
     assert sorted(Archive(url).files()) == data_objects(url)
-    table = independent(server, Archive(url).files()).sort_by("offset")
+    table = independent(s3_environment, Archive(url).files()).sort_by("offset")
     assert table["offset"].to_pylist() == list(range(30))
     assert table["value"].to_pylist() == [each["value"] for each in rows]
 
@@ -91,7 +81,7 @@ def test_files_that_no_commit_names_are_swept(url: str) -> None:
     assert held(url) == [row(0)]
 
 
-def test_killed_at_every_step_each_row_is_there_once(server: dict[str, str], url: str) -> None:
+def test_killed_at_every_step_each_row_is_there_once(s3_environment: dict[str, str], url: str) -> None:
     """The steps: the files of a task, the entry, and the two files and the removals of a fold."""
     states = set()
     for step in itertools.count(1):
@@ -101,12 +91,12 @@ def test_killed_at_every_step_each_row_is_there_once(server: dict[str, str], url
 
         ended = killed(archive, step, "write")
 
-        rows = independent(server, Archive(archive).files()).num_rows
+        rows = independent(s3_environment, Archive(archive).files()).num_rows
         assert rows in (30, 40)
         states.add(rows)
         assert object_writer.write(archive, 3) is (rows == 30)
         assert object_writer.write(archive, 4)
-        table = independent(server, Archive(archive).files()).sort_by("offset")
+        table = independent(s3_environment, Archive(archive).files()).sort_by("offset")
         assert table["offset"].to_pylist() == list(range(50))
         assert table["value"].to_pylist() == [b"%d" % offset for offset in range(50)]
         Archive(archive).sweep(datetime.timedelta(0))
@@ -123,7 +113,7 @@ def killed(archive: str, step: int, action: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
 
 
-def test_compaction_that_is_killed_at_every_step_harms_nothing(server: dict[str, str], url: str) -> None:
+def test_compaction_that_is_killed_at_every_step_harms_nothing(s3_environment: dict[str, str], url: str) -> None:
     """The steps: the merged file and the entry, of one hour and of another."""
     counts = set()
     for step in itertools.count(1):
@@ -137,7 +127,7 @@ def test_compaction_that_is_killed_at_every_step_harms_nothing(server: dict[str,
 
         files = Archive(archive).files()
         counts.add(len(files))
-        assert independent(server, files).sort_by("offset")["offset"].to_pylist() == list(range(12))
+        assert independent(s3_environment, files).sort_by("offset")["offset"].to_pylist() == list(range(12))
         list(Archive(archive).compact())
         assert Archive(archive).sweep(datetime.timedelta(0))
         assert data_objects(archive) == sorted(Archive(archive).files())
@@ -251,16 +241,18 @@ archive = "{url}"
 """
 
 
-def test_a_pipeline_archives_to_the_store(server: dict[str, str], url: str, tmp_path: Path) -> None:
+def test_a_pipeline_archives_to_the_store(s3_environment: dict[str, str], url: str, tmp_path: Path) -> None:
     path = tmp_path / "archive.toml"
     with penstock.Broker(listen="127.0.0.1:0") as broker:
         path.write_text(PIPELINE.format(servers=broker.address, url=url))
         publish(broker, "orders", range(100))
         command = [sys.executable, "-m", "penstock", "pipeline", "run", str(path)]
-        done = subprocess.run(command, check=False, env=os.environ | server, capture_output=True, text=True)
+        done = subprocess.run(command, check=False, env=os.environ | s3_environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
-        table = independent(server, Archive(url).files()).sort_by([("partition", "ascending"), ("offset", "ascending")])
+        table = independent(s3_environment, Archive(url).files()).sort_by(
+            [("partition", "ascending"), ("offset", "ascending")]
+        )
         expected = rows_of(broker, "orders")
         connection.close()
     assert table["value"].to_pylist() == [each["value"] for each in expected]
@@ -300,7 +292,7 @@ def test_what_is_missing_or_damaged_is_named(url: str) -> None:
         held(url)
 
 
-def test_a_bucket_that_does_not_exist_is_named(server: dict[str, str]) -> None:
+def test_a_bucket_that_does_not_exist_is_named(s3_environment: dict[str, str]) -> None:
     with pytest.raises((BadDirectory, BadConfig), match="s3://nowhere/archive"):
         Query("s3://nowhere/archive").writer()
 

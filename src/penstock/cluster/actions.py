@@ -98,6 +98,9 @@ class Taken:
 class Unknown:
     """It may have been created, or be created later."""
 
+    # What failed, for people.
+    reason: str = ""
+
 
 Answer = Stored | Taken | Unknown
 
