@@ -11,6 +11,7 @@ PIPES   ?= 50
 DRIVERS ?= 5
 NATS    ?= 20000
 HOSTILE ?= 3600
+CLUSTER ?= 10000
 
 # Keep compiled modules whatever the caller's shell says: hundreds of processes import them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -49,8 +50,8 @@ format: $(READY) ## format the code and apply safe fixes
 bench: $(READY) ## measure against the machine's limits, nats-server, Redis and documented figures
 	@$(BIN)/python -m bench
 
-soak: $(READY) ## run the long tests: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 NATS=20000 HOSTILE=3600
-	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS) --pipes $(PIPES) --drivers $(DRIVERS) --nats $(NATS) --hostile $(HOSTILE)
+soak: $(READY) ## run the long tests: SEED=1 CUTS=10000 KILLS=200 SERVES=100 FUZZ=200000 CLIENTS=50 PIPES=50 DRIVERS=5 NATS=20000 HOSTILE=3600 CLUSTER=10000
+	@$(BIN)/python -m tests.soak --seed $(SEED) --cuts $(CUTS) --kills $(KILLS) --serves $(SERVES) --fuzz $(FUZZ) --clients $(CLIENTS) --pipes $(PIPES) --drivers $(DRIVERS) --nats $(NATS) --hostile $(HOSTILE) --cluster $(CLUSTER)
 	@$(BIN)/python -m pytest -n 0 -m soak
 
 # Written last and only on success, so an interrupted set-up starts again. Another PYTHON also sets up again.

@@ -1,13 +1,13 @@
 """The long proof: `python -m tests.soak --seed 1 --cuts 10000 --kills 200 --serves 100 --clients 50 --fuzz 200000
---pipes 50 --drivers 5 --nats 20000 --hostile 3600`.
+--pipes 50 --drivers 5 --nats 20000 --hostile 3600 --cluster 10000`.
 
 `--cuts` simulated lives of a store with power cuts, from `--seed` on, then `--kills` times kill -9 of a process that
 appends, then `--fuzz` rounds of any bytes for the parsers of all doors, then `--serves` times kill -9 of a server
 under load, then `--clients` blows that our own clients must survive: kill -9 of their server, or cut connections;
 then `--pipes` times kill -9 of brokers in a tree while messages flow through it; then `--drivers` times kill -9
 of a Spark driver between its sink's commit and Spark's own; then `--nats` scenarios on nats-server and on Penstock,
-whose transcripts must be equal; and then `--hostile` seconds of hostile clients at the doors of a server. A failure
-names the seed that shows it again.
+whose transcripts must be equal; then `--hostile` seconds of hostile clients at the doors of a server; and then
+`--cluster` simulated lives of a cluster, and every history of small ones. A failure names the seed that shows it again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 
 from rich.progress import Progress, track
 
+from tests.cluster.explore import Budget, explore
+from tests.cluster.play import play
 from tests.hostile.__main__ import besiege_all
 from tests.hostile.doors import DOORS
 from tests.hostile.siege import Scale
@@ -43,6 +45,14 @@ CHUNK = 50
 SETTLE_EVERY = 20
 # So many blows make a life of clients; the next ones are of the next seed.
 BLOWS = 50
+# Small clusters whose histories are all visited: the number of machines, and what may happen.
+SMALL_CLUSTERS = [
+    (2, Budget(take_overs=2, rounds=2, unknowns=1)),
+    (2, Budget(take_overs=2, rounds=1, checkpoints=1)),
+    (2, Budget(take_overs=2, rounds=1, crashes=1)),
+    (3, Budget(take_overs=2, rounds=1)),
+]
+STATES_MAX = 1_000_000
 
 
 def cut(first: int, last: int) -> tuple[int, int, int]:
@@ -119,6 +129,23 @@ def soak_pipes(seed: int, count: int) -> PipeFigures:
     return judge.figures
 
 
+def live(first: int, last: int) -> tuple[int, int]:
+    """Simulate clusters with the seeds from `first` to before `last`: epochs, acknowledged records."""
+    judges = [play(seed).oracle for seed in range(first, last)]
+    return sum(judge.epoch for judge in judges), sum(len(judge.acknowledged) for judge in judges)
+
+
+def soak_cluster(seed: int, count: int) -> tuple[int, int, int]:
+    """Return epochs and acknowledged records of simulated clusters, and the states of all histories of small ones."""
+    firsts = range(seed, seed + count, CHUNK)
+    lasts = [min(first + CHUNK, seed + count) for first in firsts]
+    with ProcessPoolExecutor() as workers:
+        lives = [*track(workers.map(live, firsts, lasts), "lives of a cluster", total=len(firsts))]
+        small = [workers.submit(explore, *small, STATES_MAX) for small in SMALL_CLUSTERS]
+        states = sum(found.result() for found in track(small, "histories of a cluster"))
+    return sum(epochs for epochs, _ in lives), sum(acknowledged for _, acknowledged in lives), states
+
+
 def soak_nats(seed: int, count: int) -> None:
     for _ in track(soak_scenarios(seed, count), "scenarios of NATS", total=-(-count // NATS_CHUNK)):
         pass
@@ -143,6 +170,7 @@ def main() -> int:
     parser.add_argument("--drivers", type=int, default=5)
     parser.add_argument("--nats", type=int, default=20_000)
     parser.add_argument("--hostile", type=int, default=3600)
+    parser.add_argument("--cluster", type=int, default=10_000)
     options = parser.parse_args()
     if options.cuts:
         seeds, cuts, messages = (sum(column) for column in zip(*soak_cuts(options.seed, options.cuts), strict=True))
@@ -166,6 +194,12 @@ def main() -> int:
     if options.hostile:
         soak_hostile(options.seed, options.hostile)
         print(f"{options.hostile} s of hostile clients: nobody else noticed")
+    if options.cluster:
+        epochs, acknowledged, states = soak_cluster(options.seed, options.cluster)
+        print(
+            f"{options.cluster} lives of a cluster, {epochs} leaders, {acknowledged} acknowledged: none lost or twice"
+        )
+        print(f"{states} states of small clusters: the same")
     return 0
 
 

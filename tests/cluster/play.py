@@ -160,5 +160,5 @@ def play(seed: int) -> World:
     try:
         return Player(seed).run()
     except AssertionError as error:
-        error.add_note(f"seed {seed}: python -m tests.soak --only cluster --seed {seed} --cluster 1")
+        error.add_note(f"seed {seed}: tests.cluster.play.play({seed})")
         raise
