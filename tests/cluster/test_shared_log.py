@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from penstock.cluster.actions import Reading, Stored, Taken, Unknown
 from penstock.cluster.checkpoint import UNTRIMMED, Mark
-from penstock.cluster.shared_log import FORMAT, SharedLog
+from penstock.cluster.record import Kind
+from penstock.cluster.shared_log import FORMAT, READ_BYTES, SharedLog
 from penstock.errors import BadConfig, BadDirectory, CorruptRecord, ReadFailed, UnsupportedFormat
 from penstock.object_store import ObjectStore
+from tests.cluster.running import IN_FLIGHT, Running
 from tests.support.s3_server import BUCKET
 
 pytest.importorskip("obstore")
@@ -76,6 +79,16 @@ def test_records_are_read_in_order_up_to_a_limit_or_the_first_missing_one(store:
     assert log.last(5) is None
 
 
+def test_large_records_are_returned_in_several_readings(in_memory: ObjectStore) -> None:
+    log = SharedLog.begin(in_memory)
+    large = bytes(READ_BYTES // 2)
+    for position in range(3):
+        log.append(position, large)
+
+    assert log.read(0, 9) == Reading(0, (large, large), False, UNTRIMMED)
+    assert log.read(2, 9) == Reading(2, (large,), True, UNTRIMMED)
+
+
 def test_what_is_trimmed_is_missing_and_the_mark_says_so(store: ObjectStore) -> None:
     log = SharedLog.begin(store)
     for position in range(5):
@@ -115,6 +128,34 @@ def test_a_list_that_lags_hides_no_mark(in_memory: ObjectStore) -> None:
         assert SharedLog(lagging._store).mark() == log.mark() == Mark(number, number * 10, number * 10)
 
 
+# Nodes on it
+
+
+def test_what_killed_leaders_acknowledged_is_at_their_successors(store: ObjectStore) -> None:
+    SharedLog.begin(store)
+
+    async def run() -> None:
+        nodes = [Running(f"node{number}", store) for number in range(4)]
+        for node in nodes[:3]:
+            await node.lead()
+            await node.publish(20)
+            for number in range(IN_FLIGHT):  # their outcome is nobody's business any more
+                node.runner.append(Kind.ROUND, b"late:%d" % number)
+            await node.kill()
+        await nodes[3].lead()
+        await nodes[3].publish(5)
+        await nodes[3].kill()
+
+        final = nodes[3].ledger.rounds
+        for node in nodes:
+            assert len(node.ledger.acknowledged) >= 5
+            assert node.ledger.rounds == final[: len(node.ledger.rounds)]
+        assert len([body for body in final if b"late" not in body]) == 65
+        assert nodes[3].ledger.epochs == [4]
+
+    asyncio.run(run())
+
+
 # What fails
 
 
@@ -139,6 +180,15 @@ def test_a_lost_answer_is_unknown(in_memory: ObjectStore, executes: bool) -> Non
 
     assert answer == Unknown("memory:/log/00000000000000000000: connection reset")
     assert log.append(0, b"x") == (Taken(b"x") if executes else Stored())
+
+
+def test_a_record_that_may_not_be_missing_is_named(in_memory: ObjectStore) -> None:
+    log = SharedLog.begin(in_memory)
+    log.append(3, b"checkpoint")
+
+    assert log.record(3) == b"checkpoint"
+    with pytest.raises(CorruptRecord, match=r"memory:/log/00000000000000000004 is missing: restore it"):
+        log.record(4)
 
 
 def test_a_damaged_mark_is_named(in_memory: ObjectStore) -> None:

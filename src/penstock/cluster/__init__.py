@@ -12,7 +12,8 @@ so of several nodes one succeeds. Everything else follows from the order of the 
     trim          stores the mark, then deletes
     node          a node: one of these roles at a time
     actions       what these ask for, and the answers
-    shared_log    the log in an object store: the only module here that does I/O
+    shared_log    the log in an object store
+    runner        runs a node on it, in an event loop
 
-The others are state machines without I/O, clock or randomness: events in, actions out.
+All but the last two are without I/O, clock and randomness: events in, actions out.
 """

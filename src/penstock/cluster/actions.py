@@ -7,7 +7,8 @@
     Commit, Lead, Deposed                                          need no answer
 
 Each request gets one answer. A request that failed in a way that leaves open whether it was executed, or will be, is
-Unknown. Reads and deletes that fail are repeated by the one who runs the node.
+Unknown. The node asks for the same again at once, so the one who runs it waits before it tells. Reads and deletes that
+fail are repeated by the one who runs the node.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read records from `position` on, in order, until `limit` or the first missing one. *Then* read the trim mark."""
+    """Read records from `position` on, in order: up to `limit`, or the first missing one. *Then* read the trim mark."""
 
     position: int
     limit: int
@@ -111,6 +112,6 @@ class Reading:
 
     position: int
     records: tuple[bytes, ...]
-    # Whether a record was missing: `records` is shorter than requested.
+    # Whether the record after these was missing.
     is_end: bool
     mark: Mark

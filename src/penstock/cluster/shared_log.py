@@ -21,10 +21,13 @@ from typing import Final
 from penstock.cluster.actions import Answer, Reading, Stored, Taken, Unknown
 from penstock.cluster.checkpoint import MARK_BYTES_MAX, UNTRIMMED, Mark
 from penstock.cluster.record import RECORD_BYTES_MAX
-from penstock.errors import BadConfig, BadDirectory, ReadFailed, UnsupportedFormat
+from penstock.errors import BadConfig, BadDirectory, CorruptRecord, ReadFailed, UnsupportedFormat
 from penstock.object_store import ObjectStore
 
 FORMAT: Final = b"penstock cluster 1\n"
+
+# After so many bytes a reading ends.
+READ_BYTES: Final = 8 << 20
 
 _OURS: Final = {"FORMAT", "log", "trim", "probe"}
 # So many create one object at once to try the store, and so many requests of one call are under way.
@@ -69,14 +72,28 @@ class SharedLog:
         return _create(self._store, _record(position), data)
 
     def read(self, position: int, limit: int) -> Reading:
-        """Read up to `limit` records from a position on, in order, until one is missing; then the trim mark."""
+        """Read up to `limit` records from a position on, in order, until one is missing; then the trim mark.
+
+        Records of more than READ_BYTES together are returned in several readings.
+        """
         records: list[bytes] = []
-        while len(records) < limit:
+        size = 0
+        is_end = False
+        while len(records) < limit and size < READ_BYTES and not is_end:
             data = _read(self._store, _record(position + len(records)), RECORD_BYTES_MAX)
             if data is None:
-                break
-            records.append(data)
-        return Reading(position, tuple(records), len(records) < limit, self.mark())
+                is_end = True
+            else:
+                records.append(data)
+                size += len(data)
+        return Reading(position, tuple(records), is_end, self.mark())
+
+    def record(self, position: int) -> bytes:
+        """Return a record that is never deleted. Raises CorruptRecord if it is missing."""
+        data = _read(self._store, _record(position), RECORD_BYTES_MAX)
+        if data is None:
+            raise CorruptRecord(f"{self._store.url_of(_record(position))} is missing: restore it")
+        return data
 
     def last(self, above: int = 0) -> int | None:
         """Return the highest position, at or above `above`, in a list of the store, which may lag."""
