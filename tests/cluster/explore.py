@@ -15,7 +15,7 @@ from operator import attrgetter
 from random import Random
 from typing import Any, Final
 
-from penstock.cluster.actions import Append, Read, Reading, StoreMark, Taken
+from penstock.cluster.actions import Append, Read, Reading, StoreMark, Survey, Surveyed, Taken
 from penstock.cluster.place import Lineage, Place, Trimmable
 from penstock.cluster.record import Record
 from tests.cluster.world import Request, World
@@ -133,7 +133,10 @@ def explore(machines: int, budget: Budget, states_max: int) -> int:
 
 
 # Dataclasses with slots pickle themselves field by field in Python. This takes a third of the time.
-_VALUES: Final = (Append, Read, Reading, StoreMark, Taken, Place, Lineage, Trimmable, Record, Request)
+_VALUES: Final = (
+    *(Append, Read, Reading, StoreMark, Survey, Surveyed, Taken),
+    *(Place, Lineage, Trimmable, Record, Request),
+)
 
 
 def _reduced(kind: type) -> Callable[[Any], tuple[type, tuple[object, ...]]]:

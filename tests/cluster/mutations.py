@@ -57,7 +57,7 @@ def _resend_only_what_was_displaced() -> list[Patch]:
         for index, record in enumerate(leader._pending):
             if record.position == position:
                 del leader._pending[index]
-                resent = leader._send(record.at(leader._top + 1))
+                resent = leader._send(record)
                 leader._pending.insert(index, leader._pending.pop())
                 return [resent]
         return []
@@ -149,7 +149,7 @@ def _skip_the_second_reading() -> list[Patch]:
 
     def taken(attempt: TakeOver) -> list[Action]:
         assert attempt.lead is not None
-        attempt.lead = attempt.lead.at(attempt.lead.position + 1)
+        attempt.lead = attempt.lead.at(attempt.lead.position + 1, 0)
         attempt.phase = Phase.APPENDING
         attempt._sent = Append(attempt.lead.position, attempt.lead.encode())
         return [attempt._sent]
@@ -241,24 +241,24 @@ MUTATIONS: Final[dict[str, Callable[[], list[Patch]]]] = {
 }
 
 
-# A seed that finds each of them.
+# A seed that finds each of them, except one that needs thousands: `test_trim_mark.py` plays its scene.
 FOUND_BY: Final = {
-    "acknowledge over a gap": 13,
+    "acknowledge over a gap": 8,
     "acknowledge out of order": 0,
-    "resend only what was displaced": 11,
-    "valid without numbers": 0,
-    "count void records": 9,
-    "delete void records": 441,
-    "delete LEAD records": 38,
-    "lead below the trim mark": 245,
-    "read the trim mark first": 3371,
+    "resend only what was displaced": 8,
+    "valid without numbers": 11,
+    "count void records": 8,
+    "delete void records": 515,
+    "delete LEAD records": 50,
+    "lead below the trim mark": 139,
     "skip the reading after taken": 0,
     "apply before commit": 0,
-    "push before commit": 3,
+    "push before commit": 0,
     "trim before the mark is stored": 0,
     "trim before the checkpoint is committed": 0,
     "take unknown for stored": 0,
 }
+RARE: Final = "read the trim mark first"
 
 
 @contextlib.contextmanager
@@ -281,5 +281,5 @@ def first_found(name: str, seeds: range) -> int | None:
 
 
 if __name__ == "__main__":
-    for rule in MUTATIONS:
+    for rule in FOUND_BY:
         print(f'    "{rule}": {first_found(rule, range(10_000))},', flush=True)

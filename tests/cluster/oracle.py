@@ -10,7 +10,7 @@ import struct
 from collections import defaultdict
 from typing import NamedTuple
 
-_HEADER = struct.Struct("<4sIHBBIQQQQ")
+_HEADER = struct.Struct("<4sIHBBIQQQQQ")
 LEAD, ROUND, CHECKPOINT = 1, 2, 3
 
 
@@ -64,7 +64,7 @@ class Oracle:
             self.below.append(len(self.truth))
 
     def _judge(self, position: int, data: bytes) -> None:
-        _, _, _, kind, _, _, there, epoch, leader, number = _HEADER.unpack_from(data)
+        _, _, _, kind, _, _, there, epoch, leader, number, _ = _HEADER.unpack_from(data)
         assert there == position
         if kind == LEAD:
             if epoch <= self.epoch:

@@ -12,7 +12,7 @@ from penstock.cluster.checkpoint import Checkpoint, Mark, Member
 from penstock.cluster.record import BODY_BYTES_MAX, HEADER_BYTES, Kind, Record, decode
 from penstock.errors import CorruptRecord
 
-RECORD = Record(Kind.ROUND, 7, 0xFEDCBA9876543210, 3, 41, b"a round")
+RECORD = Record(Kind.ROUND, 7, 0xFEDCBA9876543210, 3, 41, b"a round", 2)
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -28,7 +28,7 @@ def test_the_layout_is_as_drawn() -> None:
 
     assert data[:4] == b"PSLR"
     assert struct.unpack_from("<I", data, 4) == (crc32c(data[8:]),)
-    assert struct.unpack_from("<HBBIQQQQ", data, 8) == (1, Kind.ROUND, 0, 7, 41, 7, 0xFEDCBA9876543210, 3)
+    assert struct.unpack_from("<HBBIQQQQQ", data, 8) == (1, Kind.ROUND, 0, 7, 41, 7, 0xFEDCBA9876543210, 3, 2)
     assert data[HEADER_BYTES:] == b"a round"
 
 
@@ -74,7 +74,7 @@ def test_a_body_has_a_limit() -> None:
 
 
 def test_a_copy_for_another_position_differs_in_nothing_else() -> None:
-    assert RECORD.at(50) == replace(RECORD, position=50)
+    assert RECORD.at(50, 9) == replace(RECORD, position=50, committed=9)
 
 
 def test_bodies_in_json_are_read_as_they_were_written() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.actions import Reading, Stored, Taken, Unknown
+from penstock.cluster.actions import Reading, Stored, Surveyed, Taken, Unknown
 from penstock.cluster.checkpoint import UNTRIMMED, Mark
 from penstock.cluster.record import Kind
 from penstock.cluster.shared_log import FORMAT, READ_BYTES, SharedLog
@@ -77,6 +77,16 @@ def test_records_are_read_in_order_up_to_a_limit_or_the_first_missing_one(store:
     assert log.last() == 4
     assert log.last(4) == 4
     assert log.last(5) is None
+
+
+def test_a_survey_finds_the_last_record_beyond_a_missing_one(store: ObjectStore) -> None:
+    log = SharedLog.begin(store)
+    for position in (0, 1, 3, 4):
+        log.append(position, b"%d" % position)
+
+    assert log.survey(2) == Surveyed(2, 4, b"4", UNTRIMMED)
+    assert log.survey(5) == Surveyed(5)
+    assert log.survey(3) == Surveyed(3)  # it came meanwhile
 
 
 def test_large_records_are_returned_in_several_readings(in_memory: ObjectStore) -> None:

@@ -21,6 +21,8 @@ from penstock.cluster.actions import (
     Restore,
     Stored,
     StoreMark,
+    Survey,
+    Surveyed,
     Taken,
     Unknown,
 )
@@ -43,9 +45,10 @@ class Push:
 class Request:
     machine: int
     life: int
-    action: Append | Read | Restore | StoreMark | Delete | Push
+    action: Append | Read | Survey | Restore | StoreMark | Delete | Push
     # What was read, or is still to be deleted.
     read: list[bytes] = field(default_factory=list)
+    beyond: int = 0
     left: list[int] = field(default_factory=list)
     # Whether the object was found to exist.
     exists: bool = False
@@ -239,6 +242,9 @@ class World:
             case Read():
                 assert isinstance(answer, Reading)
                 actions = node.read(answer)
+            case Survey():
+                assert isinstance(answer, Surveyed)
+                actions = node.surveyed(answer)
             case StoreMark() as store:
                 assert isinstance(answer, Stored | Taken | Unknown)
                 actions = node.mark_answered(store, answer)
@@ -279,6 +285,8 @@ class World:
                     request.read.append(next_)
                     return
                 request.answer = Reading(position, tuple(request.read), len(request.read) < limit, self.newest)
+            case Survey(position):
+                request.answer = self._survey(request, position)
             case Delete():
                 if request.left:
                     position = request.left.pop(self.random.randrange(len(request.left)))
@@ -288,6 +296,21 @@ class World:
                 request.answer = DONE
             case Restore() | Push():
                 request.answer = DONE
+
+    def _survey(self, request: Request, position: int) -> Surveyed | None:
+        """A list, then the record beyond, then the missing one, then the mark. The list may lag."""
+        if not request.read:
+            beyond = sorted(other for other in self.objects if other > position)
+            shown = beyond[: self.random.choice((None, None, 0, 1, 2))]
+            if not shown:
+                return Surveyed(position)
+            request.beyond = shown[-1]
+            request.read.append(self.objects[request.beyond])
+            return None
+        if not request.exists:
+            request.exists = True
+            return Surveyed(position) if position in self.objects else None
+        return Surveyed(position, request.beyond, request.read[0], self.newest)
 
     @staticmethod
     def _create(request: Request, objects: dict[int, bytes], key: int, data: bytes) -> object:
@@ -355,7 +378,7 @@ class World:
         for machine in self.machines:
             assert machine.node is not None
             assert {log: values for log, values in machine.disk.logs.items() if values} == dict(self.oracle.logs)
-            assert machine.node.place.position == self.oracle.end
+            assert machine.index == len(self.oracle.truth)
             places.add(machine.node.place)
         assert len({(place.members, place.leader, place.lineage, place.rounds) for place in places}) == 1
         below = {valid.position for valid in self.oracle.truth if valid.kind == Kind.ROUND}

@@ -2,6 +2,7 @@
 
     Append, StoreMark     create an object if there is none     →  Stored, Taken, Unknown
     Read                  records in order, then the trim mark  →  Reading
+    Survey                what is beyond a missing record       →  Surveyed
     Restore               the content of a checkpoint           →  its record
     Delete                trimmed rounds                        →  done
     Commit, Lead, Deposed                                          need no answer
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.cluster.checkpoint import Mark
+from penstock.cluster.checkpoint import UNTRIMMED, Mark
 from penstock.cluster.place import Place
 from penstock.cluster.record import Record
 
@@ -34,6 +35,14 @@ class Read:
 
     position: int
     limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Look for the last record beyond `position` that a list has. If there is one, read it, *then* look again whether
+    the record at `position` is missing, and *then* read the trim mark."""
+
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ class Delete:
     ranges: tuple[tuple[int, int], ...]
 
 
-Action = Append | Read | Restore | Commit | Lead | Deposed | StoreMark | Delete
+Action = Append | Read | Survey | Restore | Commit | Lead | Deposed | StoreMark | Delete
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +124,13 @@ class Reading:
     # Whether the record after these was missing.
     is_end: bool
     mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """The last record beyond `position`, if `position` is missing and there is one."""
+
+    position: int
+    beyond: int = 0
+    data: bytes | None = None
+    mark: Mark = UNTRIMMED

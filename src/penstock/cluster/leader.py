@@ -20,13 +20,14 @@ from penstock.cluster.record import Kind, Record, decode
 
 
 class Leader:
-    __slots__ = ("_known", "_lead", "_number", "_pending", "_sent", "_top", "_unknown_from", "deposed_by")
+    __slots__ = ("_committed", "_known", "_lead", "_number", "_pending", "_sent", "_top", "_unknown_from", "deposed_by")
 
     def __init__(self, lead: Record) -> None:
         """Lead since the record `lead`, which is stored."""
         self._lead = lead
-        # Of the last record.
+        # Of the last record, and of the last committed one.
         self._number = 0
+        self._committed = 0
         # The highest position used.
         self._top = lead.position
         # Every position below holds something; above, these do.
@@ -52,7 +53,7 @@ class Leader:
         """Append a record; return its number."""
         assert self.deposed_by is None, "deposed"
         self._number += 1
-        record = Record(kind, self._lead.epoch, self._lead.incarnation, self._number, self._top + 1, body)
+        record = Record(kind, self._lead.epoch, self._lead.incarnation, self._number, 0, body)
         return self._number, self._send(record)
 
     def awaits(self, append: Append) -> bool:
@@ -84,6 +85,7 @@ class Leader:
         committed = []
         while self._pending and self._is_committed(self._pending[0].position):
             committed.append(self._pending.popleft())
+            self._committed = committed[-1].number
         return committed
 
     def _is_committed(self, position: int) -> bool:
@@ -96,10 +98,12 @@ class Leader:
         for record in self._pending:
             (again if again or record.position == position else keep).append(record)
         self._pending = deque(keep)
-        return [self._send(record.at(self._top + 1)) for record in again]
+        return [self._send(record) for record in again]
 
     def _send(self, record: Record) -> Append:
-        self._top = record.position
+        """Append a record, or a copy of it, behind everything else."""
+        self._top += 1
+        record = record.at(self._top, self._committed)
         self._pending.append(record)
         data = self._sent[record.position] = record.encode()
         return Append(record.position, data)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from penstock.cluster.actions import Action, Answer, Append, Delete, Deposed, Lead, Reading, StoreMark
+from penstock.cluster.actions import Action, Answer, Append, Delete, Deposed, Lead, Reading, StoreMark, Surveyed
 from penstock.cluster.checkpoint import Mark, Member
 from penstock.cluster.follower import Follower
 from penstock.cluster.leader import Leader
@@ -90,6 +90,11 @@ class Node:
             return []
         self._take_over = TakeOver(self._follower, self.member, incarnation)
         return self._take_over.begin()
+
+    def surveyed(self, survey: Surveyed) -> list[Action]:
+        """Take what is beyond the end of the log. Raises CorruptRecord if a record was removed."""
+        assert self._take_over is not None
+        return self._tried(self._take_over.surveyed(survey))
 
     def _tried(self, actions: list[Action]) -> list[Action]:
         attempt = self._take_over

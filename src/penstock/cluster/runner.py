@@ -23,6 +23,7 @@ from penstock.cluster.actions import (
     Read,
     Restore,
     StoreMark,
+    Survey,
     Unknown,
 )
 from penstock.cluster.node import Node, Role
@@ -115,7 +116,7 @@ class Runner:
                         raise Closed(f"{self.node.member.node} has stopped")
                     self._tasks.create_task(self._request(action))
 
-    async def _request(self, action: Append | Read | Restore | StoreMark | Delete) -> None:
+    async def _request(self, action: Append | Read | Survey | Restore | StoreMark | Delete) -> None:
         """Execute a request, and what follows from its answer."""
         log, node = self._log, self.node
         match action:
@@ -125,6 +126,8 @@ class Runner:
                 self._perform(node.mark_answered(action, await self._create(lambda: log.store_mark(mark))))
             case Read(position, limit):
                 self._perform(node.read(await self._repeat(lambda: log.read(position, limit))))
+            case Survey(position):
+                self._perform(node.surveyed(await self._repeat(lambda: log.survey(position))))
             case Delete(ranges):
                 await self._repeat(lambda: log.delete(ranges))
                 self._perform(node.deleted(action))

@@ -18,7 +18,7 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from penstock.cluster.actions import Answer, Reading, Stored, Taken, Unknown
+from penstock.cluster.actions import Answer, Reading, Stored, Surveyed, Taken, Unknown
 from penstock.cluster.checkpoint import MARK_BYTES_MAX, UNTRIMMED, Mark
 from penstock.cluster.record import RECORD_BYTES_MAX
 from penstock.errors import BadConfig, BadDirectory, CorruptRecord, ReadFailed, UnsupportedFormat
@@ -87,6 +87,16 @@ class SharedLog:
                 records.append(data)
                 size += len(data)
         return Reading(position, tuple(records), is_end, self.mark())
+
+    def survey(self, position: int) -> Surveyed:
+        """Return the last record that a list has beyond `position`, if the one there is missing."""
+        beyond = self.last(position + 1)
+        if beyond is None:
+            return Surveyed(position)
+        data = _read(self._store, _record(beyond), RECORD_BYTES_MAX)
+        if _read(self._store, _record(position), RECORD_BYTES_MAX) is not None:
+            return Surveyed(position)
+        return Surveyed(position, beyond, data, self.mark())
 
     def record(self, position: int) -> bytes:
         """Return a record that is never deleted. Raises CorruptRecord if it is missing."""
