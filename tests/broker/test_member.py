@@ -34,6 +34,7 @@ class Connection:
     echo: bool = True
     name: str = ""
     address: str = ""
+    meter = None
     published: Collection[int] = ()
     sent: list[tuple[bytes, list[bytes], Mapping[int, int] | None]] = field(default_factory=list)
 

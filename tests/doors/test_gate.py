@@ -228,7 +228,7 @@ def test_a_name_that_is_no_text_is_shown_as_text(tmp_path_factory: pytest.TempPa
         nats.send("SUB a DURABLE:g 1\r\n")
         assert nats.ask("PING") == "PONG"
         frames.sync()
-        rows = ask(server, "GET", "/connz").json["connections"]
+        rows = ask(server, "GET", "/connz", headers={"Authorization": f"Bearer {TOKEN}"}).json["connections"]
         names = sorted(row["name"] for row in rows)
         assert names == ["\ufffd a\ufffd[2J\ufffd\ufffdb" + "c" * 246, "\ufffd" * 256]
         assert ask(server, "GET", "/admin/groups").status == 200

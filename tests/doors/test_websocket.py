@@ -356,11 +356,16 @@ def test_a_bomb_of_nothing_is_refused_at_once(server: Serve) -> None:
 
 
 def test_nothing_is_inflated_beyond_what_may_be_sent_before_connect(guarded: Serve) -> None:
-    before = get(guarded, "/varz").json["since_start"]["received_bytes"]
+    before = _received_bytes(guarded)
     with WebSocketRaw(guarded, deflates=True) as client:
         client.socket.sendall_raw(encode(Opcode.BINARY, deflate(b"\r\n" * (32 << 20)), reserved=DEFLATED))
         assert client.rest() == "-ERR 'Authorization Violation'\r\n"
-    wait_for(lambda: get(guarded, "/varz").json["since_start"]["received_bytes"] == before + HANDSHAKE_BYTES_MAX + 1)
+    wait_for(
+        lambda: (
+            get(guarded, "/varz", Authorization=f"Bearer {TOKEN}").json["since_start"]["received_bytes"]
+            == before + HANDSHAKE_BYTES_MAX + 1
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -379,7 +384,7 @@ def test_a_crowd_that_never_authenticates_keeps_no_client_out(guarded: Serve) ->
         idle = [crowd.enter_context(WebSocketRaw(guarded)) for _ in range(60)]
         for connection in idle[:40]:
             assert "Authentication Timeout" in connection.rest()
-        limits = get(guarded, "/varz").json["limits"]
+        limits = get(guarded, "/varz", Authorization=f"Bearer {TOKEN}").json["limits"]
         assert limits["handshakes_count"] == {"used": 20, "limit": 20}
         with WebSocketRaw(guarded) as client:
             client.send(b'CONNECT {"auth_token":"%b","verbose":false}\r\nPING\r\n' % TOKEN.encode())
@@ -413,3 +418,8 @@ def test_a_post_by_a_page_is_refused_as_before(server: Serve) -> None:
     """What may connect by WebSocket may not change anything over HTTP."""
     answer = ask(server, "POST", "/admin/topics", {"name": "t"}, headers={"Origin": "https://app.example"})
     assert (answer.status, answer.code) == (403, "FORBIDDEN")
+
+
+def _received_bytes(guarded: Serve) -> int:
+    figures = get(guarded, "/varz", Authorization=f"Bearer {TOKEN}").json
+    return int(figures["since_start"]["received_bytes"])

@@ -20,6 +20,7 @@ from tests.hostile.oracle import PASSWORD, USER, Figures, Oracle
 from tests.support.certificates import Certificates
 from tests.support.frames import Frames
 from tests.support.server import Serve
+from tests.support.users import write_users
 
 # What hostile clients publish to, if nothing else is said.
 TOPIC: Final = "hostile"
@@ -194,13 +195,27 @@ async def _drain(reader: asyncio.StreamReader) -> None:
         pass
 
 
-def besiege(directory: Path, door: Door, seed: int, scale: Scale, certificates: Certificates | None = None) -> Figures:
+def besiege(
+    directory: Path,
+    door: Door,
+    seed: int,
+    scale: Scale,
+    certificates: Certificates | None = None,
+    user: str | None = None,
+) -> Figures:
     """Start a server, attack one of its doors, and judge. What it stored goes when all is well. With certificates, the
-    attacks use TLS, and the bystander does not."""
+    attacks use TLS, and the bystander does not. `user`: one of USERS that the attackers log in as; None: they are
+    administrators."""
     tls = None if certificates is None else certificates.context()
-    settings = {} if certificates is None else certificates.settings(required=False)
+    settings: dict[str, Any] = {} if certificates is None else certificates.settings(required=False)
+    if user is not None:
+        assert door.login is not None
+        settings["auth_users"] = write_users(directory / "users.toml", USERS)
+        # Of the same length, so that the lengths in frames stay right.
+        door = door._replace(login=door.login.replace(USER.encode(), user.encode()))
+    guarded = door.guarded and user is None
     try:
-        with start(directory, guarded=door.guarded, topics_max=scale.topics_max, **settings) as server:
+        with start(directory, guarded=guarded, topics_max=scale.topics_max, **settings) as server:
             with Frames(server, user=USER, password=PASSWORD) as client:
                 topic_id = client.topic_id(TOPIC, partitions=2)
             target = Target(topic_id, b"127.0.0.1:%d" % server.ports["http"])
@@ -212,6 +227,24 @@ def besiege(directory: Path, door: Door, seed: int, scale: Scale, certificates: 
         raise AssertionError(f"seed {seed}, {door.name}: {error}") from None
     shutil.rmtree(directory)
     return figures
+
+
+# One who may do nothing, and one who may do little. The password is that of the tests.
+NOBODY: Final = "nobody-at"
+LITTLE: Final = "little-at"
+USERS: Final = f"""
+[users.{USER}]
+password = "{{password}}"
+admin = true
+[users.{NOBODY}]
+password = "{{password}}"
+[users.{LITTLE}]
+password = "{{password}}"
+publish = ["little.>", "{TOPIC}"]
+subscribe = {{ allow = [">"], deny = ["*.secret", "{TOPIC}.>"] }}
+groups = {{ join = ["little*"] }}
+quotas = {{ connections = 50, subscriptions = 500, bytes_in_s = "1MiB" }}
+"""
 
 
 def start(directory: Path, *, guarded: bool = True, topics_max: int = 50, **settings: object) -> Serve:

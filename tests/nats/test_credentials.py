@@ -27,7 +27,6 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]
     ("options", "is_let_in"),
     [
         ({"nkey": "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4", "sig": "c2lnbmVk"}, False),
-        ({"jwt": "eyJ0eXAiOiJKV1QifQ.e30.c2lnbmVk", "sig": "c2lnbmVk"}, False),
         ({"user": "ann", "pass": "wrong"}, False),
         ({"auth_token": "wrong"}, False),
         ({}, False),

@@ -128,6 +128,8 @@ BOUNDS = [
     ("server.stop_s", 1, 3600),
     ("server.lame_duck_s", 1, 86_400),
     ("server.lame_duck_grace_s", 0, 3600),
+    ("auth.failures_max", 0, 1_000_000),
+    ("auth.lockout_s", 1, 86_400),
     ("tls.handshake_s", 1, 86_400),
     ("storage.unflushed_bytes_max", 1, None),
     ("storage.tail_bytes_max", 0, None),

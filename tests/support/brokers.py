@@ -74,6 +74,7 @@ class Recorder:
         self.is_open = True
         self.echo = echo
         self.name = self.address = ""
+        self.meter = None
         self.got: list[Got] = []
         self.errors: list[PenstockError] = []
         # What it has published, for one without echo; and how often it may be asked before that is a loop without end.

@@ -41,6 +41,7 @@ class Connection:
     """A connection that takes everything; what it is sent is in the dispatches."""
 
     name = address = ""
+    meter = None
 
     @property
     def takes_unstored(self) -> bool:

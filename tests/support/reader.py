@@ -4,7 +4,7 @@
   the name of a file (`# shop.py`) is saved under that name instead.
 - A block of `console` is a session in a terminal. Each line behind a `$` is typed, and what stands below it comes; `…`
   stands for any lines, and `^C` is typed when all above it has come.
-- A block of `toml` is saved as penstock.toml, and must be right.
+- A block of `toml` is saved as penstock.toml, and must be right; one that begins with `# users.toml` has users.
 
 All of a document happens in one directory, with one server. It starts with `penstock serve`, or when it is first
 needed, and ends with `kill %1`. With `penstock replica … &` there is a replica beside it. What is asked with `curl` is
@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from penstock.security import users_file
 from penstock.server.config import load
 from tests.docs import Block, blocks
 from tests.support.process import PATIENCE_S
@@ -96,6 +97,9 @@ class Reader:
         _compare(self._without_ports(done.stdout), shown, where)
 
     def _do_settings(self, text: str, where: str) -> None:
+        if text.startswith("# users.toml\n"):
+            assert len(users_file.parse(Path("users.toml"), text.encode())) > 0
+            return
         path = self._directory / "penstock.toml"
         path.write_text(text)
         assert load(path=path, environ={}, flags={}).warnings == [], where

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from penstock import awaiting
+from penstock.broker.audit_log import AuditLog
 from penstock.broker.changes import TopicChanges
 from penstock.broker.cursor import ReadAhead
 from penstock.broker.deadletters import DeadLetters
@@ -52,6 +53,7 @@ from penstock.health import Usage
 from penstock.log.policy import Policy, Topic
 from penstock.model.batch import Batch
 from penstock.model.run import Run
+from penstock.security.security import Security
 from penstock.store.store import Store
 
 logger = logging.getLogger(__name__)
@@ -80,8 +82,13 @@ class Settings:
 
 
 class Broker:
-    def __init__(self, store: Store, *, clock: Clock, settings: Settings | None = None) -> None:
+    def __init__(
+        self, store: Store, *, clock: Clock, settings: Settings | None = None, security: Security | None = None
+    ) -> None:
+        """`security`: of the server; None: no credentials are required."""
         self.store = store
+        self.security = security or Security(clock)
+        self._audit_log = AuditLog(self.security.audit, self)
         self.clock = clock
         self.settings = settings or Settings()
         self.health = store.health
@@ -138,6 +145,7 @@ class Broker:
             for group in self.groups:
                 group.dispatcher.start()
             self.refreshes.start()
+            self._audit_log.start()
             started.set()
 
     def _mark_needed(self) -> None:
@@ -222,7 +230,9 @@ class Broker:
     def _serve_partition(self, topic: Topic, number: int) -> Partition:
         name = topic.name.encode()
         # Messages in a topic of the broker's own have the subject of where they go, and are not there yet.
-        deliver = _deliver_to_nobody if name.startswith(RESERVED) else self.subscriptions.deliver
+        deliver: Callable[[Partition, Batch | Run], None] = self.subscriptions.deliver
+        if name.startswith(RESERVED):
+            deliver = self.subscriptions.deliver_audit if topic.is_audit else _deliver_to_nobody
         return Partition(
             topic.id,
             number,

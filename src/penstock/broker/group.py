@@ -24,8 +24,8 @@ from penstock.broker.partition import Partition
 from penstock.broker.position import PartitionId, Position
 from penstock.broker.position_budget import NAME_COPIES, POSITION_BYTES, PositionBudget
 from penstock.broker.position_writer import PositionWriter
+from penstock.broker.topic import selects
 from penstock.errors import StaleCommit
-from penstock.model.subject import meets
 from penstock.outcome import Outcome
 from penstock.store.meta import Change
 
@@ -75,7 +75,7 @@ class Group:
 
     def matches(self, topic: bytes) -> bool:
         """Return whether subjects of a topic may match the pattern."""
-        return meets(self.pattern, topic)
+        return selects(self.pattern, topic)
 
     def lag(self) -> int:
         """Return how many offsets are not acknowledged; those of other subjects are counted too."""

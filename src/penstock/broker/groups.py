@@ -17,7 +17,7 @@ from penstock.broker.member import Member
 from penstock.broker.partition import Partition
 from penstock.broker.start import Begin, Start, offset_of, offsets_of
 from penstock.broker.subscriptions import Members
-from penstock.broker.topic import RESERVED, ServedTopic, Topics
+from penstock.broker.topic import ServedTopic, Topics, is_reserved
 from penstock.errors import (
     BadSubject,
     GroupConflict,
@@ -267,7 +267,7 @@ class Groups:
     def add_partition(self, partition: Partition) -> None:
         """Let the groups that match it read a new partition: all of it, because they are older."""
         for group in self.all:
-            if group.matches(partition.name) and not partition.name.startswith(RESERVED):
+            if group.matches(partition.name) and not is_reserved(partition.name):
                 group.attach(partition, partition.start)
 
     def _attach(self, group: Group, offsets: Mapping[Partition, int]) -> None:
@@ -287,7 +287,7 @@ class Groups:
     @contextmanager
     def reserve_positions(self, name: bytes, partitions: int) -> Iterator[None]:
         """Reserve memory for new partitions of a topic: each group that reads it needs a position in each."""
-        groups = [group for group in self.all if group.matches(name) and not name.startswith(RESERVED)]
+        groups = [group for group in self.all if group.matches(name) and not is_reserved(name)]
         size, budget = partitions * sum(group.position_bytes for group in groups), self._host.position_budget
         if not budget.fits(size):
             raise TooManyTopics(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from penstock.broker.cursor import Cursor
 from penstock.broker.partition import Partition
+from penstock.broker.topic import selects
 from penstock.model.run import Run
-from penstock.model.subject import meets
 
 if TYPE_CHECKING:
     from penstock.broker.broker import Broker
@@ -94,7 +94,7 @@ class History:
         if self._is_restricted:
             return
         for topic in self._broker.topics:
-            if meets(self._pattern, topic.name) and not topic.is_internal:
+            if selects(self._pattern, topic.name) and not topic.is_internal:
                 for partition in topic.partitions:
                     if partition not in self._cursors:
                         self._cursors[partition] = partition.cursor(partition.start, pattern=self._pattern)

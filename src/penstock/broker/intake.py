@@ -19,11 +19,12 @@ from penstock.broker.partition import LivePartition, LiveQueue
 from penstock.broker.topic import LIVE, ServedTopic, Target, Topics
 from penstock.broker.value_check import Check
 from penstock.clock import Clock
-from penstock.errors import BadRequest, PenstockError, UnknownTopic
+from penstock.errors import BadRequest, PenstockError, ReadOnlyTopic, UnknownTopic
 from penstock.log.policy import Dedup as DedupMode
 from penstock.model import headers
 from penstock.model.batch import Batch
 from penstock.model.run import Run
+from penstock.model.subject import AUDIT_SUBJECT, owns
 from penstock.outcome import Outcome
 from penstock.store.store import Store
 
@@ -132,10 +133,16 @@ class Intake:
         self._live = live
         self._order = order
 
-    def is_ready(self, run: Run, publisher: Publisher | None = None, checked: Container[Check] = ()) -> bool:
+    def is_ready(
+        self,
+        run: Run,
+        publisher: Publisher | None = None,
+        checked: Container[Check] = (),
+        refused: Container[bytes | int] = (),
+    ) -> bool:
         """Return whether `publish` can take the run as things are; if not, `prepare` makes it so.
 
-        `checked`: the schemas that its values were checked with.
+        `checked`: the schemas that its values were checked with; `refused`: subjects that are not to be stored.
         """
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE)):
@@ -144,18 +151,20 @@ class Intake:
         if self._host.store.rounds.unflushed.is_crowded:
             return False
         subjects = set(run.subjects) if subject is None else (subject,)
-        return all(self._knows(each, has_headers=bool(run.headers), checked=checked) for each in subjects)
+        return all(
+            each in refused or self._knows(each, has_headers=bool(run.headers), checked=checked) for each in subjects
+        )
 
-    async def prepare(self, run: Run, checked: set[Check]) -> Refusals:
+    async def prepare(self, run: Run, checked: set[Check], refused: Container[bytes | int] = ()) -> Refusals:
         """Make the topics that the run needs, read what must be known of them, check values against enforced schemas,
         and wait for the disk to catch up.
 
         Subjects and messages for which that cannot be, with the reason: for `publish`. The schemas that values were
-        checked with are added to `checked`.
+        checked with are added to `checked`. Nothing is done for `refused` subjects.
         """
         refusals: Refusals = {}
         for subject in set(run.subjects):
-            if not (run.is_live or subject.startswith(LIVE)):
+            if not (run.is_live or subject.startswith(LIVE) or subject in refused):
                 try:
                     await self._host.dedup_windows.open(await self._host.changes.owner(subject))
                 except PenstockError as error:
@@ -181,13 +190,16 @@ class Intake:
             checked.add(check)
         return failed
 
-    async def make_ready(self, run: Run, publisher: Publisher | None = None) -> Refusals:
-        """Repeat `prepare` until the run can be published."""
+    async def make_ready(
+        self, run: Run, publisher: Publisher | None = None, refused: Refusals | None = None
+    ) -> Refusals:
+        """Repeat `prepare` until the run can be published, but for what is `refused` anyway."""
         refusals: Refusals = {}
+        refused = refused or {}
         checked: set[Check] = set()
-        while not refusals and not self.is_ready(run, publisher, checked):
-            refusals = await self.prepare(run, checked)
-        return refusals
+        while not refusals and not self.is_ready(run, publisher, checked, refused):
+            refusals = await self.prepare(run, checked, refused)
+        return {**refusals, **refused}
 
     def is_batch_ready(self, topic_id: int) -> bool:
         """Return whether `append` or a transaction can take a batch as things are; if not, `prepare_batch` makes it
@@ -235,6 +247,9 @@ class Intake:
     def _publish(self, run: Run, receipt: Receipt, refusals: Refusals | None, publisher: Publisher | None) -> None:
         subject = run.subject
         if run.is_live or (subject is not None and subject.startswith(LIVE) and not (run.keys or refusals)):
+            if subject is not None and owns(AUDIT_SUBJECT, subject):
+                receipt.refuse(range(len(run)), _audit_is_read_only())
+                return
             live = self._queue(publisher) if publisher is not None and publisher.is_waiting else self._live
             self._append(live, run, range(len(run)), receipt)
             return
@@ -332,7 +347,10 @@ class Intake:
             if index in receipt.failed:
                 continue
             if subject.startswith(LIVE):
-                parts.setdefault(self._live, []).append(index)
+                if owns(AUDIT_SUBJECT, subject):
+                    receipt.refuse([index], _audit_is_read_only())
+                else:
+                    parts.setdefault(self._live, []).append(index)
                 continue
             topic = self._host.topics.owner(subject)
             if topic is None:
@@ -482,6 +500,10 @@ class Intake:
             return False
         mode = topic.topic.policy.dedup
         return topic.dedup is not None or mode is DedupMode.OFF or (mode is DedupMode.ID and not has_headers)
+
+
+def _audit_is_read_only() -> ReadOnlyTopic:
+    return ReadOnlyTopic(f"the topic {AUDIT_SUBJECT.decode()} is written by the broker alone")
 
 
 def _read_values(batch: Batch) -> tuple[list[bytes], set[int]]:

@@ -11,6 +11,8 @@ from penstock.broker.flow import Flow, TokenBucket
 from penstock.errors import PenstockError
 from penstock.log.policy import DELIVERIES_DEFAULT, Policy
 from penstock.model.run import Run, fitting
+from penstock.security.permissions import is_denied
+from penstock.security.quotas import Meter
 
 # What an open connection is given at once of what is stored, unless one message is larger. Runs that are gathered from
 # publishes have no more.
@@ -37,6 +39,11 @@ class Sink(Protocol):
     # The name of the connection.
     name: str
     address: str
+
+    @property
+    def meter(self) -> Meter | None:
+        """Return what counts the subscriptions of its user; None: nobody does."""
+        ...
 
     @property
     def is_open(self) -> bool:
@@ -96,6 +103,7 @@ class Member:
         "credit",
         "delivered",
         "deliveries",
+        "denied",
         "dropped",
         "expires_us",
         "flow",
@@ -126,8 +134,20 @@ class Member:
         self.on_refresh: Callable[[RefreshNotice], None] | None = None
         # In a shared group: after how many deliveries it gives a message up.
         self.deliveries = Deliveries()
+        # Patterns of subjects that its user may not read.
+        self.denied: tuple[bytes, ...] = ()
         self.delivered = 0
         self.dropped = 0
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether it may get every message: those that its connection has published, and whatever their subject."""
+        return self.sink.echo and not self.denied
+
+    def may_get(self, place: Place, run: Run, index: int) -> bool:
+        if self.denied and is_denied(self.denied, run.subjects[index]):
+            return False
+        return self.sink.echo or not self.sink.has_published(place, run.offset(index))
 
     def set_flow(self, flow: Flow, credit: int | None) -> None:
         self.flow = flow
@@ -141,7 +161,7 @@ class Member:
             and self.credit is None
             and self.remaining is None
             and self.out is None
-            and self.sink.echo
+            and self.takes_all
         )
 
     def takes(self, *, stored: bool) -> bool:
@@ -210,7 +230,7 @@ def share_out(place: Place, run: Run, members: Sequence[Member], turn: int, now_
     are shared out.
     """
     count = fitting(run, DELIVERY_BYTES_MAX) if place.keeps else len(run)
-    if len(members) == 1 and (member := members[0]).sink.echo:
+    if len(members) == 1 and (member := members[0]).takes_all:
         room = member.room(count, now_us, stored=place.keeps)
         return ([Share(member, None if room == len(run) else range(room))] if room else []), room
     if all(member.is_unlimited for member in members):
@@ -227,7 +247,7 @@ def _share_out_limited(
     rooms = [member.room(count, now_us, stored=place.keeps) for member in members]
     taken: list[list[int]] = [[] for _ in members]
     shared = 0
-    if all(member.sink.echo for member in members):
+    if all(member.takes_all for member in members):
         several = len(members)
         at = turn % several
         while shared < count and any(rooms):
@@ -239,8 +259,7 @@ def _share_out_limited(
             shared += 1
     else:
         for index in range(count):
-            offset = run.offset(index)
-            others = [i for i, m in enumerate(members) if m.sink.echo or not m.sink.has_published(place, offset)]
+            others = [i for i, member in enumerate(members) if member.may_get(place, run, index)]
             able = [i for i in others if rooms[i]]
             if able:
                 chosen = able[(turn + index) % len(able)]
@@ -248,7 +267,7 @@ def _share_out_limited(
                 rooms[chosen] -= 1
             elif others:
                 break
-            # else nobody here wants it: it is from the only one that could get it
+            # else nobody here gets it: it is from the only one that could, or nobody may read it
             shared = index + 1
     for member, room in zip(members, rooms, strict=True):
         member.refund(room)

@@ -19,12 +19,12 @@ from penstock.broker.order import Order
 from penstock.broker.partition import Partition, Waiting
 from penstock.broker.start import Begin, Start, offsets_of
 from penstock.broker.subscription import Loop, Queue, Subscription, choose_readers
-from penstock.broker.topic import RESERVED, Target, Topics
+from penstock.broker.topic import Target, Topics, is_reserved, selects
 from penstock.errors import PenstockError, TooManySubscriptions
 from penstock.health import Usage
 from penstock.model.batch import Batch
 from penstock.model.run import Run, open_batch
-from penstock.model.subject import is_literal, meets
+from penstock.model.subject import AUDIT_SUBJECT, is_literal
 
 # Each allowed subscription adds this much to the limit on the bytes of all patterns, IDs and queue names.
 _NAME_BYTES_EACH: Final = 512
@@ -54,11 +54,16 @@ class Members:
     def add(self, member: Member, pattern: bytes, queue: bytes = b"") -> None:
         size = len(member.sid) + len(pattern) + len(queue)
         self.check(size)
+        if member.sink.meter is not None:
+            member.sink.meter.begin("subscriptions")
         self._names[member] = size
         self._name_bytes += size
 
     def remove(self, member: Member) -> None:
-        self._name_bytes -= self._names.pop(member, 0)
+        if (size := self._names.pop(member, None)) is not None:
+            self._name_bytes -= size
+            if member.sink.meter is not None:
+                member.sink.meter.end("subscriptions")
 
     def check(self, name_bytes: int = 0) -> None:
         """Raise TooManySubscriptions if there is no room for another one."""
@@ -87,6 +92,8 @@ class Subscriptions:
         self._unserved = unserved
         self.order = Order(self._find_sinks, host.trail, host.health)
         self.interest: Interest[Subscription] = Interest(choose_readers)
+        # The readers of the audit trail, whose subject nobody else gets, and nobody can publish to.
+        self._audit: Interest[Subscription] = Interest(choose_readers)
         self._all: dict[Subscription, None] = {}
         # Unsubscribed ones that still receive what was published before, and where they are found by subject.
         self._leaving: dict[Subscription, None] = {}
@@ -114,7 +121,7 @@ class Subscriptions:
                 place = Queue(queue, next(self._queue_numbers), self.interest.match, others)
                 subscription = others[pattern] = Subscription(pattern, self._host, place)
             self._skip_unserved(subscription)
-            self.interest.add(pattern, subscription)
+            self._index(pattern).add(pattern, subscription)
             self._all[subscription] = None
         subscription.members.append(member)
         return subscription
@@ -135,7 +142,7 @@ class Subscriptions:
     def _skip_unserved(self, subscription: Subscription) -> None:
         """Leave out what was published before the subscription, though it is committed later."""
         for partition in self._unserved:
-            if meets(subscription.pattern, partition.name):
+            if selects(subscription.pattern, partition.name):
                 partition.since[subscription] = partition.end
         for live in self.order.waiting_live(subscription.pattern):
             live.since[subscription] = live.end
@@ -226,9 +233,9 @@ class Subscriptions:
         return [
             partition
             for partition in self._unserved
-            if not partition.name.startswith(RESERVED)
+            if not is_reserved(partition.name)
             and max(partition.served, partition.since.get(subscription, 0)) < partition.end
-            and meets(subscription.pattern, partition.name)
+            and selects(subscription.pattern, partition.name)
         ]
 
     def _withdraw(self, subscription: Subscription) -> None:
@@ -236,7 +243,7 @@ class Subscriptions:
         if subscription not in self._all:
             return
         del self._all[subscription]
-        self.interest.remove(subscription.pattern, subscription)
+        self._index(subscription.pattern).remove(subscription.pattern, subscription)
         if subscription.queue is not None:
             self._leave_queue(subscription, subscription.queue)
 
@@ -257,11 +264,20 @@ class Subscriptions:
                 other.queue.take(subscription.pattern, {partition: partition.served for partition in other.behind})
         queue.leave(heirs)
 
+    def _index(self, pattern: bytes) -> Interest[Subscription]:
+        return self._audit if pattern.startswith(AUDIT_SUBJECT) else self.interest
+
     # Deliver.
 
-    def deliver(self, target: Target, fresh: Batch | Run) -> None:
+    def deliver_audit(self, target: Target, fresh: Batch | Run) -> None:
+        """As `deliver`, for the audit trail."""
+        self.deliver(target, fresh, self._audit.match)
+
+    def deliver(
+        self, target: Target, fresh: Batch | Run, match: Callable[[bytes], tuple[Subscription, ...]] | None = None
+    ) -> None:
         """Hand out what was committed. Everything committed comes here once. A batch is opened only if a subscription
-        may want it."""
+        may want it. `match` finds the readers of a subject, if not in the usual index."""
         if isinstance(fresh, Run):
             run = fresh
         elif fresh.has("subject") or self._match(target.name):
@@ -274,7 +290,8 @@ class Subscriptions:
             if not run.values:
                 return
         wanted: dict[Subscription, Sequence[int]] = {}
-        match = self._match if self._leaving else self.interest.match
+        if match is None:
+            match = self._match if self._leaving else self.interest.match
         subject = run.subject
         if subject is not None:
             wanted = dict.fromkeys(match(subject), range(len(run)))
@@ -298,7 +315,7 @@ class Subscriptions:
         """Let every subscription read a partition itself from `served` on: what comes next is too large to be handed
         out, or not in memory."""
         for subscription in chain(self._all, self._leaving):
-            if meets(subscription.pattern, partition.name) and partition not in subscription.behind:
+            if selects(subscription.pattern, partition.name) and partition not in subscription.behind:
                 subscription.fall_behind(partition, partition.served)
                 subscription.wake()
 

@@ -31,7 +31,8 @@ from penstock.log.policy import Topic
 from penstock.model import headers
 from penstock.model.batch import Batch, Columns
 from penstock.model.headers import hash_key
-from penstock.model.subject import is_subject, meets, owns
+from penstock.model.subject import AUDIT_SUBJECT, is_subject, meets, owns
+from penstock.security.identity import Identity
 
 # Topics whose names begin so are the broker's own.
 RESERVED: Final = b"$"
@@ -81,6 +82,8 @@ class ServedTopic:
         """Raise unless messages can be published to it."""
         if self.refusal is not None:
             raise self.refusal
+        if self.topic.is_audit:
+            raise ReadOnlyTopic(f"the topic {self.topic.name} is written by the broker alone")
         if self.is_piped:
             raise ReadOnlyTopic(
                 f"the topic {self.topic.name} is piped from another broker and read-only here: publish it at its origin"
@@ -171,7 +174,7 @@ class Topics:
 
     def matching(self, pattern: bytes) -> list[Partition]:
         """Return the partitions that may hold messages with subjects that match."""
-        topics = [topic for topic in self if meets(pattern, topic.name) and not topic.is_internal]
+        topics = [topic for topic in self if selects(pattern, topic.name) and not topic.is_internal]
         return [partition for topic in topics for partition in topic.partitions]
 
     def owner(self, subject: bytes) -> ServedTopic | None:
@@ -206,6 +209,23 @@ class Topics:
     def remove(self, name: bytes) -> None:
         del self._by_id[self._topics.pop(name).topic.id]
         self._remembered.clear()
+
+
+def selects(pattern: bytes, topic: bytes) -> bool:
+    """Return whether a reader's pattern can match subjects of a topic. The audit trail must be named."""
+    return meets(pattern, topic) and (topic != AUDIT_SUBJECT or pattern.startswith(AUDIT_SUBJECT))
+
+
+def is_reserved(topic: bytes) -> bool:
+    """Return whether nobody may subscribe to a topic: it is the broker's own, and not the audit trail."""
+    return topic.startswith(RESERVED) and not owns(AUDIT_SUBJECT, topic.partition(b" ")[0])
+
+
+def visible_topics(topics: Iterable[ServedTopic], identity: Identity | None) -> list[ServedTopic]:
+    """Return the topics that a client may know of."""
+    return [
+        topic for topic in topics if not topic.is_internal and (identity is None or identity.shows_topic(topic.name))
+    ]
 
 
 def check_lines(batch: Batch, topic: bytes | None = None, columns: Columns | None = None) -> None:

@@ -26,6 +26,7 @@ MODULES: Final = {
     "log": (_SERVER, "Verify, repair and dump the logs of a data directory."),
     "backup": (_SERVER, "Back up a running broker to a directory, a tar stream or an object store."),
     "restore": (_SERVER, "Restore a backup into a new data directory, optionally to an earlier time or offset."),
+    "user": (_SERVER, "Add, list, change and remove users in a file of users."),
     "registry": (_SERVER, "Serve the roles and parents of a tree of brokers from a file."),
     "cert": (_SERVER, "Create a CA and certificates for a trial of TLS."),
     "context": (_CLIENT, "Save broker addresses and credentials under a name."),
@@ -36,6 +37,7 @@ MODULES: Final = {
     "fetch": (_CLIENT, "Read stored messages as lines, JSON, CSV or Parquet."),
     "dlq": (_CLIENT, "List, inspect, redrive and purge dead letters."),
     "delayed": (_CLIENT, "List and cancel delayed messages."),
+    "audit": (_CLIENT, "Show the audit trail: logins, refusals and changes."),
     "client": (_CLIENT, "Run the commands of the Python broker's command line."),
     "shell": (_CLIENT, "Run Cursus commands, with history and completion."),
     "top": (_CLIENT, "Show the rates of topics and the lag of groups, live."),
@@ -140,6 +142,13 @@ def run_serve(
     ] = False,
     tls_cert: Annotated[str | None, typer.Option(metavar="FILE", help="Use TLS with this certificate.")] = None,
     tls_key: Annotated[str | None, typer.Option(metavar="FILE", help="The private key of the certificate.")] = None,
+    create_admin: Annotated[
+        bool,
+        typer.Option(
+            "--create-admin",
+            help="Without configured credentials: at the first start, create an administrator, and print its password.",
+        ),
+    ] = False,
     path: Annotated[
         Path | None,
         typer.Option("--config", "-config", metavar="FILE", help="Configuration file: .toml, .json, .yaml or .yml."),
@@ -164,7 +173,7 @@ def run_serve(
         "tls.key": tls_key,
         **serve.cursus_flags(context),
     }
-    if not serve.run(path, flags):
+    if not serve.run(path, flags, creates_admin=create_admin):
         raise typer.Exit(1)
 
 

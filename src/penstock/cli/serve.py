@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import resource
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -27,9 +28,12 @@ from penstock.store.inspect import explain
 logger = logging.getLogger(__name__)
 
 
-def run(path: Path | None, flags: dict[str, Any]) -> bool:
-    """Run the server until it stops; return False if it could not start."""
+def run(path: Path | None, flags: dict[str, Any], *, creates_admin: bool = False) -> bool:
+    """Run the server until it stops; return False if it could not start. `creates_admin`: create an administrator if no
+    credentials are configured."""
     try:
+        if creates_admin:
+            flags = {**flags, **_first_administrator(path, flags)}
         loaded = load(path=path, environ=os.environ, flags=flags)
     except BadConfig as error:
         for problem in error.problems:
@@ -58,6 +62,24 @@ def run(path: Path | None, flags: dict[str, Any]) -> bool:
             print(f"error: {reason}", file=sys.stderr)
         return False
     return True
+
+
+def _first_administrator(path: Path | None, flags: dict[str, Any]) -> dict[str, str]:
+    """Return the flag with the file of users in the data directory, if no credentials are configured. At the first
+    start, create the file with an administrator, and print the password: it is told this once."""
+    # Without `insecure`, a public address without credentials would be refused.
+    config = load(path=path, environ=os.environ, flags={**flags, "server.insecure": True}).config
+    if any((config.auth.user, config.auth.token, config.auth.users)):
+        return {}
+    file = Path(config.storage.data_dir) / "users.toml"
+    if not file.exists():
+        from penstock.security.users_edit import UsersEditor
+
+        password = secrets.token_urlsafe(18)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        UsersEditor(file).add("admin", password, {"admin": True})
+        print(f"created the user admin in {file}, with the password {password}", flush=True)
+    return {"auth.users": str(file)}
 
 
 def cursus_flags(context: typer.Context) -> dict[str, str]:
@@ -110,7 +132,7 @@ async def _serve(server: Server) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR2, retire.set)
-    if server.tls is not None:
+    if server.tls is not None or server.security.has_users:
         # Without anything to load again, it ends the process, as when a terminal is closed.
         loop.add_signal_handler(signal.SIGHUP, server.reload)
     await server.run(stop, _tell_ready, retire)

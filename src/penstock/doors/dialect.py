@@ -91,8 +91,8 @@ class Dialect(Protocol):
         """Lift the limits that protect the server from clients without credentials."""
         ...
 
-    def deny(self, event: Any) -> None:
-        """Say that a first event does not admit its connection, and close it."""
+    def deny(self, event: Any, error: PenstockError) -> None:
+        """Say why a first event does not admit its connection, and close it."""
         ...
 
     def do(self, events: deque[Any]) -> Coroutine[Any, Any, None] | None:
@@ -132,7 +132,7 @@ class Gone:
 
     def admitted(self) -> None: ...
 
-    def deny(self, event: Any) -> None: ...
+    def deny(self, event: Any, error: PenstockError) -> None: ...
 
     def do(self, events: deque[Any]) -> Coroutine[Any, Any, None] | None:
         return None

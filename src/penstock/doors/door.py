@@ -19,6 +19,7 @@ from penstock.doors.session import WEBSOCKET, Session
 from penstock.doors.shared import Shared
 from penstock.doors.text import info
 from penstock.doors.text.dialect import Text
+from penstock.security.identity import Identity
 from penstock.wire import prefixed, text
 from penstock.wire.binary import Type
 
@@ -50,10 +51,13 @@ DIALECTS: Final = (
 )
 
 
-def open_session(shared: Shared, *, greets: bool, type: ConnectionType = "nats") -> Session:
-    """Return the session of a new connection. `greets`: whether the server speaks first."""
+def open_session(
+    shared: Shared, *, greets: bool, type: ConnectionType = "nats", identity: Identity | None = None
+) -> Session:
+    """Return the session of a new connection. `greets`: whether the server speaks first. `identity`: of a client that
+    need not log in."""
     greeting = (lambda session: text.info(info.fields(session))) if greets else None
-    return Session(shared, partial(_open_text, greets=greets), greeting=greeting, type=type)
+    return Session(shared, partial(_open_text, greets=greets), greeting=greeting, type=type, identity=identity)
 
 
 def _open_text(session: Session, *, greets: bool) -> Text:

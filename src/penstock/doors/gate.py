@@ -12,14 +12,16 @@ does not keep clients out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.doors.counters import Counters
 from penstock.doors.journal import Journal
+from penstock.errors import PenstockError, Unauthorized
 from penstock.health import Usage
-from penstock.web.credentials import Credentials
+from penstock.security.identity import Identity
+from penstock.security.security import Login, Security
 
 if TYPE_CHECKING:
     from penstock.doors.session import Session
@@ -40,15 +42,15 @@ class _Pending:
 
 class Gate:
     def __init__(
-        self, credentials: Credentials, counters: Counters, journal: Journal, handshake_s: float, handshakes_max: int
+        self, security: Security, counters: Counters, journal: Journal, handshake_s: float, handshakes_max: int
     ) -> None:
         """`handshake_s`: how long a connection has until it must be admitted; `handshakes_max`: how many may wait."""
-        self._credentials = credentials
+        self._security = security
         self._counters = counters
         self._journal = journal
         self._deadline_s = handshake_s
         self._connections_max = handshakes_max
-        self.needs_auth = bool(credentials)
+        self.needs_auth = security.is_required
         self._bytes_max = HANDSHAKES_BYTES_MAX if self.needs_auth else OPEN_BYTES_MAX
         # By the connection's ID, the oldest first.
         self._pending: dict[int, _Pending] = {}
@@ -62,19 +64,47 @@ class Gate:
             self._expire_oldest()
 
     def leave(self, session: Session) -> None:
-        """Forget a connection: it is admitted, or gone."""
+        """Forget the handshake of a connection: it is admitted, or gone."""
         if (pending := self._pending.pop(session.id, None)) is not None:
             self._bytes -= pending.bytes
 
-    def admit(self, session: Session, credentials: Mapping[str, Any] | None) -> bool:
-        """Return whether the connection's first command admits it. `credentials`: those in the command, if it can carry
-        any, as NATS names them."""
-        if self.needs_auth and (credentials is None or not self._accepts(credentials)):
-            self._refuse(session)
-            return False
+    def admit(
+        self, session: Session, credentials: Mapping[str, Any] | None
+    ) -> PenstockError | Coroutine[Any, Any, PenstockError | None] | None:
+        """Admit a connection with its first command, or return why not; a coroutine if that takes a while.
+        `credentials`: those in the command, if it can carry any, as NATS names them."""
+        if not self.needs_auth or session.identity is not None:
+            self._open(session, session.identity)
+            return None
+        certificate = session.peer.certificate
+        names = () if certificate is None else certificate.names
+        if credentials is None and not names:
+            return self._refuse(session, Unauthorized("credentials required"))
+        given = Login.from_nats(credentials or {}, session.nonce, names)
+        try:
+            found = self._security.login(given, address=session.address, door=session.type)
+            if not isinstance(found, Identity):
+                return self._admit_later(session, found)
+            self._open(session, found)
+        except PenstockError as error:
+            return self._refuse(session, error)
+        return None
+
+    async def _admit_later(self, session: Session, login: Coroutine[Any, Any, Identity]) -> PenstockError | None:
+        try:
+            self._open(session, await login)
+        except PenstockError as error:
+            return self._refuse(session, error)
+        return None
+
+    def _open(self, session: Session, identity: Identity | None) -> None:
+        """Raise QuotaExceeded if the user has too many connections."""
+        if identity is not None and session.is_connected:
+            session.identify(identity)
+            self._security.connect(identity, session.permissions_changed, session.revoke)
+            session.at_end.append(lambda: self._security.disconnect(identity))
         self.leave(session)
         session.is_admitted = True
-        return True
 
     def received(self, session: Session, count: int) -> bool:
         """Count bytes from a connection that is not admitted yet. Return whether it may send more."""
@@ -84,19 +114,16 @@ class Gate:
         pending.bytes += count
         self._bytes += count
         if self.needs_auth and pending.bytes > HANDSHAKE_BYTES_MAX:
-            self._refuse(session)
+            self._refuse(session, Unauthorized("too much was sent without credentials"))
             return False
         while self._bytes > self._bytes_max:
             self._expire_oldest()
         return True
 
-    def _accepts(self, credentials: Mapping[str, Any]) -> bool:
-        user, password, token = map(credentials.get, ("user", "pass", "auth_token"))
-        return self._credentials.accepts(user=user, password=password, token=token)
-
-    def _refuse(self, session: Session) -> None:
+    def _refuse(self, session: Session, error: PenstockError) -> PenstockError:
         self._counters.unauthorized += 1
         self._journal.failed_login(session.type, session.address)
+        return error
 
     def sweep(self, now: float) -> None:
         """Close the connections whose handshake has taken too long."""

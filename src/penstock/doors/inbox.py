@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, Unauthorized
 
 if TYPE_CHECKING:
     from penstock.doors.session import Session
@@ -70,13 +70,15 @@ class Inbox:
         until = time() + TURN_S
         while events and not (session.is_ending or session.peer.is_closing):
             event = events[0]
-            if not session.is_admitted and not self._admit(event):
+            if not session.is_admitted and not self._admit(event, events):
                 return
             waits = None
             try:
                 waits = session.dialect.do(events)
             except PenstockError as error:
                 session.dialect.refuse(event, error)
+            if session.pause_s and waits is None:
+                waits, session.pause_s = asyncio.sleep(session.pause_s), 0.0
             if waits is None and events and time() > until:
                 waits = asyncio.sleep(0)
             if waits is not None:
@@ -90,17 +92,32 @@ class Inbox:
         elif codec.refusal is not None:
             session.dialect.disconnect(codec.refusal)
 
-    def _admit(self, event: Any) -> bool:
-        dialect = self._session.dialect
+    def _admit(self, event: Any, events: deque[Any]) -> bool:
+        """Return whether the first event admits the connection now. It may do so later: then all events wait."""
+        session = self._session
         try:
-            credentials = dialect.credentials(event)
+            credentials = session.dialect.credentials(event)
         except PenstockError as error:
-            dialect.refuse(event, error)
+            session.dialect.refuse(event, error)
             return False
-        if self._session.shared.gate.admit(self._session, credentials):
+        found = session.shared.gate.admit(session, credentials)
+        if isinstance(found, Coroutine):
+            self._wait_for(event, self._admit_later(event, found), events)
+            return False
+        return self._admitted(event, found)
+
+    async def _admit_later(self, event: Any, admitting: Coroutine[Any, Any, PenstockError | None]) -> None:
+        self._admitted(event, await admitting)
+
+    def _admitted(self, event: Any, refusal: PenstockError | None) -> bool:
+        dialect = self._session.dialect
+        if refusal is None:
             dialect.admitted()
             return True
-        dialect.deny(event)
+        if isinstance(refusal, Unauthorized):
+            dialect.deny(event, refusal)
+        else:
+            dialect.disconnect(refusal)
         return False
 
     def _wait_for(self, event: Any, waits: Coroutine[Any, Any, None], events: deque[Any]) -> None:

@@ -75,6 +75,10 @@ class Peer:
         self._unread_answers = 0
         # Whether the transport has too much to write.
         self.is_paused = False
+        # Whether the user of the connection is sent too much: then it takes nothing for a while.
+        self.is_throttled = False
+        # Called with the messages and bytes that are sent, if they are limited.
+        self.on_sent: Callable[[int, int], None] | None = None
         # What is written in a later turn: its size, and the function that writes it. The size of all of it.
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self.waiting_bytes = 0
@@ -130,7 +134,7 @@ class Peer:
     def resume(self) -> None:
         """The peer has read."""
         self.is_paused = False
-        self.is_open = self._may_wait
+        self.is_open = self._may_wait and not self.is_throttled
         self._journal.resumed(self)
         self._unread_answers = 0
         self._end_drain()
@@ -171,6 +175,8 @@ class Peer:
     def count_sent(self, messages: int, size: int) -> None:
         self.out_messages += messages
         self.out_bytes += size
+        if self.on_sent is not None:
+            self.on_sent(messages, size)
 
     @property
     def has_waiting(self) -> bool:
@@ -180,7 +186,15 @@ class Peer:
         """Let messages of this size wait for `write_waiting`, which calls `write`."""
         self._waiting.append((size, write))
         self._count_waiting(size)
-        self.is_open = not self.is_paused and self._may_wait
+        self.is_open = not (self.is_paused or self.is_throttled) and self._may_wait
+
+    def throttle(self) -> None:
+        """Take no more messages until `end_throttle`."""
+        self.is_throttled = True
+        self.is_open = False
+
+    def end_throttle(self) -> None:
+        self.is_throttled = False
 
     def write_waiting(self, *, is_last: bool = False) -> int:
         """Write what waits, as far as there is room, or all of it if `is_last`. Return how many bytes that is."""

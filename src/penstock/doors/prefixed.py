@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.broker.group import Group
 from penstock.broker.member import Member
-from penstock.broker.topic import RESERVED, ServedTopic
+from penstock.broker.topic import ServedTopic, is_reserved
 from penstock.doors.dialect import TLS_REQUIRED, Ending
 from penstock.doors.gate import HANDSHAKE_BYTES_MAX
 from penstock.doors.publishing import SLICE_MESSAGES
@@ -62,7 +62,7 @@ def disconnect(session: Session, reason: Ending | PenstockError, say: Callable[[
 
 def topic_of(session: Session, subject: bytes) -> ServedTopic:
     """Return the topic that stores a subject. These protocols do not create topics by publishing."""
-    if not is_subject(subject) or subject.startswith(RESERVED):
+    if not is_subject(subject) or is_reserved(subject):
         raise BadSubject(f"{subject.decode(errors='replace')!r} cannot be the name of a topic")
     topic = session.broker.topics.owner(subject)
     if topic is None:

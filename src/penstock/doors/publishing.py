@@ -40,6 +40,8 @@ def publish(
     session: Session, run: Run, refusals: Refusals | None = None
 ) -> tuple[Receipt, Coroutine[Any, Any, None] | None]:
     """Publish a run. Return its receipt, and what the events behind must wait for, if anything."""
+    if session.checked is not None:
+        refusals = {**session.refused(run), **(refusals or {})}
     if is_long(run) or refusals or not session.broker.intake.is_ready(run):
         receipt = Receipt(len(run))
         track(session, receipt.outcome, len(run), payload_bytes(run), receipt)
@@ -55,6 +57,8 @@ def track(session: Session, outcome: Outcome, messages: int, size: int, receipt:
     """Count messages that a client published. Until the outcome is settled, the session owes it a reply."""
     session.peer.in_messages += messages
     session.peer.in_bytes += size
+    if session.checked is not None:
+        session.charge(messages, size)
     session.replies.begin()
     outcome.then(session.guard(partial(_decided, session, messages, receipt)))
 
@@ -70,8 +74,10 @@ async def _publish_later(session: Session, run: Run, receipt: Receipt, refusals:
     begin = 0
     for piece in pieces:
         count = len(piece)
-        ready = {} if session.broker.intake.is_ready(piece) else await session.broker.intake.make_ready(piece)
-        part = session.broker.intake.publish(piece, {**ready, **refusals} or None)
+        refused = _shifted_refusals(refusals, begin, count)
+        if not session.broker.intake.is_ready(piece, refused=refused):
+            refused = await session.broker.intake.make_ready(piece, refused=refused)
+        part = session.broker.intake.publish(piece, refused or None)
         part.outcome.then(session.guard(partial(_absorb, receipt, part, begin, receipt.part(()))))
         begin += count
         if begin < receipt.count:
@@ -86,6 +92,15 @@ def _absorb(whole: Receipt, part: Receipt, begin: int, absorbed: Outcome, _: Pen
     whole.late.update((begin + index, name) for index, name in part.late.items())
     whole.places += [(target, offset, _shifted(indices, begin)) for target, offset, indices in part.places]
     absorbed.settle()
+
+
+def _shifted_refusals(refusals: Refusals, begin: int, count: int) -> Refusals:
+    """Return the refusals of a slice: by subject, and by index in the slice."""
+    return {
+        key if isinstance(key, bytes) else key - begin: error
+        for key, error in refusals.items()
+        if isinstance(key, bytes) or begin <= key < begin + count
+    }
 
 
 def _shifted(indices: Sequence[int], by: int) -> Sequence[int]:

@@ -20,14 +20,20 @@ from penstock.doors.fault_guard import FaultGuard
 from penstock.doors.inbox import Inbox
 from penstock.doors.peer import Peer
 from penstock.doors.replies import Replies
-from penstock.errors import Closed, PenstockError
+from penstock.errors import Closed, PenstockError, PermissionDenied, QuotaExceeded, Unauthorized
 from penstock.model.run import Run, batch_bytes
 from penstock.model.subject import clean
+from penstock.security.identity import authorize, authorize_all
+from penstock.security.nkeys import nonce
+from penstock.security.permissions import Action
 
 if TYPE_CHECKING:
+    from penstock.broker.intake import Refusals
     from penstock.broker.member import Member, Place
     from penstock.broker.subscription import Subscription
     from penstock.doors.shared import Shared
+    from penstock.security.identity import Identity
+    from penstock.security.quotas import Meter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,8 +70,10 @@ class Session(asyncio.Protocol):
         *,
         greeting: Callable[[Session], bytes] | None = None,
         type: ConnectionType = "nats",
+        identity: Identity | None = None,
     ) -> None:
-        """`opening` makes the dialect of a client that has not spoken yet. `greeting`: what the server says first."""
+        """`opening` makes the dialect of a client that has not spoken yet. `greeting`: what the server says first.
+        `identity`: of a client that need not log in."""
         self.shared = shared
         self._greeting = greeting
         self.broker = shared.broker
@@ -86,6 +94,14 @@ class Session(asyncio.Protocol):
         self.is_admitted = False
         # Whether the client must be told to use TLS, which it does not.
         self.refuses_plain = False
+        # Who it is, if credentials are required; and the same if what it does must be checked.
+        self.identity = identity
+        self.checked: Identity | None = None
+        self.meter: Meter | None = None
+        # What an NKEY must sign.
+        self.nonce = ""
+        # For how long its next event must wait, because its user sends too much.
+        self.pause_s = 0.0
         # When to ask for a sign of life, how often that was done since the last event, and when the last bytes came.
         self.ping_at = 0.0
         self.unanswered = 0
@@ -130,6 +146,7 @@ class Session(asyncio.Protocol):
             "ip": self.address,
             "name": self.name,
             **self.peer.tls,
+            **({} if self.identity is None else {"authorized_user": self.identity.name}),
             **self.peer.traffic._asdict(),
             "unanswered": len(self.replies) + self.inbox.requests,
         }
@@ -146,6 +163,8 @@ class Session(asyncio.Protocol):
         if not self.shared.sessions.add(self):
             self.dialect.disconnect(Ending.TOO_MANY)
         elif self._greeting is not None:
+            if self.shared.security.users.has_nkeys:
+                self.nonce = nonce()
             self._transport.write(self._greeting(self))
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -232,6 +251,116 @@ class Session(asyncio.Protocol):
     def takes_overhead(self, count: int) -> bool:
         """Count bytes that the dialect does not see: a client without credentials could send them forever."""
         return self.is_admitted or self.shared.gate.received(self, count)
+
+    # What it may do.
+
+    def identify(self, identity: Identity) -> None:
+        """The client has logged in."""
+        self.identity = identity
+        self.meter = identity.meter
+        self.checked = identity if identity.is_limited or identity.meter.quotas.has_any else None
+        self.peer.on_sent = None if self.checked is None or not identity.meter.limits_out else self.charge_sent
+        self.nonce = ""
+
+    def authorize(self, action: Action, resource: bytes = b"") -> None:
+        """Raise PermissionDenied unless the client may do this."""
+        if self.checked is not None:
+            authorize(self.checked, action, resource)
+
+    def authorize_publish(self, subject: bytes) -> None:
+        """Raise PermissionDenied unless the client may publish to a subject: before it is told whether that exists."""
+        if self.checked is not None and not self.checked.may_publish(subject):
+            raise self.checked.refuse(Action.PUBLISH, subject)
+
+    def authorize_all(self, pattern: bytes) -> None:
+        """Raise PermissionDenied unless the client may read all that a pattern matches."""
+        if self.checked is not None:
+            authorize_all(self.checked, pattern)
+
+    def restrict(self, member: Member, pattern: bytes) -> None:
+        """Let a member of a new plain subscription get only what the client may read. Raise PermissionDenied if that
+        is nothing."""
+        if self.checked is not None:
+            authorize(self.checked, Action.SUBSCRIBE, pattern)
+            member.denied = self.checked.denied(pattern)
+
+    def authorize_join(self, group: bytes | None, pattern: bytes) -> None:
+        """Raise PermissionDenied unless the client may join a group: its members share messages, so all of them must be
+        allowed."""
+        if self.checked is not None:
+            authorize_all(self.checked, pattern)
+            if group is not None:
+                authorize(self.checked, Action.GROUP_JOIN, group)
+
+    def refused(self, run: Run) -> Refusals:
+        """Return the messages of a run that the client may not publish: by subject, or by index."""
+        identity = self.checked
+        assert identity is not None, "it is checked"
+        found: Refusals = {}
+        subject = run.subject
+        for each in (subject,) if subject is not None else dict.fromkeys(run.subjects):
+            if identity.may_publish(each):
+                continue
+            if not identity.has_replies:
+                found[each] = identity.refuse(Action.PUBLISH, each)
+                continue
+            for index, other in enumerate(run.subjects):
+                if other == each and not identity.may_reply(each):
+                    found[index] = identity.refuse(Action.PUBLISH, each)
+        if identity.meter.buckets:
+            try:
+                identity.meter.check_rates(self.broker.clock.monotonic_us())
+            except QuotaExceeded as error:
+                found |= dict.fromkeys(run.subjects, error)
+        return found
+
+    def charge(self, messages: int, size: int) -> None:
+        """Count messages that the client has published, and let it wait if they are more than its user may send."""
+        assert self.checked is not None, "it is checked"
+        if not self.checked.meter.buckets:
+            return
+        wait_s = self.checked.meter.took("in", messages, size, self.broker.clock.monotonic_us())
+        self.pause_s = max(self.pause_s, wait_s)
+
+    def charge_sent(self, messages: int, size: int) -> None:
+        """Count messages that the client was sent, and send it no more for as long as they are too many."""
+        assert self.checked is not None, "it is checked"
+        now_us = self.broker.clock.monotonic_us()
+        wait_s = self.checked.meter.took("out", messages, size, now_us)
+        if wait_s and not self.peer.is_throttled:
+            self.peer.throttle()
+            asyncio.get_running_loop().call_later(wait_s, self.guard(self._end_throttle))
+
+    def _end_throttle(self) -> None:
+        self.peer.end_throttle()
+        if not self.peer.is_paused and not self.peer.is_closing:
+            self.resume_writing()
+
+    async def paid(self) -> None:
+        """Wait until what the client was sent is no longer too much."""
+        while self.peer.is_throttled and not self.peer.is_closing:
+            await self.peer.drained()
+
+    @guarded
+    def permissions_changed(self) -> None:
+        """The user of this connection has changed: end the subscriptions that it may not have any more."""
+        assert self.identity is not None, "it has logged in"
+        self.identify(self.identity)
+        for member, reader in list(self.subscriptions.values()):
+            try:
+                if isinstance(reader, Group):
+                    self.authorize_join(reader.name, reader.pattern)
+                else:
+                    member.denied = ()
+                    self.restrict(member, reader.pattern)
+            except PermissionDenied as error:
+                self.dialect.fail(member, error)
+
+    @guarded
+    def revoke(self, reason: str) -> None:
+        """Close the connection: its login is no longer valid."""
+        if not self.peer.is_closing:
+            self.dialect.disconnect(Unauthorized(reason))
 
     # In.
 

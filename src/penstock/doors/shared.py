@@ -18,6 +18,8 @@ from penstock.doors.sessions import Sessions
 from penstock.doors.tasks import Tasks
 from penstock.doors.turns import Turns
 from penstock.errors import BatchTooLarge
+from penstock.security.identity import Identity
+from penstock.security.security import Security
 from penstock.tls.port import ServerTls
 from penstock.wire.binary import SCRATCH_BYTES
 
@@ -64,9 +66,9 @@ class Node:
 class Calls(Protocol):
     """The administrative calls, which take and return JSON."""
 
-    async def call(self, fields: dict[str, Any]) -> dict[str, Any]: ...
+    async def call(self, fields: dict[str, Any], identity: Identity | None) -> dict[str, Any]: ...
 
-    async def answer(self, peer: Peer, fields: dict[str, Any]) -> bytes:
+    async def answer(self, peer: Peer, fields: dict[str, Any], identity: Identity | None) -> bytes:
         """Call, and return the result as JSON, once the peer has read the answers that it was given."""
         ...
 
@@ -76,6 +78,7 @@ class Calls(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     broker: Broker
+    security: Security
     settings: DoorSettings
     node: Node
     calls: Calls

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from penstock import schema
+from penstock.model.subject import AUDIT_SUBJECT
 from penstock.schema import NonNegative, Positive, Text, about
 from penstock.topic_schema.compatibility import Compatibility
 
@@ -133,8 +134,12 @@ class Topic:
 
     @property
     def is_internal(self) -> bool:
-        """Whether the topic is the broker's own: clients neither read nor write it."""
-        return self.name.startswith("$")
+        """Whether the topic is the broker's own: clients neither read nor write it. They may read the audit trail."""
+        return self.name.startswith("$") and not self.is_audit
+
+    @property
+    def is_audit(self) -> bool:
+        return self.name == AUDIT_SUBJECT.decode()
 
     def to_json(self) -> dict[str, Any]:
         origin = {} if self.origin is None else {"origin": self.origin}

@@ -24,6 +24,10 @@ _TOKENS: Final = re.compile(rb"[^\x00-\x20\x7f.]+(?:\.[^\x00-\x20\x7f.]+)*")
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
+# The audit trail. No wildcard matches it: it is read by its name.
+AUDIT_SUBJECT: Final = b"$audit"
+
+
 def is_subject(subject: bytes) -> bool:
     """Return whether a message can have this subject: a pattern without wildcards."""
     return is_pattern(subject) and is_literal(subject)
@@ -96,6 +100,33 @@ def meets(pattern: bytes, topic: bytes) -> bool:
         if want not in (b"*", token):
             return False
     return pattern.count(b".") >= topic.count(b".")
+
+
+def is_subset(inner: bytes, outer: bytes) -> bool:
+    """Return whether everything that `inner` matches is matched by `outer` too."""
+    if b" " in inner:
+        return all(is_subset(each, outer) for each in inner.split(b" "))
+    wanted, tokens = outer.split(b"."), inner.split(b".")
+    for at, token in enumerate(tokens):
+        want = wanted[at] if at < len(wanted) else b""
+        if want == b">":
+            return True
+        if token == b">" or want not in (b"*", token):
+            return False
+    return len(wanted) == len(tokens)
+
+
+def overlap(pattern: bytes, other: bytes) -> bool:
+    """Return whether a subject can match both patterns."""
+    if b" " in pattern:
+        return any(overlap(each, other) for each in pattern.split(b" "))
+    mine, others = pattern.split(b"."), other.split(b".")
+    for one, two in zip(mine, others, strict=False):
+        if b">" in (one, two):
+            return True
+        if one != two and b"*" not in (one, two):
+            return False
+    return len(mine) == len(others)
 
 
 def covers(pattern: bytes, topic: bytes) -> bool:

@@ -12,8 +12,11 @@ from starlette.requests import Request
 from penstock.broker.broker import Broker
 from penstock.errors import BadRequest
 from penstock.schema import NonNegative, about
+from penstock.security.identity import Identity
+from penstock.security.permissions import Action
 from penstock.server import requests
-from penstock.server.calls import CALLS, Callee, Json
+from penstock.server.calls import CALLS, Callee, Json, run
+from penstock.server.http_identity import identity_of
 from penstock.web.endpoints import Endpoint, Nothing
 
 # Rows of one answer: by default, and at most.
@@ -46,16 +49,17 @@ def endpoints(callee: Callee, settings: Mapping[str, Any]) -> list[Endpoint]:
     broker = callee.broker
 
     def listing(path: str, text: str, call: str) -> Endpoint:
-        async def answer(asked: _Page, _request: Request) -> Json:
-            return await CALLS[call].function(broker, requests.Page(limit=asked.limit, offset=asked.offset))
+        async def answer(asked: _Page, request: Request) -> Json:
+            page = requests.Page(limit=asked.limit, offset=asked.offset)
+            return await run(broker, call, page, identity_of(request))
 
         return Endpoint(method="GET", path=path, about=text, answer=answer, parameters=_Page, guarded=True)
 
-    async def refresh(asked: _RefreshTopics, _request: Request) -> Json:
-        return await _refresh(broker, asked)
+    async def refresh(asked: _RefreshTopics, request: Request) -> Json:
+        return await _refresh(broker, asked, identity_of(request))
 
-    async def refresh_status(asked: _Topic, _request: Request) -> Json:
-        return await CALLS["refresh_status"].function(broker, requests.Named(name=asked.topic))
+    async def refresh_status(asked: _Topic, request: Request) -> Json:
+        return await run(broker, "refresh_status", requests.Named(name=asked.topic), identity_of(request))
 
     async def config(_asked: object, _request: Request) -> Json:
         return {"settings": settings}
@@ -92,6 +96,7 @@ def endpoints(callee: Callee, settings: Mapping[str, Any]) -> list[Endpoint]:
             answer=config,
             parameters=Nothing,
             guarded=True,
+            action=Action.ADMIN,
         ),
         Endpoint(
             method="GET",
@@ -99,6 +104,7 @@ def endpoints(callee: Callee, settings: Mapping[str, Any]) -> list[Endpoint]:
             about="The server's figures, as in /varz",
             answer=statistics,
             guarded=True,
+            action=Action.METRICS,
         ),
     ]
 
@@ -122,13 +128,19 @@ _CALLS: Final[tuple[tuple[Any, str, str, str, int], ...]] = (
     ("POST", "/admin/dead-letters/redrive", "Publish dead letters to their subjects again", "redrive", 200),
     ("POST", "/admin/dead-letters/purge", "Delete dead letters", "purge_dead_letters", 200),
     ("GET", "/admin/delayed", "Delayed messages, in the order they are due; keys and values in base64", "delayed", 200),
+    ("GET", "/admin/users", "The users, with their permissions and usage; without secrets", "users", 200),
+    ("POST", "/admin/users", "Add a user", "add_user", 201),
+    ("PATCH", "/admin/users/{name}", "Change a user: its password, or other fields", "change_user", 200),
+    ("DELETE", "/admin/users/{name}", "Remove a user", "remove_user", 204),
+    ("POST", "/admin/users/{name}/tokens", "Give a user a token, which is shown once", "create_token", 201),
+    ("POST", "/admin/users/{name}/revoke", "Revoke a token of a user, or all", "revoke_token", 200),
     ("POST", "/admin/delayed/cancel", "Cancel delayed messages", "cancel_delayed", 200),
 )
 
 
 def _endpoint(broker: Broker, method: Any, path: str, text: str, call: str, status: int) -> Endpoint:
-    async def answer(asked: object, _request: Request) -> Json:
-        return await CALLS[call].function(broker, asked)
+    async def answer(asked: object, request: Request) -> Json:
+        return await run(broker, call, asked, identity_of(request))
 
     arguments = CALLS[call].arguments
     return Endpoint(
@@ -136,11 +148,11 @@ def _endpoint(broker: Broker, method: Any, path: str, text: str, call: str, stat
     )
 
 
-async def _refresh(broker: Broker, asked: _RefreshTopics) -> Json:
+async def _refresh(broker: Broker, asked: _RefreshTopics, identity: Identity | None) -> Json:
     if (asked.topic is None) == (asked.topics is None):
         raise BadRequest("name either a topic, or topics")
     names = [requests.Named(name=name) for name in asked.topics or [asked.topic or ""]]
     # None is refreshed if one does not exist.
     for name in names:
-        await CALLS["refresh_status"].function(broker, name)
-    return {"refreshes": [await CALLS["refresh_topic"].function(broker, name) for name in names]}
+        await run(broker, "refresh_status", name, identity)
+    return {"refreshes": [await run(broker, "refresh_topic", name, identity) for name in names]}

@@ -20,15 +20,18 @@ from penstock.broker.partition import Partition
 from penstock.broker.pipeline_reports import Heard, PipelineReport
 from penstock.broker.refresh import RefreshState, TopicRefresh
 from penstock.broker.schemas import SchemaVersion
-from penstock.broker.topic import ServedTopic
+from penstock.broker.topic import ServedTopic, visible_topics
 from penstock.doors.requests import begin, read
-from penstock.errors import BadRequest, UnknownTopic
+from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.log.policy import Policy
 from penstock.model.subject import is_subject
 from penstock.outcome import Outcome
 from penstock.schema import did_you_mean, shown
-from penstock.server import requests
+from penstock.security.identity import Identity, audited, authorize
+from penstock.security.permissions import Action
+from penstock.server import requests, rules, user_calls
 from penstock.server.rows import Rows
+from penstock.server.rules import Rule
 from penstock.topic_schema.tree import is_json
 from penstock.web.endpoints import Nothing
 
@@ -57,19 +60,44 @@ class Call(NamedTuple):
     # The declaration of its arguments.
     arguments: type[Any]
     function: Callable[[Broker, Any], Awaitable[Json]]
+    # Raises PermissionDenied unless the client may call it with these arguments.
+    rule: Rule
+    # Whether it changes something that the audit trail records.
+    is_audited: bool = False
 
 
-async def call(callee: Callee, fields: Json) -> Json:
-    """Run the call that a request names. The other fields are its arguments."""
+async def call(callee: Callee, fields: Json, identity: Identity | None) -> Json:
+    """Run the call that a request names, for a client. The other fields are its arguments."""
     name = fields.get("call")
     arguments = {field: value for field, value in fields.items() if field != "call"}
     if name == "statistics":
         read(Nothing, arguments)
+        authorize(identity, Action.METRICS)
         return callee.statistics()
     if not isinstance(name, str) or name not in CALLS:
         known = [*CALLS, "statistics"]
         raise BadRequest(f"{shown(name)} is not a call{did_you_mean(str(name), known)}: there are {', '.join(known)}")
-    return await CALLS[name].function(callee.broker, read(CALLS[name].arguments, arguments))
+    return await run(callee.broker, name, read(CALLS[name].arguments, arguments), identity)
+
+
+async def run(broker: Broker, name: str, asked: Any, identity: Identity | None) -> Json:
+    """Run a call for a client, if it may."""
+    found = CALLS[name]
+    if identity is None:
+        return await found.function(broker, asked)
+    found.rule(broker, asked, identity)
+    if name in _LISTS:
+        return await _LISTS[name](broker, asked, identity)
+    if not found.is_audited:
+        return await found.function(broker, asked)
+    error: PenstockError | None = None
+    try:
+        return await found.function(broker, asked)
+    except PenstockError as failed:
+        error = failed
+        raise
+    finally:
+        audited(identity, name, rules.resource(asked), error)
 
 
 # Topics.
@@ -83,8 +111,8 @@ async def _resolve(broker: Broker, asked: requests.Resolve) -> Json:
     return {"topic": topic.name, "id": topic.id, "partitions": topic.partitions}
 
 
-async def _topics(broker: Broker, asked: requests.Page) -> Json:
-    topics = [topic for topic in broker.topics if not topic.is_internal]
+async def _topics(broker: Broker, asked: requests.Page, identity: Identity | None = None) -> Json:
+    topics = visible_topics(broker.topics, identity)
     return {"topics": Rows(map(_describe_topic, topics[asked.rows])), "total": len(topics)}
 
 
@@ -180,8 +208,8 @@ async def _wait(broker: Broker, asked: requests.Wait) -> Json:
 # Groups.
 
 
-async def _groups(broker: Broker, asked: requests.Page) -> Json:
-    groups = list(broker.groups)
+async def _groups(broker: Broker, asked: requests.Page, identity: Identity | None = None) -> Json:
+    groups = [group for group in broker.groups if identity is None or identity.shows_group(group.name or b"")]
     return {"groups": Rows(map(_describe_group, groups[asked.rows])), "total": len(groups)}
 
 
@@ -292,39 +320,50 @@ async def _pipelines(broker: Broker, asked: requests.Page) -> Json:
 
 
 CALLS: Final[dict[str, Call]] = {
-    "resolve": Call(requests.Resolve, _resolve),
-    "topics": Call(requests.Page, _topics),
-    "topic": Call(requests.Named, _topic),
-    "create_topic": Call(requests.CreateTopic, _create_topic),
-    "alter_topic": Call(requests.AlterTopic, _alter_topic),
-    "purge_topic": Call(requests.PurgeTopic, _purge_topic),
-    "delete_topic": Call(requests.Named, _delete_topic),
-    "refresh_topic": Call(requests.Named, _refresh_topic),
-    "refresh_status": Call(requests.Named, _refresh_status),
-    "set_schema": Call(requests.SetSchema, _set_schema),
-    "schema": Call(requests.Schema, _schema),
-    "schemas": Call(requests.Named, _schemas),
-    "check_schema": Call(requests.SetSchema, _check_schema),
-    "offset_at": Call(requests.OffsetAt, _offset_at),
-    "offset_after": Call(requests.OffsetAfter, _offset_after),
-    "wait": Call(requests.Wait, _wait),
-    "groups": Call(requests.Page, _groups),
-    "group": Call(requests.Named, _group),
-    "create_group": Call(requests.CreateGroup, _create_group),
-    "reset_group": Call(requests.ResetGroup, _reset_group),
-    "delete_group": Call(requests.Named, _delete_group),
-    "commit": Call(requests.Commit, _commit),
-    "transaction": Call(requests.Named, _transaction),
-    "commit_transaction": Call(requests.CommitTransaction, _commit_transaction),
-    "abort_transaction": Call(requests.AbortTransaction, _abort_transaction),
-    "dead_letters": Call(requests.DeadLetters, _dead_letters),
-    "redrive": Call(requests.Redrive, _redrive),
-    "purge_dead_letters": Call(requests.PurgeDeadLetters, _purge_dead_letters),
-    "delayed": Call(requests.DelayedMessages, _delayed),
-    "cancel_delayed": Call(requests.CancelDelayed, _cancel_delayed),
-    "report_pipeline": Call(PipelineReport, _report_pipeline),
-    "pipelines": Call(requests.Page, _pipelines),
+    "resolve": Call(requests.Resolve, _resolve, rules.resolve),
+    "topics": Call(requests.Page, _topics, rules.anyone),
+    "topic": Call(requests.Named, _topic, rules.shown_topic),
+    "create_topic": Call(requests.CreateTopic, _create_topic, rules.topic(Action.TOPIC_CREATE), is_audited=True),
+    "alter_topic": Call(requests.AlterTopic, _alter_topic, rules.topic(Action.TOPIC_ALTER), is_audited=True),
+    "purge_topic": Call(requests.PurgeTopic, _purge_topic, rules.topic(Action.TOPIC_PURGE), is_audited=True),
+    "delete_topic": Call(requests.Named, _delete_topic, rules.topic(Action.TOPIC_DELETE), is_audited=True),
+    "refresh_topic": Call(requests.Named, _refresh_topic, rules.topic(Action.TOPIC_ALTER), is_audited=True),
+    "refresh_status": Call(requests.Named, _refresh_status, rules.shown_topic),
+    "set_schema": Call(requests.SetSchema, _set_schema, rules.topic(Action.TOPIC_ALTER), is_audited=True),
+    "schema": Call(requests.Schema, _schema, rules.shown_topic),
+    "schemas": Call(requests.Named, _schemas, rules.shown_topic),
+    "check_schema": Call(requests.SetSchema, _check_schema, rules.shown_topic),
+    "offset_at": Call(requests.OffsetAt, _offset_at, rules.shown_topic),
+    "offset_after": Call(requests.OffsetAfter, _offset_after, rules.shown_topic),
+    "wait": Call(requests.Wait, _wait, rules.shown_places),
+    "groups": Call(requests.Page, _groups, rules.anyone),
+    "group": Call(requests.Named, _group, rules.shown_group),
+    "create_group": Call(requests.CreateGroup, _create_group, rules.create_group, is_audited=True),
+    "reset_group": Call(requests.ResetGroup, _reset_group, rules.group(Action.GROUP_RESET), is_audited=True),
+    "delete_group": Call(requests.Named, _delete_group, rules.group(Action.GROUP_DELETE), is_audited=True),
+    "commit": Call(requests.Commit, _commit, rules.commit),
+    "transaction": Call(requests.Named, _transaction, rules.transaction),
+    "commit_transaction": Call(requests.CommitTransaction, _commit_transaction, rules.transaction),
+    "abort_transaction": Call(requests.AbortTransaction, _abort_transaction, rules.transaction),
+    "dead_letters": Call(requests.DeadLetters, _dead_letters, rules.read_pattern),
+    "redrive": Call(requests.Redrive, _redrive, rules.pattern(Action.DEAD_LETTERS), is_audited=True),
+    "purge_dead_letters": Call(
+        requests.PurgeDeadLetters, _purge_dead_letters, rules.pattern(Action.DEAD_LETTERS), is_audited=True
+    ),
+    "delayed": Call(requests.DelayedMessages, _delayed, rules.read_pattern),
+    "cancel_delayed": Call(requests.CancelDelayed, _cancel_delayed, rules.pattern(Action.PUBLISH), is_audited=True),
+    "report_pipeline": Call(PipelineReport, _report_pipeline, rules.pipeline),
+    "pipelines": Call(requests.Page, _pipelines, rules.switch(Action.METRICS)),
+    "users": Call(user_calls.ListUsers, user_calls.users, rules.switch(Action.ADMIN)),
+    "add_user": Call(user_calls.ChangeUser, user_calls.add_user, rules.switch(Action.ADMIN), is_audited=True),
+    "change_user": Call(user_calls.ChangeUser, user_calls.change_user, rules.switch(Action.ADMIN), is_audited=True),
+    "remove_user": Call(user_calls.NamedUser, user_calls.remove_user, rules.switch(Action.ADMIN), is_audited=True),
+    "create_token": Call(user_calls.CreateToken, user_calls.create_token, rules.switch(Action.ADMIN), is_audited=True),
+    "revoke_token": Call(user_calls.RevokeToken, user_calls.revoke_token, rules.switch(Action.ADMIN), is_audited=True),
 }
+
+# Those that show a client only what it may know of.
+_LISTS: Final = {"topics": _topics, "groups": _groups}
 
 
 def _describe_topic(topic: ServedTopic) -> Json:

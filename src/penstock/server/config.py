@@ -413,10 +413,10 @@ def _public_hosts(values: Mapping[str, Any], places: Mapping[str, str]) -> Itera
     if not public or values["server.insecure"] is True:
         return
     reachable = f"server.host ({places['server.host']}) is {', '.join(public)!r}, which other machines can reach, and "
-    if values["auth.user"] is None and values["auth.token"] is None:
+    if all(values[f"auth.{name}"] is None for name in ("user", "token", "users")):
         yield (
-            f"{reachable}no credentials are required: set auth.user and auth.password, or auth.token; to serve anyone, "
-            "set server.insecure (--insecure)"
+            f"{reachable}no credentials are required: set auth.users, or auth.user and auth.password, or auth.token; "
+            "to serve anyone, set server.insecure (--insecure)"
         )
     elif values["tls.cert"] is None or values["tls.required"] is False:
         yield (

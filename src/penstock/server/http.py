@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
-from starlette.requests import Request
 from starlette.routing import Route
 
 from penstock.doors.journal import Journal
-from penstock.errors import Unauthorized
 from penstock.pipe.pipes import Pipes
+from penstock.security.security import Security
 from penstock.server import admin, monitor, pipe_http, schema_registry, test_endpoints
+from penstock.server.http_identity import Authorizer
 from penstock.server.metrics import Measured, Metrics, pipe_metrics
 from penstock.server.monitor import Monitored
 from penstock.server.rows import encode
 from penstock.tls.port import ServerTls
-from penstock.web.credentials import Credentials
 from penstock.web.endpoints import Endpoint, application, described
 from penstock.web.guard import Guard, local_names
 from penstock.web.openapi import with_description
@@ -28,7 +27,7 @@ from penstock.wire.binary import read_request
 class HttpServer(Monitored, Measured, Protocol):
     """The server, as far as its HTTP port needs it."""
 
-    credentials: Credentials
+    security: Security
     journal: Journal
     pipes: Pipes
     settings: Mapping[str, Any]
@@ -69,7 +68,7 @@ def guarded(server: HttpServer, more: Iterable[Route] = ()) -> Guard:
 
     app = application(
         endpoints(server),
-        authorize=_authorize(server),
+        authorize=Authorizer(server.security, server.counters, server.journal).authorize,
         read_json=read_request,
         encode=encoded,
         describe=described,
@@ -101,16 +100,3 @@ def endpoints(server: HttpServer) -> tuple[Endpoint, ...]:
         every += test_endpoints.endpoints(server, server.config.server, failed)
     about = "The HTTP port of a Penstock broker."
     return with_description(every, title="Penstock", about=about, version=server.version, error=Error)
-
-
-def _authorize(server: HttpServer) -> Callable[[Request], None]:
-    def authorize(request: Request) -> None:
-        try:
-            server.credentials.require(request)
-        except Unauthorized:
-            server.counters.unauthorized += 1
-            client = request.client
-            server.journal.failed_login("HTTP", "" if client is None else f"{client.host}:{client.port}")
-            raise
-
-    return authorize

@@ -30,6 +30,8 @@ from penstock.broker.position import Position
 from penstock.broker.topic import ServedTopic
 from penstock.errors import PenstockError
 from penstock.log.log import Log
+from penstock.security.quotas import NAMES
+from penstock.security.security import Security
 from penstock.server.settings import Config
 from penstock.server.stalls import Stalls
 from penstock.store.histogram import Histogram
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 TOPICS_MAX: Final = 200
 CONSUMERS_MAX: Final = 1000
+USERS_MAX: Final = 1000
 OTHER: Final = "other"
 # The age of the oldest unacknowledged message may have to be read from the disk: at most this often in one scrape.
 READS_MAX: Final = 256
@@ -80,6 +83,7 @@ class Metrics:
         ages = _Ages(server.broker.clock.now_us())
         broker = server.broker
         tables = [*await _topics(broker), *await _groups(broker, ages), _pipelines(broker.pipeline_reports)]
+        tables.append(_users(broker.security))
         families = [
             *_rounds(server.broker),
             *_health(server),
@@ -441,6 +445,25 @@ def _pipelines(reports: PipelineReports) -> _Table:
         lag = -1 if report.lag is None else report.lag
         numbers = (reports.state(heard) == "running", report.rows, report.late_rows, report.rows_per_second)
         table.add((report.name, report.kind), (*map(float, numbers), lag, report.failures))
+    return table
+
+
+# Users.
+
+_QUOTA: Final = (
+    _Figure(GaugeMetricFamily, "broker_user_usage", "What a user uses of its quota; rates over the last second."),
+    _Figure(GaugeMetricFamily, "broker_user_quota", "The limit of it."),
+)
+
+
+def _users(security: Security) -> _Table:
+    """Users without quotas are left out."""
+    table = _Table(["user", "quota"], USERS_MAX, _QUOTA)
+    for user in security.users:
+        used = security.usage_of(user)
+        for name in NAMES:
+            if (limit := user.quotas.get(name)) is not None:
+                table.add((user.name, name), (used.get(name, 0), limit))
     return table
 
 

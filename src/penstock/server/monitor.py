@@ -18,6 +18,7 @@ from penstock.broker.member import Member
 from penstock.broker.subscription import Subscription
 from penstock.log.damage import DAMAGE_REMEDY
 from penstock.schema import NonNegative, about
+from penstock.security.permissions import Action
 from penstock.server.calls import Json
 from penstock.server.metrics import Metrics
 from penstock.server.rows import Answers, Rows
@@ -94,13 +95,15 @@ def endpoints(server: Monitored, metrics: Metrics) -> list[Endpoint]:
             method="GET", path=path, about=about, answer=answer, parameters=parameters, ignores_unknown=True, **more
         )
 
+    # They tell who is connected, and the names of topics.
+    metric: dict[str, Any] = {"guarded": True, "action": Action.METRICS}
     return [
         get("/healthz", "Health; 503 with the reason if the server is not healthy", healthz),
         get("/health", "OK as plain text, or 503 with the reason; JSON if it is accepted", health, media="text/plain"),
-        get("/metrics", "Metrics for Prometheus", expose, media="text/plain; version=0.0.4"),
-        get("/varz", "The server's figures", varz),
-        get("/connz", "A row for each connection", connz, _Connections),
-        get("/subsz", "A row for each subscription", subsz, _Page),
+        get("/metrics", "Metrics for Prometheus", expose, media="text/plain; version=0.0.4", **metric),
+        get("/varz", "The server's figures", varz, **metric),
+        get("/connz", "A row for each connection", connz, _Connections, **metric),
+        get("/subsz", "A row for each subscription", subsz, _Page, **metric),
     ]
 
 

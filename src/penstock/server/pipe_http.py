@@ -28,7 +28,7 @@ from penstock.broker.broker import Broker
 from penstock.broker.opened import is_large
 from penstock.broker.partition import Partition
 from penstock.broker.sources import source_number
-from penstock.broker.topic import ServedTopic
+from penstock.broker.topic import ServedTopic, visible_topics
 from penstock.errors import (
     BadRequest,
     CorruptBatch,
@@ -42,12 +42,16 @@ from penstock.log.appender import LogState
 from penstock.log.policy import Partitions
 from penstock.model.batch import Batch
 from penstock.model.run import Run, open_batch
+from penstock.model.subject import whole_topic
 from penstock.outcome import Outcome
 from penstock.pipe.batches import CONTENT_TYPE, BatchSplitter, check_stored, joined
 from penstock.pipe.pipes import Pipes
 from penstock.pipe.records import stored_record
 from penstock.pipe.topology import NODE_ID_CHARACTERS_MAX
 from penstock.schema import Form, Text, about
+from penstock.security.identity import authorize_all
+from penstock.security.permissions import Action
+from penstock.server.http_identity import identity_of
 from penstock.web.endpoints import Endpoint, Nothing
 
 # Bytes that are read from a log at once, unless a batch is larger; and of one answer.
@@ -131,7 +135,7 @@ def endpoints(broker: Broker, pipes: Pipes, version: str) -> list[Endpoint]:
             answer=answer,
             parameters=parameters,
             ignores_unknown=True,
-            **{"guarded": True, **more},
+            **{"guarded": True, "action": Action.PIPES, **more},
         )
 
     return [
@@ -147,6 +151,7 @@ def endpoints(broker: Broker, pipes: Pipes, version: str) -> list[Endpoint]:
             parameters=_Push,
             accepts=CONTENT_TYPE,
             guarded=True,
+            action=Action.PIPES,
             ignores_unknown=True,
         ),
         get("/pipe/status", "This broker in the tree", door.status, Nothing, guarded=False),
@@ -166,6 +171,7 @@ class _PipeDoor:
 
     async def topics(self, asked: _Child, request: Request) -> dict[str, Any]:
         self._admit(asked, request)
+        identity = identity_of(request)
         await self._pipes.start()
         rows = (
             {
@@ -175,8 +181,8 @@ class _PipeDoor:
                     {"start": partition.start, "committed": partition.log.committed} for partition in topic.partitions
                 ],
             }
-            for topic in list(self._broker.topics)
-            if not topic.is_internal and topic.refusal is None
+            for topic in visible_topics(self._broker.topics, identity)
+            if topic.refusal is None and (identity is None or identity.allows_all(whole_topic(topic.name)))
         )
         return {
             "penstock": self._version,
@@ -189,6 +195,7 @@ class _PipeDoor:
 
     async def stream(self, asked: _Stream, request: Request) -> Response:
         self._admit(asked.child, request)
+        authorize_all(identity_of(request), whole_topic(_name(asked.topic)))
         topic = self._topic(asked.topic)
         partition = _partition(topic, asked.partition)
         until = asyncio.get_running_loop().time() + min(asked.wait_ms, WAIT_MS_MAX) / 1000
@@ -207,6 +214,7 @@ class _PipeDoor:
 
     async def poll(self, asked: _Poll, request: Request) -> Response | list[dict[str, Any]]:
         self._admit(asked.child, request)
+        authorize_all(identity_of(request), whole_topic(_name(asked.topic)))
         topic, limit = self._topic(asked.topic), asked.limit
         partition = _partition(topic, asked.partition)
         records: list[dict[str, Any]] = []
@@ -299,6 +307,7 @@ class _PipeDoor:
 
     async def pushed(self, asked: _Pushed, request: Request) -> dict[str, int]:
         self._admit(asked.child, request)
+        authorize_all(identity_of(request), whole_topic(_name(asked.topic)), Action.PUBLISH)
         source = source_number("pipe", asked.origin, asked.partition)
         async with self._turn(source):
             topic = self._broker.topics.get(_name(asked.topic))
@@ -306,6 +315,7 @@ class _PipeDoor:
 
     async def push(self, asked: _Push, request: Request) -> dict[str, int]:
         self._admit(asked.child, request)
+        authorize_all(identity_of(request), whole_topic(_name(asked.topic)), Action.PUBLISH)
         if request.headers.get("content-type") != CONTENT_TYPE:
             raise BadRequest(f"the content type must be {CONTENT_TYPE}")
         source = source_number("pipe", asked.origin, asked.partition)

@@ -18,11 +18,14 @@ from starlette.responses import Response
 
 from penstock.broker.broker import Broker
 from penstock.broker.schemas import VERSIONS_MAX, SchemaVersion
-from penstock.broker.topic import ServedTopic
+from penstock.broker.topic import ServedTopic, visible_topics
 from penstock.errors import BadRequest, BadSchema, PenstockError, SchemaConflict, UnknownSchema, UnknownTopic
 from penstock.schema import Positive, about
+from penstock.security.identity import Identity, authorize
+from penstock.security.permissions import Action
 from penstock.server import requests
-from penstock.server.calls import CALLS
+from penstock.server.calls import run
+from penstock.server.http_identity import identity_of
 from penstock.topic_schema.compatibility import Compatibility
 from penstock.topic_schema.ddl import read_ddl
 from penstock.topic_schema.json_schema import write_json_schema
@@ -97,14 +100,17 @@ class _Refused(BadRequest):
 
 def endpoints(broker: Broker) -> list[Endpoint]:
     """Return the table of the registry's endpoints, which is why this is long."""
-    registry = _Registry(broker)
 
     def endpoint(
-        method: Any, path: str, text: str, answer: Callable[[Any], Awaitable[object]], asks: type[Any] = Nothing
+        method: Any,
+        path: str,
+        text: str,
+        answer: Callable[[_Registry, Any], Awaitable[object]],
+        asks: type[Any] = Nothing,
     ) -> Endpoint:
-        async def answered(asked: Any, _request: Request) -> Response:
+        async def answered(asked: Any, request: Request) -> Response:
             try:
-                return _response(await answer(asked), 200)
+                return _response(await answer(_Registry(broker, identity_of(request)), asked), 200)
             except PenstockError as error:
                 status, number = _code_of(error)
                 return _response({"error_code": number, "message": str(error)}, status)
@@ -122,40 +128,43 @@ def endpoints(broker: Broker) -> list[Endpoint]:
 
     versions = "/subjects/{subject}/versions"
     return [
-        endpoint("GET", "/subjects", "The topics that have a schema, each with -value", registry.subjects),
-        endpoint("GET", versions, "The versions of a schema", registry.versions, _OfSubject),
-        endpoint("GET", versions + "/{version}", "A version of a schema", registry.version, _OfVersion),
-        endpoint("POST", versions, "Register a schema, as its next version", registry.register, _Given),
-        endpoint("POST", "/subjects/{subject}", "The version that has this schema", registry.find, _Given),
+        endpoint("GET", "/subjects", "The topics that have a schema, each with -value", _Registry.subjects),
+        endpoint("GET", versions, "The versions of a schema", _Registry.versions, _OfSubject),
+        endpoint("GET", versions + "/{version}", "A version of a schema", _Registry.version, _OfVersion),
+        endpoint("POST", versions, "Register a schema, as its next version", _Registry.register, _Given),
+        endpoint("POST", "/subjects/{subject}", "The version that has this schema", _Registry.find, _Given),
         endpoint(
             "POST",
             "/compatibility" + versions + "/{version}",
             "Whether a schema could follow a version",
-            registry.compare,
+            _Registry.compare,
             _Compared,
         ),
         endpoint(
             "POST",
             "/compatibility" + versions,
             "Whether a schema could follow each version",
-            registry.compare_all,
+            _Registry.compare_all,
             _Given,
         ),
-        endpoint("GET", "/schemas/ids/{id}", "The schema with an ID", registry.by_id, _OfId),
-        endpoint("GET", "/schemas/types", "The types of schemas", registry.types),
-        endpoint("GET", "/config", "The compatibility that new topics ask for", registry.level),
-        endpoint("GET", "/config/{subject}", "The compatibility that a topic asks for", registry.level_of, _OfSubject),
-        endpoint("PUT", "/config/{subject}", "Change the compatibility of a topic", registry.set_level, _Level),
+        endpoint("GET", "/schemas/ids/{id}", "The schema with an ID", _Registry.by_id, _OfId),
+        endpoint("GET", "/schemas/types", "The types of schemas", _Registry.types),
+        endpoint("GET", "/config", "The compatibility that new topics ask for", _Registry.level),
+        endpoint("GET", "/config/{subject}", "The compatibility that a topic asks for", _Registry.level_of, _OfSubject),
+        endpoint("PUT", "/config/{subject}", "Change the compatibility of a topic", _Registry.set_level, _Level),
     ]
 
 
 class _Registry:
-    def __init__(self, broker: Broker) -> None:
+    """The registry as one client sees it."""
+
+    def __init__(self, broker: Broker, identity: Identity | None) -> None:
         self._broker = broker
+        self._identity = identity
 
     async def subjects(self, _asked: Nothing) -> list[str]:
-        schemas = self._broker.schemas
-        return [f"{topic.topic.name}{_VALUE}" for topic in self._broker.topics if schemas.versions(topic)]
+        visible = visible_topics(self._broker.topics, self._identity)
+        return [f"{topic.topic.name}{_VALUE}" for topic in visible if self._broker.schemas.versions(topic)]
 
     async def types(self, _asked: Nothing) -> list[str]:
         return [_JSON]
@@ -168,7 +177,7 @@ class _Registry:
         return _described(topic, _chosen(known, asked.version))
 
     async def register(self, asked: _Given) -> dict[str, int]:
-        topic, text = self._topic(asked.subject), _text_of(asked)
+        topic, text = self._topic(asked.subject, Action.TOPIC_ALTER), _text_of(asked)
         for each in self._broker.schemas.versions(topic):
             if _is_same(each, text):
                 return {"id": _id_of(topic, each)}
@@ -192,6 +201,8 @@ class _Registry:
 
     async def by_id(self, asked: _OfId) -> dict[str, str]:
         topic = self._broker.topics.by_id(asked.id // _STRIDE)
+        if topic is not None and self._identity is not None and not self._identity.shows_topic(topic.name):
+            topic = None
         known = [] if topic is None else self._broker.schemas.versions(topic)
         if not 0 < asked.id % _STRIDE <= len(known):
             raise _Refused(404, 40403, f"there is no schema with ID {asked.id}")
@@ -204,14 +215,16 @@ class _Registry:
         return {"compatibilityLevel": self._topic(asked.subject).topic.policy.schema_compatibility.upper()}
 
     async def set_level(self, asked: _Level) -> dict[str, str]:
-        topic = self._topic(asked.subject)
+        topic = self._topic(asked.subject, Action.TOPIC_ALTER)
         levels = {each.upper(): each for each in Compatibility}
         if asked.compatibility.upper() not in levels:
             raise _Refused(
                 422, 42203, f"invalid compatibility {asked.compatibility!r}: it must be one of {', '.join(levels)}"
             )
         policy = {"schema_compatibility": levels[asked.compatibility.upper()].value}
-        await CALLS["alter_topic"].function(self._broker, requests.AlterTopic(name=topic.topic.name, policy=policy))
+        await run(
+            self._broker, "alter_topic", requests.AlterTopic(name=topic.topic.name, policy=policy), self._identity
+        )
         return {"compatibility": asked.compatibility.upper()}
 
     async def _verdict(self, topic: ServedTopic, text: str, versions: list[SchemaVersion]) -> dict[str, Any]:
@@ -220,8 +233,13 @@ class _Registry:
         messages = [reason for reason in reasons if reason is not None]
         return {"is_compatible": not messages, "messages": messages}
 
-    def _topic(self, subject: str) -> ServedTopic:
+    def _topic(self, subject: str, action: Action | None = None) -> ServedTopic:
+        """Return the topic of a subject, if the client may know of it and do this."""
         name = subject.removesuffix(_VALUE)
+        if self._identity is not None and not self._identity.shows_topic(name.encode()):
+            raise self._identity.refuse(Action.SUBSCRIBE, name.encode())
+        if action is not None:
+            authorize(self._identity, action, name.encode())
         try:
             if name == subject:
                 raise UnknownTopic(subject)

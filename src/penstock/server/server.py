@@ -45,6 +45,8 @@ from penstock.pipe.topology import (
     read_urls,
 )
 from penstock.plugins import find
+from penstock.security.identity import Identity
+from penstock.security.security import Security, SecuritySettings
 from penstock.server import calls, websocket
 from penstock.server.http import http_port
 from penstock.server.memory import Memory
@@ -78,14 +80,14 @@ class Server:
         """
         self.config = config
         self.settings = settings or {}
-        self.credentials = Credentials(**asdict(config.auth))
         certificate = _certificate(config)
         self._listens = listens
         clock = SystemClock()
+        self.security = Security(clock, _security_settings(config))
         # Before the data directory is touched: errors in the settings are reported first.
         connect, self._topology = find_connector(config.pipe.type), _topology(config)
         self._network: Listen = find("penstock.networks", "server.network", config.server.network).load()
-        self.broker = _open_broker(config, clock)
+        self.broker = _open_broker(config, clock, self.security)
         self.pipes = _pipes(config, self.broker, connect)
         self.journal = Journal(clock)
         self.tls = None if certificate is None else self._secure(certificate)
@@ -113,7 +115,7 @@ class Server:
     def _share(self, clock: Clock) -> Shared:
         """Return what the sessions share."""
         server, counters, journal, claims = self.config.server, Counters(), self.journal, Claims()
-        gate = Gate(self.credentials, counters, journal, server.handshake_s, server.handshakes_max)
+        gate = Gate(self.security, counters, journal, server.handshake_s, server.handshakes_max)
         arrivals = Arrivals(counters)
         sessions = Sessions(counters, gate, journal, arrivals, claims, server.connections_max, server.heartbeat_s)
         node = Node(
@@ -126,6 +128,7 @@ class Server:
         )
         return Shared(
             broker=self.broker,
+            security=self.security,
             settings=_door_settings(self.config),
             node=node,
             calls=_Calls(self),
@@ -183,7 +186,7 @@ class Server:
                 await listener.start()
             web = tasks.create_task(self._http.run())
         sweeper = tasks.create_task(self._sweep())
-        watchers = [spawn(self._watch_registry())]
+        watchers = [spawn(self._watch_registry()), spawn(self.security.watch())]
         if self.tls is not None:
             watchers.append(spawn(self.tls.watch()))
         self.stalls.start()
@@ -238,6 +241,10 @@ class Server:
             stopped.cancel()
             retired.cancel()
 
+    def inside(self) -> Identity | None:
+        """Return the identity of a client in this process; None if no credentials are required."""
+        return self.security.inside() if self.security.is_required else None
+
     # Ports.
 
     @property
@@ -280,7 +287,8 @@ class Server:
     # Watching over it.
 
     def reload(self) -> None:
-        """Load the files of the certificate again."""
+        """Read the users and the files of the certificate again."""
+        self.security.reload()
         if self.tls is not None:
             self.shared.tasks.spawn(self._reload(self.tls))
 
@@ -293,6 +301,7 @@ class Server:
             try:
                 now = asyncio.get_running_loop().time()
                 self.sessions.sweep(now)
+                self.security.sweep()
                 if self._memory.is_due(now):
                     self.shared.tasks.spawn(self.shared.tasks.work(self._memory.give_back))
             except Exception as fault:  # noqa: BLE001 - it is done again a second later
@@ -315,7 +324,7 @@ class Server:
         """Return how full each limited cache, queue and table is, by name."""
         http = {} if self._http is None else {"http_connections": self._http.usage(), **self.answers.usage()}
         shared = self.shared
-        parts = (shared.gate, shared.arrivals, shared.turns, self.pipes, self.broker, self.broker.store)
+        parts = (shared.gate, self.security, shared.arrivals, shared.turns, self.pipes, self.broker, self.broker.store)
         usages = {name: each for part in parts for name, each in part.usage().items()}
         return {**self.sessions.usage(), **http, **usages}
 
@@ -326,11 +335,11 @@ class _Calls:
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    async def call(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return await calls.call(self._server, fields)
+    async def call(self, fields: dict[str, Any], identity: Identity | None) -> dict[str, Any]:
+        return await calls.call(self._server, fields, identity)
 
-    async def answer(self, peer: Peer, fields: dict[str, Any]) -> bytes:
-        return await self._server.answers.make_for(peer, await self.call(fields))
+    async def answer(self, peer: Peer, fields: dict[str, Any], identity: Identity | None) -> bytes:
+        return await self._server.answers.make_for(peer, await self.call(fields, identity))
 
     def statistics(self) -> dict[str, Any]:
         return self._server.statistics()
@@ -341,10 +350,22 @@ def _certificate(config: Config) -> ServerCertificate | None:
     return None if files is None else ServerCertificate(files)
 
 
-def _open_broker(config: Config, clock: Clock) -> Broker:
+def _security_settings(config: Config) -> SecuritySettings:
+    auth = config.auth
+    return SecuritySettings(
+        fixed=Credentials(user=auth.user, password=auth.password, token=auth.token),
+        users=None if auth.users is None else Path(auth.users),
+        failures_max=auth.failures_max,
+        lockout_s=auth.lockout_s,
+        audit=auth.audit,
+        dead_letter_prefix=config.dlq.prefix.encode(),
+    )
+
+
+def _open_broker(config: Config, clock: Clock, security: Security) -> Broker:
     files: Files = find("penstock.files", "storage.files", config.storage.files).load()()
     store = Store(Path(config.storage.data_dir), settings=_store_settings(config), files=files, clock=clock)
-    return Broker(store, clock=clock, settings=_broker_settings(config))
+    return Broker(store, clock=clock, settings=_broker_settings(config), security=security)
 
 
 def _pipes(config: Config, broker: Broker, connect: Connect) -> Pipes:

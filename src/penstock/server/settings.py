@@ -121,6 +121,15 @@ class AuthConfig:
     user: Annotated[Text | None, about("name that clients give, with a password")] = None
     password: Annotated[Text | None, about("password of the user")] = field(default=None, repr=False)
     token: Annotated[Text | None, about("token that clients give instead")] = field(default=None, repr=False)
+    users: Annotated[Text | None, about("file of users and their permissions; the credentials above stay valid")] = None
+    failures_max: Annotated[
+        Annotated[int, Meta(ge=0, le=1_000_000)],
+        about("failed logins of a user at an address, after which they are locked out; 0: never"),
+    ] = 10
+    lockout_s: Annotated[Seconds, about("how long they are locked out")] = 300
+    audit: Annotated[
+        bool | None, about("store logins, refusals and changes in the topic $audit; none: if auth.users is set")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

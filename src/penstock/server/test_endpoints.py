@@ -26,6 +26,7 @@ from penstock.errors import BadRequest, BatchTooLarge, PenstockError
 from penstock.model import headers
 from penstock.model.run import Run
 from penstock.schema import Form, Text, about
+from penstock.security.permissions import Action
 from penstock.server.calls import Callee, Json
 from penstock.server.settings import ServerConfig
 from penstock.web.endpoints import Endpoint, status_of
@@ -86,6 +87,7 @@ def endpoints(callee: Callee, config: ServerConfig, failed: Callable[[int], None
             answer=load,
             parameters=_Load,
             guarded=True,
+            action=Action.ADMIN,
         ),
         Endpoint(
             method="POST",
@@ -94,6 +96,7 @@ def endpoints(callee: Callee, config: ServerConfig, failed: Callable[[int], None
             answer=inject,
             parameters=_Inject,
             guarded=True,
+            action=Action.ADMIN,
         ),
         Endpoint(
             method="GET",
@@ -101,6 +104,7 @@ def endpoints(callee: Callee, config: ServerConfig, failed: Callable[[int], None
             about=f"The contents of the first {TOPICS_MAX} topics, and the server's figures",
             answer=stats,
             guarded=True,
+            action=Action.ADMIN,
         ),
     ]
 

@@ -36,6 +36,12 @@ class CertificateNames:
     emails: tuple[str, ...] = ()
     uris: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what a user may be found by: the subject, its common name as `CN=ann`, the alternative names."""
+        common = () if self.common_name is None else (f"CN={_escape(self.common_name)}",)
+        return (self.subject, *common, *self.dns_names, *self.emails, *self.uris)
+
     @classmethod
     def read(cls, certificate: Mapping[str, Any]) -> Self:
         """Read a certificate as `ssl.SSLObject.getpeercert` returns it."""

@@ -46,8 +46,9 @@ class Credentials:
                 return self.accepts(user=user, password=password)
         return False
 
-    def require(self, request: Request) -> None:
-        """Raise Unauthorized unless a request has valid credentials, or none are required."""
+    async def require(self, request: Request, _action: str) -> None:
+        """Raise Unauthorized unless a request has valid credentials, or none are required. Whoever has them may do
+        everything."""
         if self and not self.accepts_header(request.headers.get("authorization", "")):
             raise Unauthorized("credentials required: a user and a password (Basic), or a token (Bearer)")
 

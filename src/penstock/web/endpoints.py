@@ -29,7 +29,9 @@ from penstock.errors import (
     OutOfSequence,
     PeerError,
     PenstockError,
+    PermissionDenied,
     PipeLoop,
+    QuotaExceeded,
     ReadOnlyTopic,
     RefreshConflict,
     RequestTooLarge,
@@ -58,6 +60,8 @@ STATUSES: Final[Mapping[type[PenstockError], int]] = {
     PeerError: 400,
     Unauthorized: 401,
     Forbidden: 403,
+    PermissionDenied: 403,
+    QuotaExceeded: 429,
     UnknownTopic: 404,
     UnknownGroup: 404,
     UnknownNode: 404,
@@ -110,8 +114,9 @@ class Endpoint:
     returns: Any = None
     # What other statuses mean.
     errors: Mapping[int, str] | None = None
-    # Whether it needs credentials, if the server requires any.
+    # Whether it needs credentials, if the server requires any; and what the client must be allowed to do.
     guarded: bool = False
+    action: str = "connect"
     # Whether unknown parameters in the query are ignored: clients of other servers, or of newer ones, send more.
     ignores_unknown: bool = False
 
@@ -133,20 +138,20 @@ class Endpoint:
 def application(
     endpoints: Iterable[Endpoint],
     *,
-    authorize: Callable[[Request], None],
+    authorize: Callable[[Request, str], Awaitable[None]],
     read_json: Callable[[bytes], dict[str, Any]],
     encode: Callable[[object], Awaitable[bytes]],
     describe: Describe,
     more: Iterable[Route] = (),
 ) -> Starlette:
-    """Serve endpoints. `authorize` raises Unauthorized, `encode` makes JSON of an answer, and `describe` makes the
-    document of an error."""
+    """Serve endpoints. `authorize` raises Unauthorized or PermissionDenied, `encode` makes JSON of an answer, and
+    `describe` makes the document of an error."""
 
     def serve(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def served(request: Request) -> Response:
             try:
                 if endpoint.guarded:
-                    authorize(request)
+                    await authorize(request, endpoint.action)
                 asked = await _read(endpoint, request, read_json)
                 answer = await endpoint.answer(asked, request)
                 if isinstance(answer, Response):

@@ -21,6 +21,13 @@ from penstock.errors import Forbidden, PenstockError
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS")
 _SHOWN_CHARACTERS: Final = 100
+# For browsers: nothing here is to be guessed at, framed, kept, or told to other sites.
+_HEADERS: Final = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"content-security-policy", b"frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
 
 # Returns an error as the answers of an application show it.
 Describe = Callable[[PenstockError], dict[str, object]]
@@ -44,6 +51,10 @@ class Guard:
         async def sent(message: Message) -> None:
             nonlocal is_started
             is_started = True
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}
+                more = [header for header in _HEADERS if header[0] not in given]
+                message["headers"] = [*message["headers"], *more]
             await send(message)
 
         try:

@@ -499,9 +499,18 @@ def error(reason: str, *, is_nats: bool) -> bytes:
     return f"-ERR '{text}'\r\n".encode() if is_nats else f"-ERR {text}\r\n".encode()
 
 
-def violation(verb: str, subject: bytes, reason: str) -> bytes:
-    """Return an error about one subject, in a form that clients report without disconnecting."""
-    return error(f'Permissions Violation for {verb} to "{subject.decode(errors="replace")}": {reason}', is_nats=True)
+def violation(verb: str, subject: bytes, reason: str = "") -> bytes:
+    """Return an error about one subject, in a form that clients report without disconnecting. Without a reason, the
+    user has no permission."""
+    text = f'Permissions Violation for {verb} to "{subject.decode(errors="replace")}"'
+    return error(f"{text}: {reason}" if reason else text, is_nats=True)
+
+
+def denied_subscription(subject: bytes, queue: bytes = b"") -> bytes:
+    """Return nats-server's error for a subscription that the user has no permission for."""
+    using = f' using queue "{queue.decode(errors="replace")}"' if queue else ""
+    text = f'Permissions Violation for Subscription to "{subject.decode(errors="replace")}"{using}'
+    return error(text, is_nats=True)
 
 
 def no_responders(reply: bytes, sid: bytes, subject: bytes) -> bytes:

@@ -13,7 +13,7 @@ from penstock.broker.group import Group
 from penstock.broker.group_state import Mode
 from penstock.broker.member import Deliveries, Member, Place, RefreshNotice
 from penstock.broker.subscription import Subscription
-from penstock.broker.topic import RESERVED
+from penstock.broker.topic import is_reserved
 from penstock.doors.binary.frames import Frames, error_fields
 from penstock.doors.binary.producing import Producing
 from penstock.doors.binary.reading import StoredReading
@@ -21,7 +21,7 @@ from penstock.doors.binary.settling import settle
 from penstock.doors.dialect import ConnectionType, Ending
 from penstock.doors.gate import credentials
 from penstock.doors.requests import OpenSubscription, begin, read
-from penstock.errors import BadFrame, BadRequest, BadSubject, GroupConflict, PenstockError, Unauthorized
+from penstock.errors import BadFrame, BadRequest, BadSubject, GroupConflict, PenstockError
 from penstock.model.batch import BATCH_BYTES_MAX
 from penstock.model.run import Run, split
 from penstock.model.subject import is_readable
@@ -62,12 +62,12 @@ class Binary:
     def admitted(self) -> None:
         self.codec.admitted()
 
-    def deny(self, event: Frame) -> None:
+    def deny(self, event: Frame, error: PenstockError) -> None:
         if event.type != Type.HELLO:
             self.disconnect(Ending.UNAUTHORIZED)
             return
         self._is_open = True
-        self.answer_error(event.id, Unauthorized("the broker does not know this user or token"))
+        self.answer_error(event.id, error)
         self.session.peer.close()
 
     def do(self, events: deque[Frame]) -> Coroutine[Any, Any, None] | None:
@@ -136,7 +136,7 @@ class Binary:
         )
 
     async def _call(self, number: int, fields: dict[str, Any]) -> None:
-        data = await self.session.shared.calls.answer(self.session.peer, fields)
+        data = await self.session.shared.calls.answer(self.session.peer, fields, self.session.identity)
         self.codec.answer(binary.frame(Type.RESULT, number, data))
 
     # Subscriptions.
@@ -145,7 +145,7 @@ class Binary:
         asked, session = read(OpenSubscription, options), self.session
         subscription, pattern, credit = asked.subscription, asked.pattern.encode(), asked.credit
         group = None if asked.group is None else asked.group.encode()
-        if not is_readable(pattern) or pattern.startswith(RESERVED):
+        if not is_readable(pattern) or is_reserved(pattern):
             raise BadSubject(f"{asked.pattern!r} is not a pattern that can be read")
         if subscription in session.subscriptions:
             raise GroupConflict(f"there is a subscription {subscription} already")
@@ -160,6 +160,10 @@ class Binary:
         if asked.deliveries_max is not None and (group is None or asked.mode is not Mode.SHARED):
             raise BadRequest("deliveries_max is for shared groups: only they count deliveries")
         member.deliveries = Deliveries(asked.deliveries_max)
+        if group is None:
+            session.restrict(member, pattern)
+        else:
+            session.authorize_join(group, pattern)
         hint = await self._broker.subscriptions.hint(pattern)
         reader: Subscription | Group
         if group is None:
@@ -208,6 +212,10 @@ class Binary:
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         number = int(member.sid)
+        checked = self.session.checked
+        if checked is not None and run.replies and checked.replies_to_requests:
+            for reply in run.replies.values():
+                checked.expect_reply(reply)
         held = self.session.subscriptions.get(number)
         generation = held[1].state.generation if held is not None and isinstance(held[1], Group) else 0
         self.session.send_in_turn(run, partial(self._write_messages, number, generation, place, run, attempts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -20,8 +20,9 @@ from penstock.errors import BadHeader, BadRequest, BadSubject, BatchTooLarge, No
 from penstock.model import headers
 from penstock.model.batch import HEADER_BYTES, Batch, Buffer, accept_columns
 from penstock.model.run import Run, open_batch
-from penstock.model.subject import is_subject
+from penstock.model.subject import is_subject, whole_topic
 from penstock.outcome import Outcome
+from penstock.security.permissions import Action
 from penstock.wire import binary
 from penstock.wire.binary import Type
 
@@ -42,6 +43,8 @@ class _Checked(NamedTuple):
 
     batch: Batch
     run: Run | None = None
+    # Its distinct subjects, if the publisher may not publish to any.
+    subjects: Collection[bytes] = ()
 
 
 class Producing:
@@ -58,7 +61,8 @@ class Producing:
         return self._check(data, topic, partial(self._append_checked, number, to))
 
     def _append_checked(self, number: int, to: binary.Append, checked: _Checked) -> _Waits:
-        batch, run = checked
+        batch, run, subjects = checked
+        self._authorize(to.topic_id, subjects)
         if run is not None:
             return self._publish_run(number, run, self._tell_appended)
         if not self._broker.intake.is_batch_ready(to.topic_id):
@@ -98,6 +102,8 @@ class Producing:
         return self._check(data, topic, partial(self._stage_checked, number, stage), is_staged=True)
 
     def _stage_checked(self, number: int, stage: binary.StageTarget, checked: _Checked) -> _Waits:
+        self._session.authorize(Action.TRANSACTIONS, stage.name)
+        self._authorize(stage.to.topic_id, checked.subjects)
         if self._broker.transactions is None or not self._broker.intake.is_batch_ready(stage.to.topic_id):
             return self._stage_later(number, stage, checked.batch)
         self._stage_batch(number, stage, checked.batch)
@@ -121,6 +127,17 @@ class Producing:
 
         self._store(number, batch, store)
 
+    def _authorize(self, topic_id: int, subjects: Collection[bytes]) -> None:
+        """Raise PermissionDenied unless the client may publish a batch with these subjects."""
+        identity = self._session.checked
+        if identity is None:
+            return
+        name = self._broker.topics.public(topic_id).name
+        for subject in () if identity.may_publish_all(whole_topic(name)) else subjects or (name,):
+            if not identity.may_publish(subject):
+                raise identity.refuse(Action.PUBLISH, subject)
+        identity.meter.check_rates(self._broker.clock.monotonic_us())
+
     # PUBLISH.
 
     def publish(self, number: int, payload: bytes | bytearray) -> _Waits:
@@ -128,6 +145,7 @@ class Producing:
             assert checked.run is not None, "it is opened"
             if checked.run.replies and len(checked.run) == 1:
                 # A request. Requests among other messages are not examined: each would look at every group.
+                self._session.authorize_publish(checked.run.subjects[0])
                 self._check_served(checked.run.subjects[0])
             return self._publish_run(number, checked.run, self._tell_published)
 
@@ -198,6 +216,9 @@ class Producing:
         if batch.plain_length > self._session.shared.settings.payload_bytes_max:
             self._session.shared.settings.check_size(columns.largest())
         check_lines(batch, None if topic is None else topic.name, columns)
+        subjects: Collection[bytes] = ()
+        if self._session.checked is not None and topic is not None and batch.has("subject"):
+            subjects = {subject or topic.name for subject in columns.subjects() or ()}
         if topic is None:
             if batch.count > PUBLISH_MESSAGES_MAX:
                 raise BatchTooLarge(f"{batch.count} messages in one PUBLISH, {PUBLISH_MESSAGES_MAX} are allowed")
@@ -207,17 +228,17 @@ class Producing:
         if is_staged:
             if any(each.due_us for each in asked):
                 raise BadHeader("a delayed message cannot be part of a transaction")
-            return _Checked(batch)
+            return _Checked(batch, subjects=subjects)
         # A TTL is for readers: the batch is stored as it came.
         asks_more = any(each.identity is not None or each.due_us is not None for each in asked)
         if topic.takes_opaque(asks=asks_more):
-            return _Checked(batch)
+            return _Checked(batch, subjects=subjects)
         if asks_more and batch.producer:
             raise BadRequest("a batch whose messages ask for something has no producer: their ids tell repetitions")
         run = open_batch(batch, topic.name, columns=columns)
         for block in run.headers.values():
             headers.read(block, now_us)
-        return _Checked(batch, run)
+        return _Checked(batch, run, subjects)
 
 
 def publish_run(session: Session, run: Run) -> tuple[Receipt, _Waits]:

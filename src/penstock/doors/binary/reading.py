@@ -9,6 +9,8 @@ from penstock.broker.partition import Partition
 from penstock.doors.requests import SnapshotRequest, read
 from penstock.errors import BadRequest, UnknownTopic
 from penstock.model.batch import Batch
+from penstock.model.subject import whole_topic
+from penstock.security.permissions import Action
 from penstock.store.snapshot import Snapshot
 from penstock.wire import binary
 from penstock.wire.binary import Type
@@ -42,6 +44,8 @@ class StoredReading:
 
     async def fetch(self, number: int, fetch: binary.Fetch) -> None:
         topic = self._broker.topics.public(fetch.topic_id)
+        # Stored batches are sent as they are, with all subjects.
+        self._session.authorize_all(whole_topic(topic.name))
         if topic.refusal is not None:
             raise topic.refusal
         if fetch.partition >= len(topic.partitions):
@@ -59,6 +63,7 @@ class StoredReading:
         log, peer = partition.log, self._session.peer
         async with self._sending:
             await peer.drained()
+            await self._session.paid()
             # Before the read: whatever is appended meanwhile comes behind this.
             served = partition.served
             batches = await partition.cursor(fetch.offset).read_batches(min(fetch.bytes_max, FETCH_BYTES_MAX))
@@ -79,6 +84,7 @@ class StoredReading:
     # SNAPSHOT and READ.
 
     async def snapshot(self, number: int, options: dict[str, Any]) -> None:
+        self._session.authorize(Action.ADMIN)
         asked = read(SnapshotRequest, options)
         if asked.end is not None:
             await self._end_snapshot(asked.end)

@@ -15,6 +15,7 @@ from penstock.doors.cursus.groups import Groups
 from penstock.doors.prefixed import topic_of
 from penstock.errors import BadRequest, PenstockError, UnknownTopic
 from penstock.model.run import Run, payload_bytes
+from penstock.model.subject import whole_topic
 from penstock.wire import cursus
 from penstock.wire.cursus import Command, Packing
 from penstock.wire.prefixed import frame
@@ -117,6 +118,7 @@ class Consuming:
         name = needed(command.arguments, "topic")
         wanted = number(command.arguments, "partition", "invalid partition ID")
         topics: Iterable[ServedTopic]
+        checked = self._session.checked
         if len(name) > cursus.PATTERN_CHARS_MAX:
             raise BadRequest(f"a topic has at most {cursus.PATTERN_CHARS_MAX} characters here")
         if "*" in name or "?" in name:
@@ -125,8 +127,10 @@ class Consuming:
                 topic
                 for topic in self._broker.topics
                 if not topic.is_internal and topic.refusal is None and pattern.fullmatch(topic.topic.name)
+                if checked is None or checked.allows_all(whole_topic(topic.name))
             ]
         else:
+            self._session.authorize_all(whole_topic(name.encode()))
             topics = [topic_of(self._session, name.encode())]
         found = [topic.partitions[wanted] for topic in topics if wanted < len(topic.partitions)]
         if not topics:

@@ -14,6 +14,7 @@ from typing import Any, Final
 from penstock.address import join
 from penstock.broker.member import Member, Place
 from penstock.broker.start import Start
+from penstock.broker.topic import visible_topics
 from penstock.doors.cursus.arguments import needed, number, offset_of, read_offsets
 from penstock.doors.cursus.consuming import KEEP_ALIVE, Consuming, encode
 from penstock.doors.cursus.groups import Groups, assignments
@@ -26,6 +27,7 @@ from penstock.errors import BadRequest, PenstockError, StaleCommit, Unauthorized
 from penstock.log.policy import PARTITIONS_MAX
 from penstock.model.run import Run, payload_bytes
 from penstock.outcome import Outcome
+from penstock.security.permissions import Action
 from penstock.wire import cursus
 from penstock.wire.cursus import Command, Packing, Records
 from penstock.wire.prefixed import frame
@@ -67,11 +69,11 @@ class Cursus:
     def admitted(self) -> None:
         admit(self.session, self.codec)
 
-    def deny(self, event: bytes) -> None:
+    def deny(self, event: bytes, error: PenstockError) -> None:
         if _auth(event) is None:
             self._say_error(Unauthorized("say AUTH user=<user> password=<password>, or AUTH token=<token>, first"))
         else:
-            self._say_error(Unauthorized("the broker does not know this user or token"))
+            self._say_error(error)
         self.session.peer.close()
 
     def do(self, events: deque[bytes]) -> Coroutine[Any, Any, None] | None:
@@ -115,7 +117,7 @@ class Cursus:
             case "DELETE":
                 self.say(await self._delete(arguments))
             case "LIST":
-                names = sorted(topic.topic.name for topic in self._broker.topics if not topic.is_internal)
+                names = sorted(topic.topic.name for topic in visible_topics(self._broker.topics, self.session.checked))
                 self.say(", ".join(names) or "(no topics)")
             case "DESCRIBE":
                 self.say_json(self._describe(arguments))
@@ -172,24 +174,29 @@ class Cursus:
             policy["retain_ms"] = hours * _HOUR_MS
         if size := number(arguments, "retention_bytes", "retention_bytes must be an integer", default=0):
             policy["retain_bytes"] = size
+        # Of those that it may not, it is not told which exist.
+        self.session.authorize(Action.TOPIC_CREATE, name.encode())
         there = self._broker.topics.get(name.encode())
         if there is not None:
             partitions = max(partitions, there.topic.partitions)
         call = "create_topic" if there is None else "alter_topic"
         request = {"call": call, "name": name, "partitions": partitions, "policy": policy}
-        topic = await self.session.shared.calls.call(request)
+        topic = await self.session.shared.calls.call(request, self.session.identity)
         return f"✅ Topic '{name}' now has {topic['partitions']} partitions"
 
     async def _delete(self, arguments: Mapping[str, str]) -> str:
         name = needed(arguments, "topic")
         try:
-            await self._broker.changes.delete(name.encode())
+            await self.session.shared.calls.call({"call": "delete_topic", "name": name}, self.session.identity)
         except UnknownTopic:
             raise UnknownTopic(f"topic '{name}' not found") from None
         return f"🗑️ Topic '{name}' deleted"
 
     def _describe(self, arguments: Mapping[str, str]) -> dict[str, Any]:
-        topic = topic_of(self.session, needed(arguments, "topic").encode())
+        name = needed(arguments, "topic").encode()
+        if self.session.checked is not None and not self.session.checked.shows_topic(name):
+            raise self.session.checked.refuse(Action.SUBSCRIBE, name)
+        topic = topic_of(self.session, name)
         here = self.address
         return {
             "status": "OK",

@@ -19,6 +19,7 @@ from penstock.doors.session import Session
 from penstock.errors import BadRequest, OffsetOutOfRange, StaleCommit
 from penstock.log.policy import PARTITIONS_MAX
 from penstock.outcome import Outcome
+from penstock.security.permissions import Action
 from penstock.wire.cursus import Command
 
 DEFAULT_GROUP: Final = "default-group"
@@ -52,6 +53,7 @@ class Groups:
         return f"✅ Subscribed to '{topic}'"
 
     async def register(self, topic: str, name: str, start: Start) -> Group:
+        self._session.authorize_join(group_name(topic, name).encode(), topic.encode())
         topic_of(self._session, topic.encode())
         if not name:
             raise BadRequest("missing group parameter")
@@ -77,6 +79,7 @@ class Groups:
     def member(self, arguments: Mapping[str, str]) -> tuple[Group, Member]:
         """Return the member that a command names. It may be a member of another connection."""
         topic, name, wanted = (needed(arguments, each) for each in ("topic", "group", "member"))
+        self._authorize(topic, name)
         group = self._broker.groups.get(group_name(topic, name).encode())
         if group is None:
             raise BadRequest(f"group '{name}' not found")
@@ -98,10 +101,16 @@ class Groups:
 
     def heard(self, arguments: Mapping[str, str], wait_us: int = 0) -> None:
         """Extend the session of the member that a command names, if any, by the time that it will wait."""
+        if "member" not in arguments:
+            return
+        self._authorize(arguments["topic"], arguments.get("group", ""))
         group = self._broker.groups.get(group_name(arguments["topic"], arguments.get("group", "")).encode())
         for member in group.members if group is not None else ():
             if member.sid == arguments.get("member", "").encode() and member.expires_us is not None:
                 self._extend_session(member, wait_us)
+
+    def _authorize(self, topic: str, name: str) -> None:
+        self._session.authorize(Action.GROUP_JOIN, group_name(topic, name).encode())
 
     def _extend_session(self, member: Member, wait_us: int = 0) -> None:
         member.expires_us = self._broker.clock.monotonic_us() + wait_us + self.session_us
@@ -139,6 +148,7 @@ class Groups:
     def committed(self, arguments: Mapping[str, str]) -> int:
         topic, name = needed(arguments, "topic"), needed(arguments, "group")
         wanted = number(arguments, "partition", "invalid partition ID")
+        self._authorize(topic, name)
         partitions = topic_of(self._session, topic.encode()).partitions
         if wanted >= len(partitions):
             raise BadRequest("invalid partition ID")
@@ -147,7 +157,14 @@ class Groups:
 
     def status(self, arguments: Mapping[str, str]) -> dict[str, Any]:
         name, topic = needed(arguments, "group"), arguments.get("topic")
-        groups = [group for group in self._broker.groups if topic in (None, group.pattern.decode())]
+        if topic is not None:
+            self._authorize(topic, name)
+        checked = self._session.checked
+        groups = [
+            group
+            for group in self._broker.groups
+            if topic in (None, group.pattern.decode()) and (checked is None or checked.shows_group(group.name or b""))
+        ]
         found = [group for group in groups if group.name == group_name(group.pattern.decode(), name).encode()]
         if not found:
             raise BadRequest(f"group '{name}' not found")

@@ -68,6 +68,7 @@ class Producing:
         arguments = command.arguments
         topic = needed(arguments, "topic")
         if topic not in known:
+            self._session.authorize_publish(topic.encode())
             topic_of(self._session, topic.encode())
             known[topic] = topic.encode()
         size = sum(len(arguments.get(name, "").encode()) for name in ("key", "producerId"))
@@ -93,6 +94,7 @@ class Producing:
 
     async def publish_batch(self, records: Records) -> None:
         """Store a producer's batch, and reply; raise the first error if a message is not stored."""
+        self._session.authorize_publish(records.topic)
         topic_of(self._session, records.topic)
         if len(records.records) > SLICE_MESSAGES:
             run, claim = await self._session.shared.tasks.work(_run, records, self._session.shared.settings.check_size)

@@ -77,7 +77,7 @@ class Provider:
     def admitted(self) -> None:
         self.codec.admitted()
 
-    def deny(self, _event: Frame) -> None:
+    def deny(self, _event: Frame, _error: PenstockError) -> None:
         self.disconnect(Ending.UNAUTHORIZED)
 
     def do(self, events: deque[Frame]) -> Coroutine[Any, Any, None] | None:
@@ -212,6 +212,7 @@ class Provider:
         names = topic.encode(), group.encode()
         if not is_pattern(names[0]):
             raise BadSubject(f"{topic!r} is not a topic")
+        self._session.authorize_join(b":".join(names), names[0])
         if not self._session.shared.settings.provider_ready:
             return self._join(number, names)
         if len(self._unready) >= UNREADY_MAX:

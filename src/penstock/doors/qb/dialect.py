@@ -24,6 +24,7 @@ from penstock.model import headers
 from penstock.model.run import Run, payload_bytes
 from penstock.model.subject import is_pattern
 from penstock.outcome import Outcome
+from penstock.security.permissions import Action
 from penstock.wire import qb
 from penstock.wire.qb import Kind, QbMessage
 
@@ -70,9 +71,9 @@ class Qb:
     def admitted(self) -> None:
         admit(self._session, self.codec)
 
-    def deny(self, event: QbMessage) -> None:
+    def deny(self, event: QbMessage, error: PenstockError) -> None:
         if event.kind == Kind.HEARTBEAT:
-            self._refuse(event.sequence, "Unauthorized: the broker does not know this user or token")
+            self._refuse(event.sequence, f"Unauthorized: {error}")
         else:
             self._refuse(event.sequence, "Unauthorized: send a HEARTBEAT with user and password, or token, first")
         self._session.peer.close()
@@ -113,7 +114,7 @@ class Qb:
         if hours := _number(properties, "retention_hours", 0):
             request["policy"] = {"retain_ms": hours * _HOUR_MS}
         try:
-            topic = await self._session.shared.calls.call(request)
+            topic = await self._session.shared.calls.call(request, self._session.identity)
         except TopicConflict as error:
             is_there = self._broker.topics.get(name.encode()) is not None
             raise TopicConflict(f"Topic '{name}' already exists" if is_there else str(error)) from None
@@ -123,6 +124,7 @@ class Qb:
         name, topic = _needed(properties, "subscription_id"), _needed(properties, "topic")
         offset = _number(properties, "start_offset", 0)
         broker, pattern = self._broker, topic.encode()
+        self._session.authorize_join(name.encode(), pattern)
         if not is_pattern(pattern) or broker.topics.owner(pattern) is None:
             raise UnknownTopic(f"Topic '{topic}' does not exist")
         try:
@@ -133,13 +135,16 @@ class Qb:
 
     async def _delete_subscription(self, properties: Mapping[str, str]) -> dict[str, object]:
         name = _needed(properties, "subscription_id")
+        self._session.authorize(Action.GROUP_DELETE, name.encode())
         self._group(name)
         await self._broker.groups.delete(name.encode())
         return {"subscription_id": name}
 
     async def _subscribe(self, properties: Mapping[str, str]) -> dict[str, object]:
         name, subscriber = _needed(properties, "subscription_id"), _needed(properties, "subscriber_id")
+        self._session.authorize(Action.GROUP_JOIN, name.encode())
         group, session = self._group(name), self._session
+        session.authorize_join(group.name, group.pattern)
         sid = subscriber.encode()
         if any(member.sid == sid and _is_qb(member) for member in group.members):
             raise GroupConflict(f"Subscriber '{subscriber}' already exists")
@@ -219,6 +224,7 @@ class Qb:
         if not (properties.get("publisher_id") or properties.get("client_id")):
             raise BadRequest("Missing 'publisher_id' property")
         if topic not in known:
+            self._session.authorize_publish(topic.encode())
             try:
                 topic_of(self._session, topic.encode())
             except UnknownTopic:

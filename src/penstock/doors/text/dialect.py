@@ -16,8 +16,9 @@ from penstock.doors.text.acknowledging import acknowledge, acknowledge_by_subjec
 from penstock.doors.text.input import Input
 from penstock.doors.text.publisher import TextPublisher
 from penstock.doors.text.reading import Reading
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PermissionDenied, Unauthorized
 from penstock.model.run import Run
+from penstock.security.security import JWT_REFUSED
 from penstock.wire import text
 from penstock.wire.events import (
     Ack,
@@ -89,8 +90,10 @@ class Text:
     def admitted(self) -> None:
         """The parser itself insists on CONNECT."""
 
-    def deny(self, _event: Event) -> None:
-        self.disconnect(Ending.UNAUTHORIZED)
+    def deny(self, _event: Event, error: PenstockError) -> None:
+        # Clients look for the first two words.
+        is_jwt = str(error) == JWT_REFUSED
+        self._close(f"Authorization Violation: {error}" if is_jwt else "Authorization Violation")
 
     def do(self, events: deque[Event]) -> Coroutine[Any, Any, None] | None:
         event = events.popleft()
@@ -174,8 +177,14 @@ class Text:
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         self._reading.send(member, place, run, attempts)
 
-    def fail(self, _member: Member, error: PenstockError) -> None:
-        self._close(f"{error.code} {error}")
+    def fail(self, member: Member, error: PenstockError) -> None:
+        if isinstance(error, PermissionDenied) and self.is_nats:
+            # As nats-server, after a change of the user: the connection stays.
+            _, reader = self.session.subscriptions[member.sid]
+            self.session.unsubscribe(member.sid)
+            self.session.replies.send(text.violation("Subscription", reader.pattern))
+        else:
+            self._close(f"{error.code} {error}")
 
     # Keep-alive and the end.
 
@@ -220,6 +229,8 @@ class Text:
                 self._close("Authentication Timeout" if needs_auth else "Connection Timeout")
             case Ending.TOO_MANY:
                 self._close("maximum connections exceeded")
+            case Unauthorized():
+                self._close(str(reason))
             case PenstockError():
                 self._close(f"{reason.code} {reason}")
 

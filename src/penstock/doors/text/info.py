@@ -40,5 +40,6 @@ def fields(session: Session) -> dict[str, Any]:
         "leader": node.node_id,
         "is_leader": True,
         "raft_stats": {"state": "alone"},
+        **({"nonce": session.nonce} if session.nonce else {}),
         **({"ldm": True} if shared.sessions.is_leaving else {}),
     }

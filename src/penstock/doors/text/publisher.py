@@ -13,9 +13,9 @@ from penstock.broker.member import Place
 from penstock.broker.order import Publisher
 from penstock.broker.subscription import Subscription
 from penstock.doors.publishing import is_long, slices
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, PermissionDenied
 from penstock.model.batch import OFFSET_MAX
-from penstock.model.run import Run
+from penstock.model.run import Run, payload_bytes
 from penstock.model.subject import is_literal, is_route, matches
 from penstock.wire import text
 
@@ -37,29 +37,45 @@ class TextPublisher:
         self._own: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def publish(self, run: Run) -> Coroutine[Any, Any, None] | None:
+        if is_long(run):
+            return self._publish_slices(run)
+        refused = self._begin(run)
+        if refused is not None and run.is_live:
+            return None
+        if not self._broker.intake.is_ready(run, self._publisher, refused=refused or ()):
+            return self._prepare(run, refused)
+        self._publish(run, refused)
+        return None
+
+    def _begin(self, run: Run) -> Refusals | None:
+        """Return why messages are not published, if the client may not; otherwise do what precedes publishing."""
+        refused = None
+        if self._session.checked is not None:
+            refused = self._session.refused(run) or None
+            if self._session.checked.meter.buckets:
+                self._session.charge(len(run), payload_bytes(run))
+            if refused is not None and run.is_live:
+                # A run that is not stored has one message.
+                self._session.replies.send(self._refusal(run.subjects[0], next(iter(refused.values()))))
+                return refused
         if run.is_live:
             self._note_unstored(run)
         if run.replies and self._dialect.wants_no_responders:
-            self._tell_no_responders(run)
-        if is_long(run):
-            return self._publish_slices(run)
-        if not self._broker.intake.is_ready(run, self._publisher):
-            return self._prepare(run)
-        self._publish(run)
-        return None
+            self._tell_no_responders(run, refused or {})
+        return refused
 
     async def _publish_slices(self, run: Run) -> None:
         for piece in slices(run):
-            refusals = None
-            if not self._broker.intake.is_ready(piece, self._publisher):
-                refusals = await self._broker.intake.make_ready(piece, self._publisher)
+            refused = self._begin(piece)
+            if not self._broker.intake.is_ready(piece, self._publisher, refused=refused or ()):
+                refused = await self._broker.intake.make_ready(piece, self._publisher, refused)
             if self._session.peer.is_closing:
                 return
-            self._publish(piece, refusals)
+            self._publish(piece, refused)
             await asyncio.sleep(0)
 
-    async def _prepare(self, run: Run) -> None:
-        self._publish(run, await self._broker.intake.make_ready(run, self._publisher))
+    async def _prepare(self, run: Run, refused: Refusals | None) -> None:
+        self._publish(run, await self._broker.intake.make_ready(run, self._publisher, refused))
 
     def _publish(self, run: Run, refusals: Refusals | None = None) -> None:
         replies = self._session.replies
@@ -92,10 +108,12 @@ class TextPublisher:
         """Return the reply to messages with these subjects."""
         if receipt.error is not None:
             self._session.refused_publishes(len(receipt.failed), receipt.error)
-        reasons = {index: f"STORAGE {error.code} {error}" for index, error in receipt.failed.items()}
         if not self._dialect.is_nats:
-            return text.acknowledgements(receipt.count, list(receipt.duplicates), reasons)
+            failed = {index: _reason(error) for index, error in receipt.failed.items()}
+            return text.acknowledgements(receipt.count, list(receipt.duplicates), failed)
         is_verbose = self._dialect.is_verbose
+        denied = [index for index, error in receipt.failed.items() if isinstance(error, PermissionDenied)]
+        reasons = {index: _nats_reason(error) for index, error in receipt.failed.items()}
         if not reasons:
             return text.acknowledgements(receipt.count) if is_verbose else b""
         if is_verbose:
@@ -103,8 +121,10 @@ class TextPublisher:
             for index, reason in reasons.items():
                 lines[index] = text.violation("Publish", subjects[index], reason)
             return b"".join(lines)
-        counts = Counter((subjects[index], reason) for index, reason in reasons.items())
-        return b"".join(
+        # As by nats-server, one for each message.
+        lines = [text.violation("Publish", subjects[index]) for index in denied]
+        counts = Counter((subjects[index], reason) for index, reason in reasons.items() if reason)
+        return b"".join(lines) + b"".join(
             text.violation("Publish", subject, reason if count == 1 else f"{count} messages, {reason}")
             for (subject, reason), count in counts.items()
         )
@@ -117,9 +137,19 @@ class TextPublisher:
             if not (is_route(subject) and is_literal(subject)):
                 self._session.replies.send(text.error("Invalid Publish Subject", is_nats=True))
 
-    def _tell_no_responders(self, run: Run) -> None:
+    def _refusal(self, subject: bytes, error: PenstockError) -> bytes:
+        is_nats = self._dialect.is_nats
+        return (
+            text.violation("Publish", subject, _nats_reason(error))
+            if is_nats
+            else text.error(_reason(error), is_nats=False)
+        )
+
+    def _tell_no_responders(self, run: Run, refused: Refusals) -> None:
         besides = None if self._session.echo else self._session
         for index, reply in run.replies.items():
+            if run.subjects[index] in refused or index in refused:
+                continue
             if is_route(reply) and not self._broker.is_served(run.subjects[index], besides):
                 self._tell_no_responder(run.subjects[index], reply)
 
@@ -129,3 +159,12 @@ class TextPublisher:
             if not (isinstance(reader, Subscription) and reader.queue) and matches(reader.pattern, reply):
                 self._session.peer.write(text.no_responders(reply, member.sid, subject))
                 return
+
+
+def _reason(error: PenstockError) -> str:
+    return f"STORAGE {error.code} {error}"
+
+
+def _nats_reason(error: PenstockError) -> str:
+    """Return the reason in a violation; none if the user has no permission, as by nats-server."""
+    return "" if isinstance(error, PermissionDenied) else _reason(error)

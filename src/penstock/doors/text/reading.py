@@ -16,12 +16,20 @@ from penstock.broker.history import History
 from penstock.broker.member import Member, Place
 from penstock.broker.partition import Partition
 from penstock.broker.subscription import Subscription
-from penstock.broker.topic import RESERVED
+from penstock.broker.topic import is_reserved
 from penstock.doors.replies import Reply
 from penstock.doors.text import info
-from penstock.errors import BadRequest, BadSubject, PenstockError, TooManySubscriptions
+from penstock.errors import (
+    BadRequest,
+    BadSubject,
+    PenstockError,
+    PermissionDenied,
+    QuotaExceeded,
+    TooManySubscriptions,
+)
 from penstock.model import headers
 from penstock.model.run import Run, payload_bytes
+from penstock.security.permissions import Action
 from penstock.wire import text
 from penstock.wire.events import FlowControl, Pull, Replay, ReplayStart, Stats, Subscribe, Unsubscribe
 
@@ -51,18 +59,27 @@ class Reading:
             # As in nats-server, the first one stays.
             dialect.ok()
             return None
+        member = Member(event.sid, self._session, self._flow)
+        try:
+            if event.durable or not dialect.is_nats:
+                name = event.subject + b":" + event.group if event.group is not None else None
+                self._session.authorize_join(name, event.subject)
+            else:
+                self._session.restrict(member, event.subject)
+        except PermissionDenied as error:
+            self._deny(event, error)
+            return None
         if event.durable or not dialect.is_nats:
-            if event.subject.startswith(RESERVED):
+            if is_reserved(event.subject):
                 self._forbid(event.subject, BadSubject("nothing is stored under subjects with a $"))
                 return None
             return self._join(event)
-        member = Member(event.sid, self._session, self._flow)
         try:
             subscriptions[event.sid] = (
                 member,
                 self._broker.subscriptions.subscribe(event.subject, member, event.group),
             )
-        except TooManySubscriptions as error:
+        except (TooManySubscriptions, QuotaExceeded) as error:
             self._forbid(event.subject, error)
             return None
         dialect.ok()
@@ -88,6 +105,14 @@ class Reading:
         is_nats = self._dialect.is_nats
         self._session.replies.send(
             text.violation("Subscription", subject, reason) if is_nats else text.error(reason, is_nats=False)
+        )
+
+    def _deny(self, event: Subscribe, error: PermissionDenied) -> None:
+        queue = b"" if event.group is None or event.durable else event.group
+        self._session.replies.send(
+            text.denied_subscription(event.subject, queue)
+            if self._dialect.is_nats
+            else text.error(f"{error.code} {error}", is_nats=False)
         )
 
     def unsubscribe(self, event: Unsubscribe) -> None:
@@ -159,6 +184,10 @@ class Reading:
 
     def send(self, member: Member, place: Place, run: Run, attempts: Mapping[int, int] | None) -> None:
         is_nats = self._dialect.is_nats
+        checked = self._session.checked
+        if checked is not None and run.replies and checked.replies_to_requests:
+            for reply in run.replies.values():
+                checked.expect_reply(reply)
         if attempts is not None:
             run = _with_attempts(run, attempts, is_nats=is_nats)
         if is_nats:
@@ -206,6 +235,9 @@ class Reading:
 
     def statistics(self, event: Stats) -> None:
         subscriptions = self._session.subscriptions
+        if event.sid is None:
+            # They are of the whole server.
+            self._session.authorize(Action.METRICS)
         if event.sid is not None and event.sid not in subscriptions:
             self._session.replies.send(self._dialect.error_line("unknown sid"))
             return
@@ -246,6 +278,7 @@ class Reading:
     async def pull(self, event: Pull) -> None:
         """Send as many messages as there are, up to the number that the client asks for."""
         dialect, replies = self._dialect, self._session.replies
+        self._session.authorize(Action.SUBSCRIBE, event.subject)
         for member, reader in self._session.subscriptions.values():
             if reader.pattern == event.subject and member.credit is not None:
                 before = member.delivered
@@ -294,9 +327,22 @@ class Reading:
             if found is None:
                 break
             partition, run = found
-            sent += self._send_run(partition, run, sid)
+            run = self._readable(run)
+            if run.values:
+                sent += self._send_run(partition, run, sid)
             await peer.drained()
         return sent
+
+    def _readable(self, run: Run) -> Run:
+        """Return the messages that the client may read."""
+        checked = self._session.checked
+        if checked is None:
+            return run
+        known = {subject: checked.may_read(subject) for subject in set(run.subjects)}
+        if all(known.values()):
+            return run
+        indices = [index for index, subject in enumerate(run.subjects) if known[subject]]
+        return run.select(indices) if indices else Run([], [])
 
     def _send_run(self, partition: Partition, run: Run, sid: bytes) -> int:
         """Send messages that no subscription asked for. A NATS client takes them only under a sid that it knows."""
