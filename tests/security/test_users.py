@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Users:
         before = self.server.stderr.count("users.toml")
         self.server.process.send_signal(signal.SIGHUP)
         while self.server.stderr.count("users.toml") == before:
-            pass
+            time.sleep(0.01)
 
 
 @pytest.fixture
@@ -272,6 +273,15 @@ def test_failures_lock_out_a_user_at_an_address(tmp_path: Path) -> None:
             pass
         with client(found.server, "root") as root:
             assert root.topics() is not None
+
+
+def test_wrong_tokens_do_not_lock_out_who_has_the_right_one(tmp_path: Path) -> None:
+    with Serve(tmp_path, auth_token="right", auth_failures_max=2) as server:
+        for _ in range(3):
+            with pytest.raises(Unauthorized), Client(server.url, token="wrong", timeout=PATIENCE_S):
+                pass
+        with Client(server.url, token="right", timeout=PATIENCE_S) as right:
+            assert right.topics() == []
 
 
 def test_quotas_are_named_in_refusals(users: Users) -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import hmac
 import logging
+import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +37,7 @@ logger = logging.getLogger(__name__)
 WATCH_S: Final = 1.0
 JWT_REFUSED: Final = "JWT accounts are not supported: use a user and a password, a token or an NKEY"
 _KEY_CHARACTERS: Final = 128
+_SALT: Final = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +103,10 @@ class Login:
                 return clean(key, _KEY_CHARACTERS)
             case Login(token=str(token)) if token.startswith(f"{TOKEN_PREFIX}_"):
                 return clean(f"token {token.split('_')[1][:16]}")
-            case Login(token=str()):
-                return "token"
+            case Login(token=str(token)):
+                # Those who give a wrong one must not lock out those who give the right one. What is shown tells
+                # nothing about it.
+                return f"token #{hmac.digest(_SALT, token.encode(errors='surrogatepass'), hashlib.sha256).hex()[:8]}"
             case Login(certificate=[first, *_]):
                 return clean(first, _KEY_CHARACTERS)
         return ""

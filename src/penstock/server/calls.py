@@ -354,10 +354,10 @@ CALLS: Final[dict[str, Call]] = {
     "cancel_delayed": Call(requests.CancelDelayed, _cancel_delayed, rules.pattern(Action.PUBLISH), is_audited=True),
     "report_pipeline": Call(PipelineReport, _report_pipeline, rules.pipeline),
     "pipelines": Call(requests.Page, _pipelines, rules.switch(Action.METRICS)),
-    "users": Call(user_calls.ListUsers, user_calls.users, rules.switch(Action.ADMIN)),
+    "users": Call(requests.Page, user_calls.users, rules.switch(Action.ADMIN)),
     "add_user": Call(user_calls.ChangeUser, user_calls.add_user, rules.switch(Action.ADMIN), is_audited=True),
     "change_user": Call(user_calls.ChangeUser, user_calls.change_user, rules.switch(Action.ADMIN), is_audited=True),
-    "remove_user": Call(user_calls.NamedUser, user_calls.remove_user, rules.switch(Action.ADMIN), is_audited=True),
+    "remove_user": Call(requests.Named, user_calls.remove_user, rules.switch(Action.ADMIN), is_audited=True),
     "create_token": Call(user_calls.CreateToken, user_calls.create_token, rules.switch(Action.ADMIN), is_audited=True),
     "revoke_token": Call(user_calls.RevokeToken, user_calls.revoke_token, rules.switch(Action.ADMIN), is_audited=True),
 }

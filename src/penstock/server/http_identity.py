@@ -10,7 +10,7 @@ from penstock.errors import PenstockError, Unauthorized
 from penstock.security.identity import Identity, authorize
 from penstock.security.permissions import Action
 from penstock.security.security import Login, Security
-from penstock.tls.names import CERTIFICATE, CertificateNames
+from penstock.web.port import certificate
 
 
 def identity_of(request: Request) -> Identity | None:
@@ -41,9 +41,8 @@ class Authorizer:
         authorize(identity, Action(action))
 
     async def _login(self, request: Request, address: str) -> Identity:
-        certificate = request.scope.get("extensions", {}).get(CERTIFICATE)
-        names = certificate.names if isinstance(certificate, CertificateNames) else ()
-        given = Login.from_header(request.headers.get("authorization", ""), names)
+        shown = certificate(request)
+        given = Login.from_header(request.headers.get("authorization", ""), () if shown is None else shown.names)
         if given.is_empty and not given.certificate:
             raise Unauthorized("credentials required: a user and a password (Basic), or a token (Bearer)")
         found = self._security.login(given, address=address, door="http")

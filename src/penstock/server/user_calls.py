@@ -9,11 +9,12 @@ from typing import Annotated, Any, TypeVar
 
 from penstock.broker.broker import Broker
 from penstock.errors import BadConfig, BadRequest
-from penstock.schema import Form, NonNegative, Positive, Text, about
+from penstock.schema import Form, Positive, Text, about
 from penstock.security.permissions import Permissions, Rule
 from penstock.security.quotas import NAMES
 from penstock.security.users import User
 from penstock.security.users_edit import UsersEditor
+from penstock.server import requests
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -26,21 +27,10 @@ Fields = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ListUsers:
-    limit: Annotated[NonNegative, about("rows of one answer")] = 1000
-    offset: Annotated[NonNegative, about("rows to skip")] = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeUser:
     name: Annotated[Text, about("the name of the user")]
     password: Annotated[Text | None, about("a new password")] = None
     fields: Fields = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedUser:
-    name: Annotated[Text, about("the name of the user")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +46,10 @@ class RevokeToken:
     id: Annotated[Text | None, about("the ID of the token; all, if it is not given")] = None
 
 
-async def users(broker: Broker, asked: ListUsers) -> Json:
+async def users(broker: Broker, asked: requests.Page) -> Json:
     security = broker.security
     rows = sorted(security.users, key=lambda user: user.name)
-    page = rows[asked.offset : asked.offset + asked.limit]
+    page = rows[asked.rows]
     return {
         "users": [_describe(broker, user) for user in page],
         "total": len(rows),
@@ -84,7 +74,7 @@ async def change_user(broker: Broker, asked: ChangeUser) -> Json:
     return _found(broker, asked.name)
 
 
-async def remove_user(broker: Broker, asked: NamedUser) -> Json:
+async def remove_user(broker: Broker, asked: requests.Named) -> Json:
     await _change(broker, lambda editor: editor.remove(asked.name))
     return {}
 
