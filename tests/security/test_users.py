@@ -17,6 +17,7 @@ from penstock.embedded import Broker
 from penstock.errors import PermissionDenied, Unauthorized
 from penstock.security.users_edit import UsersEditor
 from tests.support import forks
+from tests.support.certificates import Certificates
 from tests.support.process import PATIENCE_S
 from tests.support.server import Raw, Serve, clean_environment
 from tests.support.users import PASSWORD, hashed, write_users
@@ -64,12 +65,16 @@ def users(tmp_path: Path) -> Iterator[Users]:
 def test_each_credential_logs_in(users: Users) -> None:
     token, _ = users.edit.add_token("ann")
     users.reload()
-    for given in ({"user": "ann", "password": PASSWORD}, {"token": token}):
+    right: list[dict[str, Any]] = [{"user": "ann", "password": PASSWORD}, {"token": token}]
+    for given in right:
         with Client(users.server.url, timeout=PATIENCE_S, **given) as ann:
             ann.publish("a.x", b"1")
             with pytest.raises(PermissionDenied, match=r"ann has no permission for publish: 'b.x'"):
                 ann.publish("b.x", b"1")
-    for wrong in ({"user": "ann", "password": "x"}, {"user": "eve", "password": PASSWORD}, {"token": f"{token}x"}):
+    wrongs: list[dict[str, Any]] = [
+        {"user": name, "password": word} for name, word in (("ann", "x"), ("eve", PASSWORD))
+    ]
+    for wrong in (*wrongs, {"token": f"{token}x"}):
         with pytest.raises(Unauthorized), Client(users.server.url, timeout=PATIENCE_S, **wrong):
             pass
     assert ask(users.server, "GET", "/admin/topics", headers={"Authorization": f"Bearer {token}"}).status == 200
@@ -282,6 +287,20 @@ def test_wrong_tokens_do_not_lock_out_who_has_the_right_one(tmp_path: Path) -> N
                 pass
         with Client(server.url, token="right", timeout=PATIENCE_S) as right:
             assert right.topics() == []
+
+
+def test_a_client_certificate_is_a_credential(tmp_path: Path, certificates: Certificates) -> None:
+    users = write_users(tmp_path / "users.toml", '[users.ann]\ncertificates = ["CN=ann"]\npublish = ["a"]\n')
+    settings = certificates.settings(client_ca=certificates.ca, client_certificates="optional")
+    with Serve(tmp_path / "serve", auth_users=users, **settings) as server:
+        address = f"tls://localhost:{server.port}"
+        with Client(address, tls=certificates.options("ann"), timeout=PATIENCE_S) as ann:
+            ann.publish("a", b"1")
+            with pytest.raises(PermissionDenied):
+                ann.publish("b", b"1")
+        for other in ("bob", None):
+            with pytest.raises(Unauthorized), Client(address, tls=certificates.options(other), timeout=PATIENCE_S):
+                pass
 
 
 def test_quotas_are_named_in_refusals(users: Users) -> None:

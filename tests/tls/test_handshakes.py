@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -42,7 +42,8 @@ def client_hello(certificates: Certificates) -> bytes:
 
 def varz(server: Serve, certificates: Certificates) -> dict[str, Any]:
     url = f"https://localhost:{server.ports['http']}/varz"
-    with urlopen(url, context=certificates.context(), timeout=PATIENCE_S) as answer:
+    request = Request(url, headers={"Authorization": "Bearer secret"})
+    with urlopen(request, context=certificates.context(), timeout=PATIENCE_S) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
 
