@@ -77,7 +77,7 @@ lock: ## pin every dependency, with hashes, in requirements.lock
 	$(PYTHON) -m venv "$$tools"; \
 	"$$tools/bin/python" -m pip install -qq --disable-pip-version-check 'pip-tools>=7.5,<8'; \
 	CUSTOM_COMPILE_COMMAND='make lock' "$$tools/bin/python" -m piptools compile --quiet --no-config \
-	    --extra dev --extra spark --extra delta --extra demo --extra snappy --extra otel --extra schema --extra tls --generate-hashes --allow-unsafe --strip-extras \
+	    --extra dev --extra spark --extra delta --extra demo --extra snappy --extra otel --extra schema --generate-hashes --allow-unsafe --strip-extras \
 	    --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
 	    $(LOCK_FLAGS) --output-file requirements.lock pyproject.toml
 

@@ -15,6 +15,7 @@
     │   ├── BadRequest         an unknown or incomplete request
     │   ├── RequestTooLarge    a request body above the size limit
     │   ├── Unauthorized       missing or invalid credentials
+    │   ├── TlsRequired        a connection without TLS to a port that requires it
     │   ├── Forbidden          a request that may come from a web page of another site
     │   ├── PermissionDenied   the user may not do this
     │   ├── QuotaExceeded      more than the quota of the user allows
@@ -145,6 +146,10 @@ class RequestTooLarge(PeerError):
 
 class Unauthorized(PeerError):
     code = "UNAUTHORIZED"
+
+
+class TlsRequired(PeerError):
+    code = "TLS_REQUIRED"
 
 
 class Forbidden(PeerError):

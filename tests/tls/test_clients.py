@@ -15,7 +15,7 @@ import pytest
 
 import penstock
 from penstock import AsyncClient, BrokerClient, ChannelBroker, Client, TlsOptions
-from penstock.errors import ConnectionLost, NoBroker, Unauthorized
+from penstock.errors import ConnectionLost, NoBroker, TlsRequired, Unauthorized
 from tests.support.certificates import Certificates
 from tests.support.commands import NOBODY, Penstock
 from tests.support.process import PATIENCE_S
@@ -205,7 +205,9 @@ def test_what_is_wrong_with_a_certificate_is_said(
 
 @both
 def test_a_client_without_tls_is_told_to_use_it(connect: Connect, server: Serve) -> None:
-    with pytest.raises((Unauthorized, ConnectionLost), match="this port requires TLS: connect with tls://"):
+    with pytest.raises(
+        (TlsRequired, Unauthorized, ConnectionLost), match="this port requires TLS: connect with tls://"
+    ):
         connect(server, "localhost", None)
 
 

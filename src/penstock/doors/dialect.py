@@ -26,7 +26,7 @@ from collections.abc import Coroutine, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from penstock.errors import Unauthorized
+from penstock.errors import TlsRequired
 
 if TYPE_CHECKING:
     from penstock.broker.member import Member, Place
@@ -49,7 +49,7 @@ class Ending(Enum):
     TOO_MANY = "there are too many connections"
 
 
-TLS_REQUIRED: Final = Unauthorized("this port requires TLS: connect with tls://, or with your client's TLS options")
+TLS_REQUIRED: Final = TlsRequired("this port requires TLS: connect with tls://, or with your client's TLS options")
 
 
 class Codec(Protocol):

@@ -1,4 +1,4 @@
-"""A CA for a trial: it signs certificates for servers and clients. The only module that needs `cryptography`."""
+"""A CA for a trial: it signs certificates for servers and clients."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-from penstock.errors import PenstockError
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-try:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError:
-    raise PenstockError(
-        "making certificates needs the package cryptography: pip install 'penstock[tls]', or use your own CA"
-    ) from None
+from penstock.errors import PenstockError
 
 # A certificate is valid from a little before it is made: clocks differ.
 _EARLY: Final = timedelta(minutes=5)
