@@ -14,7 +14,7 @@ from itertools import cycle
 from typing import Final, Protocol
 
 from penstock.broker.broker import Broker
-from penstock.broker.topic import ServedTopic
+from penstock.broker.topic import ServedTopic, selects
 from penstock.errors import (
     BadParent,
     Closed,
@@ -278,7 +278,7 @@ class Parent:
 
 
 def _covers(pattern: str, name: str) -> bool:
-    return covers(pattern.encode(), name.encode())
+    return covers(pattern.encode(), name.encode()) and selects(pattern.encode(), name.encode())
 
 
 def _is_among(name: str, patterns: Iterable[str]) -> bool:
