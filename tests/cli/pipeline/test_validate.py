@@ -189,7 +189,7 @@ def test_a_sample_that_is_not_there_and_a_kind_without_samples_are_told(spark: S
     assert absent.err == f"error: {tmp_path}/none.jsonl: No such file or directory\n"
     assert archive.err == (
         "error: a pipeline of kind archive cannot be run on a sample: "
-        f"{', '.join(kind for kind in KINDS if kind not in ('archive', 'dead_letters'))} can\n"
+        f"{', '.join(kind for kind in KINDS if kind not in ('archive', 'dead_letters', 'bridge'))} can\n"
     )
     assert join.err == "error: a pipeline of kind join needs a sample for [left], [right]: got 1\n"
 
