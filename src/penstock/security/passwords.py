@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import secrets
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
@@ -46,9 +47,14 @@ def _nobody() -> str:
 
 
 def hash_password(password: str) -> str:
-    if not 0 < len(password.encode(errors="surrogatepass")) <= PASSWORD_BYTES_MAX:
-        raise ValueError(f"a password has 1 to {PASSWORD_BYTES_MAX} bytes")
+    if not _is_text(password) or not 0 < len(password.encode()) <= PASSWORD_BYTES_MAX:
+        raise ValueError(f"a password has 1 to {PASSWORD_BYTES_MAX} bytes of UTF-8")
     return _hasher().hash(password)
+
+
+def _is_text(password: str) -> bool:
+    """Return whether it can be encoded: JSON may have half of a character."""
+    return not any("\ud800" <= character <= "\udfff" for character in password)
 
 
 def check_hash(text: str) -> None:
@@ -93,15 +99,22 @@ class Passwords:
             return True
         return False
 
-    async def verify(self, password_hash: str | None, password: str) -> bool:
-        """Return whether a password is right. `password_hash`: None for a user who is unknown."""
-        if len(password.encode(errors="surrogatepass")) > PASSWORD_BYTES_MAX:
+    async def verify(self, password_hash: str | None, password: str, check_allowed: Callable[[], None]) -> bool:
+        """Return whether a password is right. `password_hash`: None for a user who is unknown.
+
+        `check_allowed` raises an error if it must not be verified any more when its turn comes: others that came
+        before may have failed meanwhile, so parallel guesses are as limited as single ones."""
+        if not _is_text(password) or len(password.encode()) > PASSWORD_BYTES_MAX:
             return False
         if self._waiting >= WAITING_MAX:
             raise Overloaded(f"{self._waiting} logins wait for their password to be verified: try later")
         self._waiting += 1
         try:
             async with self._threads:
+                check_allowed()
+                # One of many connections that log in at once has verified it.
+                if self.is_remembered(password_hash, password):
+                    return True
                 is_right = await asyncio.to_thread(_verify, password_hash, password)
         finally:
             self._waiting -= 1

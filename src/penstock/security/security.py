@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -152,10 +153,7 @@ class Security:
 
         `address` is without the port."""
         key = given.key
-        locked_s = self.throttle.locked_s(key, address, self._clock.monotonic_us())
-        if locked_s:
-            self._record(given, address, door, "failed", "locked out")
-            raise Unauthorized(f"too many failed logins: try again in {locked_s:.0f} s")
+        self._check_locked(given, address, door)
         if self._fixed.accepts(user=given.user, password=given.password, token=given.token):
             name = self._fixed.user or "administrator"
             return self._admit(Grant(User(name=name, permissions=ADMINISTRATOR), ""), key, address, door)
@@ -197,7 +195,8 @@ class Security:
     async def _verify(
         self, given: Login, password: str, password_hash: str | None, address: str, door: str
     ) -> Identity:
-        is_right = await self.passwords.verify(password_hash, password)
+        check = partial(self._check_locked, given, address, door)
+        is_right = await self.passwords.verify(password_hash, password, check)
         # The user may have changed meanwhile.
         user = self.users.get(str(given.user))
         if not is_right or user is None or user.password_hash != password_hash or password_hash is None:
@@ -206,6 +205,12 @@ class Security:
         if not user.is_valid(self._clock.now_us()):
             await self._fail(given, address, door)
         return self._admit(Grant(user, password_hash or ""), given.key, address, door)
+
+    def _check_locked(self, given: Login, address: str, door: str) -> None:
+        locked_s = self.throttle.locked_s(given.key, address, self._clock.monotonic_us())
+        if locked_s:
+            self._record(given, address, door, "failed", "locked out")
+            raise Unauthorized(f"too many failed logins: try again in {locked_s:.0f} s")
 
     async def _fail(self, given: Login, address: str, door: str) -> Identity:
         why = "JWT" if given.jwt is not None and given.token is None and given.user is None else ""
