@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _REMEMBERED_MAX: Final = 4096
 _REMEMBERED_BYTES: Final = 256
 _REPLIES_MAX: Final = 4096
+# What begins like this is never stored. A requester names where the reply goes, so it must not choose a topic.
+_UNSTORED: Final = b"_"
 
 
 class Identity:
@@ -112,9 +114,9 @@ class Identity:
         return self.is_limited and self.user.permissions.responses is not None
 
     def expect_reply(self, reply: bytes) -> None:
-        """The client is sent a request: it may reply."""
+        """The client is sent a request: it may reply, where nothing is stored."""
         responses = self.user.permissions.responses
-        if responses is None or self.user.permissions.allows(Action.PUBLISH, reply):
+        if responses is None or not reply.startswith(_UNSTORED) or self.user.permissions.allows(Action.PUBLISH, reply):
             return
         if len(self._replies) >= _REPLIES_MAX:
             del self._replies[next(iter(self._replies))]
