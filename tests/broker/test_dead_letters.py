@@ -51,7 +51,9 @@ async def test_headers_that_somebody_made_up_do_no_harm(name: bytes) -> None:
     async with Life(FaultyFiles(), settings=SETTINGS) as life:
         await die(life, (b"orders.eu", b"a"))
         forged = b"Dead-Letter-Subject: orders.us\r\n" if name != b"Subject" else b""
-        await life.stored(b"DLQ.x", b"forged", headers=forged + b"Dead-Letter-" + name + b": not a .. number\r\n")
+        await life.stored(
+            b"DLQ.orders.us", b"forged", headers=forged + b"Dead-Letter-" + name + b": not a .. number\r\n"
+        )
         assert b"a" in [letter.value for letter in await life.letters()]
         await life.redrive(b"orders.eu")
         await life.settle()
@@ -65,7 +67,7 @@ async def test_nothing_is_redriven_to_where_nobody_may_publish(subject: bytes) -
     async with Life(disk, settings=SETTINGS) as life:
         await life.do(life.broker.dead_letter_topic())
         forged = b"Dead-Letter-Subject: " + subject + b"\r\nPenstock-Due: x\r\n"
-        await life.stored(b"DLQ.x", b"forged", headers=forged)
+        await life.stored(b"DLQ." + subject, b"forged", headers=forged)
         with contextlib.suppress(PenstockError):
             await life.redrive()
         await life.settle()

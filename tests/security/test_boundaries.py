@@ -21,6 +21,9 @@ password = "{password}"
 subscribe = ["svc.>"]
 publish = ["svc.req"]
 allow_responses = true
+[users.forger]
+password = "{password}"
+publish = ["orders.>", "DLQ.orders.>"]
 """
 
 
@@ -51,4 +54,24 @@ def test_a_request_of_its_own_lets_no_user_store_a_reply(server: Serve) -> None:
         answers = _say(raw, "PUB secret.hijack 6\r\nstolen\r\n")
         assert "-ERR 'Permissions Violation for Publish to \"secret.hijack\"'" in answers
     with Frames(server, user="admin", password=PASSWORD) as admin:
+        assert "secret" not in {row["name"] for row in admin.call("topics")["topics"]}
+
+
+def test_a_forged_dead_letter_is_not_redriven_elsewhere(server: Serve) -> None:
+    def forged(subject: str) -> bytes:
+        told = {"Subject": subject, "Topic": "secret", "Partition": 0, "Offset": 0, "Group": "g", "Reason": "r"}
+        return "".join(f"Dead-Letter-{name}: {value}\r\n" for name, value in told.items()).encode()
+
+    long = "orders." + "x" * 1015
+    with Frames(server, user="forger", password=PASSWORD) as forger:
+        for at, subject in (("y", "secret.forged"), ("y", "orders.z"), ("y", long), ("own", "orders.own")):
+            [receipt] = forger.publish(f"DLQ.orders.{at}", b"x", headers=[forged(subject)])
+            assert receipt[0] == "DLQ", receipt
+    with Frames(server, user="admin", password=PASSWORD) as admin:
+        # What pipelines write for a subject that is too long with its prefix.
+        for at in ("DLQ", "DLQ.orders"):
+            admin.publish(at, b"x", headers=[forged(long)])
+        listed = [letter["subject"] for letter in admin.call("dead_letters", pattern=">")["letters"]]
+        assert listed == ["orders.own", long]
+        assert admin.call("redrive", pattern=">")["redriven"] == 2
         assert "secret" not in {row["name"] for row in admin.call("topics")["topics"]}

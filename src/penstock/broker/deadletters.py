@@ -23,7 +23,7 @@ from penstock.clock import Clock
 from penstock.errors import BadRequest, Overloaded, PenstockError
 from penstock.model import headers
 from penstock.model.run import Run, read_ttls
-from penstock.model.subject import is_subject, matches
+from penstock.model.subject import SUBJECT_BYTES_MAX, is_subject, matches, owns
 from penstock.store.meta import Change
 from penstock.store.store import Store
 
@@ -131,7 +131,9 @@ class DeadLetters:
                     if is_redriven and (not redriven or mover.moves.is_dropped(run.offset(index))):
                         continue
                     subject = _subject(run.headers.get(index, b""))
-                    if subject is not None and matches(wanted.pattern, subject):
+                    if subject is None or not _is_letter(partition.name, run.subjects[index], subject):
+                        continue
+                    if matches(wanted.pattern, subject):
                         letter = _letter(partition, run, index, is_redriven=is_redriven)
                         if wanted.meets(letter):
                             yield letter
@@ -264,9 +266,17 @@ class DeadLetters:
 
 
 def _subject(block: bytes) -> bytes | None:
-    """Return the subject of a dead letter; None for other messages, which clients published to the topic."""
+    """Return the subject that headers name; None for messages without, which clients published to the topic."""
     subject = headers.value_of(block, b"Dead-Letter-Subject")
     return subject if subject is not None and is_subject(subject) else None
+
+
+def _is_letter(prefix: bytes, at: bytes, subject: bytes) -> bool:
+    """Return whether a message that was published at a subject is a dead letter of another. Whoever may publish dead
+    letters of some subjects cannot make up those of others."""
+    full = b"%b.%b" % (prefix, subject)
+    # Pipelines shorten a subject that is too long to that of its topic.
+    return at == full or (len(full) > SUBJECT_BYTES_MAX and at != prefix and owns(at, full))
 
 
 def _is_of(letter: Run, run: Run) -> bool:
