@@ -8,7 +8,9 @@ from typing import Final
 
 import pytest
 
-from tests.support.frames import Frames
+from penstock.wire import binary
+from penstock.wire.binary import Append, StageTarget
+from tests.support.frames import Frames, batch
 from tests.support.server import Raw, Serve
 from tests.support.users import PASSWORD, write_users
 
@@ -55,6 +57,26 @@ def test_a_request_of_its_own_lets_no_user_store_a_reply(server: Serve) -> None:
         assert "-ERR 'Permissions Violation for Publish to \"secret.hijack\"'" in answers
     with Frames(server, user="admin", password=PASSWORD) as admin:
         assert "secret" not in {row["name"] for row in admin.call("topics")["topics"]}
+
+
+def test_topics_by_id_are_unknown_to_who_may_not_know_of_them(server: Serve) -> None:
+    with Frames(server, user="admin", password=PASSWORD) as admin:
+        hidden = admin.topic_id("hidden")
+        # An administrator is told the same of one that does not exist.
+        unknown = admin.refused("wait", positions=[[999, 0, 0]], wait_ms=0)
+    with Frames(server, user="nobody", password=PASSWORD) as nobody:
+        for topic_id in (hidden, 999):
+            stage = StageTarget(Append(topic_id, 0, 1), b"t", 1)
+            nobody.send(binary.stage_frame(77, stage, batch(b"x").data))
+            for error in (
+                nobody.error_of(nobody.ask_fetch(topic_id)),
+                nobody.error_of(nobody.ask_fetch(topic_id, partition=9)),
+                nobody.error_of(nobody.ask_append(topic_id, batch(b"x"))),
+                nobody.error_of(77),
+                nobody.refused("wait", positions=[[topic_id, 0, 0]], wait_ms=0),
+            ):
+                told = json.loads(json.dumps(unknown).replace("999", str(topic_id)))
+                assert error == told
 
 
 def test_a_forged_dead_letter_is_not_redriven_elsewhere(server: Serve) -> None:

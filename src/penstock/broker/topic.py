@@ -156,10 +156,11 @@ class Topics:
             raise UnknownTopic(f"there is no topic {name.decode(errors='replace')}: create it, or publish to it")
         return served
 
-    def public(self, topic_id: int) -> ServedTopic:
-        """Return a topic that clients may read and write. Raises if it cannot be served."""
+    def public(self, topic_id: int, identity: Identity | None = None) -> ServedTopic:
+        """Return a topic that clients may read and write. Raises if it cannot be served. `identity`: to this client, a
+        topic that it may not know of is one that does not exist."""
         topic = self._by_id.get(topic_id)
-        if topic is None or topic.is_internal:
+        if topic is None or topic.is_internal or not (identity is None or identity.shows_topic(topic.name)):
             raise UnknownTopic(f"there is no topic with id {topic_id}")
         if topic.refusal is not None:
             raise topic.refusal

@@ -64,9 +64,7 @@ def shown_topic(_broker: Broker, asked: Any, identity: Identity) -> None:
 
 def shown_places(broker: Broker, asked: requests.Wait, identity: Identity) -> None:
     for topic_id, _, _ in asked.positions:
-        served = broker.topics.by_id(topic_id)
-        if served is None or not identity.shows_topic(served.name):
-            raise identity.refuse(Action.SUBSCRIBE, b"topic %d" % topic_id)
+        broker.topics.public(topic_id, identity)
 
 
 def shown_group(_broker: Broker, asked: requests.Named, identity: Identity) -> None:

@@ -57,7 +57,7 @@ class Producing:
 
     def append(self, number: int, payload: bytes | bytearray) -> _Waits:
         to, data = binary.read_append(payload)
-        topic = self._broker.topics.public(to.topic_id)
+        topic = self._broker.topics.public(to.topic_id, self._session.checked)
         return self._check(data, topic, partial(self._append_checked, number, to))
 
     def _append_checked(self, number: int, to: binary.Append, checked: _Checked) -> _Waits:
@@ -98,7 +98,7 @@ class Producing:
 
     def stage(self, number: int, payload: bytes | bytearray) -> _Waits:
         stage, data = binary.read_stage(payload)
-        topic = self._broker.topics.public(stage.to.topic_id)
+        topic = self._broker.topics.public(stage.to.topic_id, self._session.checked)
         return self._check(data, topic, partial(self._stage_checked, number, stage), is_staged=True)
 
     def _stage_checked(self, number: int, stage: binary.StageTarget, checked: _Checked) -> _Waits:
@@ -132,7 +132,7 @@ class Producing:
         identity = self._session.checked
         if identity is None:
             return
-        name = self._broker.topics.public(topic_id).name
+        name = self._broker.topics.public(topic_id, identity).name
         for subject in () if identity.may_publish_all(whole_topic(name)) else subjects or (name,):
             if not identity.may_publish(subject):
                 raise identity.refuse(Action.PUBLISH, subject)

@@ -43,7 +43,7 @@ class StoredReading:
     # FETCH.
 
     async def fetch(self, number: int, fetch: binary.Fetch) -> None:
-        topic = self._broker.topics.public(fetch.topic_id)
+        topic = self._broker.topics.public(fetch.topic_id, self._session.checked)
         # Stored batches are sent as they are, with all subjects.
         self._session.authorize_all(whole_topic(topic.name))
         if topic.refusal is not None:
