@@ -23,6 +23,10 @@ password = "{password}"
 subscribe = ["svc.>"]
 publish = ["svc.req"]
 allow_responses = true
+[users.joiner]
+password = "{password}"
+subscribe = { allow = ["open.>"], deny = ["open.secret"] }
+groups = { join = ["*"], reset = ["*"] }
 [users.forger]
 password = "{password}"
 publish = ["orders.>", "DLQ.orders.>"]
@@ -97,3 +101,32 @@ def test_a_forged_dead_letter_is_not_redriven_elsewhere(server: Serve) -> None:
         assert listed == ["orders.own", long]
         assert admin.call("redrive", pattern=">")["redriven"] == 2
         assert "secret" not in {row["name"] for row in admin.call("topics")["topics"]}
+
+
+def test_a_group_is_neither_shown_nor_moved_without_the_right_to_read(server: Serve) -> None:
+    with Frames(server, user="admin", password=PASSWORD) as admin:
+        for name in ("closed", "open.fine", "open.secret"):
+            admin.publish(name, b"x")
+        for name, pattern in (("c", "closed"), ("partly", "open.>"), ("fine", "open.fine")):
+            admin.call("create_group", name=name, pattern=pattern, start="earliest")
+    moved = {"partition": 0, "offset": 1}
+    with Frames(server, user="joiner", password=PASSWORD) as joiner:
+        assert [row["name"] for row in joiner.call("groups")["groups"]] == ["fine"]
+        for group, topic in (("c", "closed"), ("partly", "open")):
+            for error in (
+                joiner.refused("group", name=group),
+                joiner.refused("commit", group=group, topic=topic, **moved),
+                joiner.refused("reset_group", name=group, start="latest"),
+            ):
+                assert error["code"] == "PERMISSION_DENIED"
+                assert topic not in str(error)
+        assert joiner.call("group", name="fine")["name"] == "fine"
+        joiner.call("commit", group="fine", topic="open", **moved)
+        joiner.call("reset_group", name="fine", start="latest")
+    with Raw(server.port) as raw:
+        _say(raw, f"CONNECT {json.dumps({'user': 'joiner', 'pass': PASSWORD, 'verbose': False})}\r\n")
+        [answer] = _say(raw, "ACK 1 c\r\n")
+        assert "PERMISSION_DENIED" in answer
+        assert "closed" not in answer
+    with Frames(server, user="admin", password=PASSWORD) as admin:
+        assert admin.call("group", name="c")["lag"] == 1

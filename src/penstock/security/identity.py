@@ -104,8 +104,11 @@ class Identity:
     def shows_topic(self, name: bytes) -> bool:
         return not self.is_limited or self.user.permissions.shows_topic(name)
 
-    def shows_group(self, name: bytes) -> bool:
-        return not self.is_limited or self.user.permissions.shows_group(name)
+    def shows_group(self, name: bytes, pattern: bytes | None) -> bool:
+        """`pattern`: what it reads, or None if there is no such group."""
+        return not self.is_limited or (
+            self.user.permissions.shows_group(name) and (pattern is None or self.allows_all(pattern))
+        )
 
     # Replies.
 
@@ -164,6 +167,15 @@ def authorize_all(identity: Identity | None, pattern: bytes, action: Action = Ac
     leave out single messages."""
     if identity is not None and identity.is_limited and not identity.user.permissions.allows_all(action, pattern):
         raise identity.refuse(action, pattern)
+
+
+def authorize_group(identity: Identity | None, action: Action, name: bytes, pattern: bytes | None) -> None:
+    """Raise PermissionDenied unless a client may do something with a group, and read all that it reads. The error names
+    only the group. `pattern`: None if there is no such group."""
+    if identity is not None and not (
+        identity.allows(action, name) and (pattern is None or identity.allows_all(pattern))
+    ):
+        raise identity.refuse(action, name)
 
 
 def audited(identity: Identity | None, what: str, resource: str, error: PenstockError | None) -> None:

@@ -209,7 +209,9 @@ async def _wait(broker: Broker, asked: requests.Wait) -> Json:
 
 
 async def _groups(broker: Broker, asked: requests.Page, identity: Identity | None = None) -> Json:
-    groups = [group for group in broker.groups if identity is None or identity.shows_group(group.name or b"")]
+    groups = [
+        group for group in broker.groups if identity is None or identity.shows_group(group.name or b"", group.pattern)
+    ]
     return {"groups": Rows(map(_describe_group, groups[asked.rows])), "total": len(groups)}
 
 
@@ -339,7 +341,7 @@ CALLS: Final[dict[str, Call]] = {
     "groups": Call(requests.Page, _groups, rules.anyone),
     "group": Call(requests.Named, _group, rules.shown_group),
     "create_group": Call(requests.CreateGroup, _create_group, rules.create_group, is_audited=True),
-    "reset_group": Call(requests.ResetGroup, _reset_group, rules.group(Action.GROUP_RESET), is_audited=True),
+    "reset_group": Call(requests.ResetGroup, _reset_group, rules.reset_group, is_audited=True),
     "delete_group": Call(requests.Named, _delete_group, rules.group(Action.GROUP_DELETE), is_audited=True),
     "commit": Call(requests.Commit, _commit, rules.commit),
     "transaction": Call(requests.Named, _transaction, rules.transaction),

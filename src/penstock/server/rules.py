@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.broker.broker import Broker
 from penstock.broker.pipeline_reports import PipelineReport
-from penstock.security.identity import Identity, authorize, authorize_all
+from penstock.security.identity import Identity, authorize, authorize_all, authorize_group
 from penstock.security.permissions import Action
 from penstock.server import requests
 
@@ -67,10 +67,15 @@ def shown_places(broker: Broker, asked: requests.Wait, identity: Identity) -> No
         broker.topics.public(topic_id, identity)
 
 
-def shown_group(_broker: Broker, asked: requests.Named, identity: Identity) -> None:
+def shown_group(broker: Broker, asked: requests.Named, identity: Identity) -> None:
     name = asked.name.encode()
-    if not identity.shows_group(name):
+    if not identity.shows_group(name, _read_by(broker, name)):
         raise identity.refuse(Action.GROUP_JOIN, name)
+
+
+def reset_group(broker: Broker, asked: requests.ResetGroup, identity: Identity) -> None:
+    name = asked.name.encode()
+    authorize_group(identity, Action.GROUP_RESET, name, _read_by(broker, name))
 
 
 def create_group(_broker: Broker, asked: requests.CreateGroup, identity: Identity) -> None:
@@ -78,8 +83,14 @@ def create_group(_broker: Broker, asked: requests.CreateGroup, identity: Identit
     authorize_all(identity, asked.selection)
 
 
-def commit(_broker: Broker, asked: requests.Commit, identity: Identity) -> None:
-    authorize(identity, Action.GROUP_JOIN, asked.group.encode())
+def commit(broker: Broker, asked: requests.Commit, identity: Identity) -> None:
+    name = asked.group.encode()
+    authorize_group(identity, Action.GROUP_JOIN, name, _read_by(broker, name))
+
+
+def _read_by(broker: Broker, group: bytes) -> bytes | None:
+    found = broker.groups.get(group)
+    return None if found is None else found.pattern
 
 
 def transaction(_broker: Broker, asked: Any, identity: Identity) -> None:

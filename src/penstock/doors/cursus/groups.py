@@ -19,7 +19,6 @@ from penstock.doors.session import Session
 from penstock.errors import BadRequest, OffsetOutOfRange, StaleCommit
 from penstock.log.policy import PARTITIONS_MAX
 from penstock.outcome import Outcome
-from penstock.security.permissions import Action
 from penstock.wire.cursus import Command
 
 DEFAULT_GROUP: Final = "default-group"
@@ -110,7 +109,7 @@ class Groups:
                 self._extend_session(member, wait_us)
 
     def _authorize(self, topic: str, name: str) -> None:
-        self._session.authorize(Action.GROUP_JOIN, group_name(topic, name).encode())
+        self._session.authorize_join(group_name(topic, name).encode(), topic.encode())
 
     def _extend_session(self, member: Member, wait_us: int = 0) -> None:
         member.expires_us = self._broker.clock.monotonic_us() + wait_us + self.session_us
@@ -163,7 +162,8 @@ class Groups:
         groups = [
             group
             for group in self._broker.groups
-            if topic in (None, group.pattern.decode()) and (checked is None or checked.shows_group(group.name or b""))
+            if topic in (None, group.pattern.decode())
+            and (checked is None or checked.shows_group(group.name or b"", group.pattern))
         ]
         found = [group for group in groups if group.name == group_name(group.pattern.decode(), name).encode()]
         if not found:

@@ -11,6 +11,7 @@ from penstock.errors import PenstockError
 from penstock.model import headers
 from penstock.model.run import Run
 from penstock.outcome import Outcome
+from penstock.security.identity import authorize_group
 from penstock.security.permissions import Action
 from penstock.wire import text
 from penstock.wire.events import Ack, Call
@@ -26,8 +27,9 @@ def acknowledge(dialect: Text, event: Ack) -> None:
     groups = [reader for _, reader in session.subscriptions.values() if isinstance(reader, Group)]
     if event.group is not None:
         known = session.broker.groups
-        session.authorize(Action.GROUP_JOIN, event.group)
         groups = [known[event.group]] if event.group in known else []
+        pattern = groups[0].pattern if groups else None
+        authorize_group(session.checked, Action.GROUP_JOIN, event.group, pattern)
     reply = session.replies.reserve()
     for group in groups:
         if group.ack((topic_id, partition), offset, _saved(dialect, reply)):
