@@ -335,7 +335,15 @@ def shown(value: Any) -> str:
     text = (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
     )
+    text = without_credentials(text)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def without_credentials(text: str) -> str:
+    """Return a text with a URL, or several, without what stands before an @: there may be a password in it."""
+    before, scheme, rest = text.partition("://")
+    _, at, after = rest.rpartition("@")
+    return f"{before}{scheme}***@{after}" if at else text
 
 
 def _without_none(info: inspect.Type) -> tuple[inspect.Type, bool]:

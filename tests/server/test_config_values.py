@@ -185,7 +185,8 @@ def test_bounds_are_allowed_and_what_is_beyond_them_is_refused(
 )
 def test_a_registry_that_is_no_url_is_refused(place: Place, url: str) -> None:
     [problem] = place.problems({"registry": {"url": url}})
-    assert problem.startswith(f"registry.url (file FILE:1) is {url!r}: ")
+    shown = url.replace("user:pass@", "***@")
+    assert problem.startswith(f"registry.url (file FILE:1) is {shown!r}: ")
     assert problem.endswith(": a URL like http://host:8080")
 
 

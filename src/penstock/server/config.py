@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from penstock import table_file
 from penstock.address import hosts, is_loopback
 from penstock.errors import BadConfig
-from penstock.schema import Invalid, shown
+from penstock.schema import Invalid, shown, without_credentials
 from penstock.server import cursus_names
 from penstock.server.config_names import (
     ALIASES,
@@ -63,7 +63,9 @@ class Loaded:
         for topic in (document["topic"], *document["topics"].values()):
             topic |= topic.pop("policy")
         flat = {each.key: each.value for each in _flatten(document)}
-        values = {key: flat[key] for key in self.origins}
+        values = {
+            key: without_credentials(flat[key]) if isinstance(flat[key], str) else flat[key] for key in self.origins
+        }
         secrets = [key for key, setting in SETTINGS.items() if setting.is_secret and values[key] is not None]
         return values | dict.fromkeys(secrets, "***")
 
