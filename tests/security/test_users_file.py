@@ -19,7 +19,7 @@ subscribe, groups, topics, dead_letters, transactions, allow_responses, admin, m
 4: users.ann.subscribe.allow.0 is 'a..b': it must be a pattern of subjects, such as orders.*, orders.> or >
 6: users.ann.admin is 'yes': it must be true or false
 2: users.ann.password: its value is not an Argon2id hash: `penstock user passwd` makes one
-9: users.ann.nkeys: 'UABC' is not an NKEY: it has 56 characters in base32, with a checksum
+9: users.ann.nkeys: its value is not an NKEY: it has 56 characters in base32, with a checksum
 8: users.ann.expires is datetime.date(2030, 1, 1): it must be a time with its zone, such as 2030-01-31T12:00:00Z
 11: users.bob.groups is ['x']: it must be a table of join, reset, delete
 12: users.bob.topics.rename is unknown: there are create, alter, delete, purge

@@ -20,6 +20,8 @@ def nonce() -> str:
 
 def read_public_key(text: str) -> bytes:
     """Return the Ed25519 key of a user's public NKEY. Raise ValueError."""
+    if text.startswith("S"):
+        raise ValueError("a seed, which must stay private: give the public key, which begins with U")
     try:
         data = base64.b32decode(text + "=" * (-len(text) % 8))
     except ValueError:
@@ -27,7 +29,7 @@ def read_public_key(text: str) -> bytes:
     if len(data) != 35 or int.from_bytes(data[33:], "little") != binascii.crc_hqx(data[:33], 0):
         raise ValueError("not an NKEY: it has 56 characters in base32, with a checksum")
     if data[0] != _USER_PREFIX:
-        raise ValueError("not the public NKEY of a user: that begins with U, and a seed with SU must stay secret")
+        raise ValueError("not the public NKEY of a user: that begins with U")
     return data[1:33]
 
 

@@ -129,6 +129,8 @@ class Security:
         if settings.users is not None:
             self._taken = self._seen = users_file.read_bytes(settings.users)
             self.users = users_file.parse(settings.users, self._taken, settings.dead_letter_prefix)
+            if not len(self.users) and not settings.fixed:
+                logger.warning("%s has no users: nobody can log in, add one with penstock user add", settings.users)
         self.throttle = Throttle(settings.failures_max, settings.lockout_s)
         self.passwords = Passwords()
         self.audit = Audit(clock, is_on=self.has_users if settings.audit is None else settings.audit)
@@ -281,6 +283,8 @@ class Security:
         try:
             # Also for its problems: it may be missing, or others may read it.
             users = users_file.parse(path, users_file.read_bytes(path), self._dead_letter_prefix)
+            if len(self.users) and not len(users):
+                raise BadConfig([f"{path} has no users: nobody could log in, not even to add one"])
         except BadConfig as error:
             self.problems = tuple(error.problems)
             for problem in error.problems:

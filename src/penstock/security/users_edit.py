@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock import table_file
-from penstock.errors import BadRequest
+from penstock.errors import BadConfig, BadRequest
 from penstock.security import users_file
 from penstock.security.passwords import hash_password
 from penstock.security.users import new_token, token_hash
@@ -30,7 +30,7 @@ class UsersEditor:
 
     def add(self, name: str, password: str | None, fields: Mapping[str, Any]) -> None:
         """Add a user. `fields` as in the file: roles, publish, quotas, and so on."""
-        with self._changed() as tables:
+        with self._changed(creates=True) as tables:
             users = tables.setdefault("users", {})
             if name in users:
                 raise BadRequest(f"there is a user {name} already")
@@ -55,6 +55,9 @@ class UsersEditor:
     def remove(self, name: str) -> None:
         with self._changed() as tables:
             _user(tables, name)
+            if len(tables["users"]) == 1:
+                # A broker does not take a file without users.
+                raise BadRequest(f"{name} is the last user: disable it, or add another one first")
             del tables["users"][name]
 
     def add_token(self, name: str, *, about: str = "", ttl_s: float | None = None) -> tuple[str, str]:
@@ -81,20 +84,34 @@ class UsersEditor:
             return len(tokens) - len(left)
 
     @contextmanager
-    def _changed(self) -> Iterator[Tables]:
-        with self._locked():
-            is_there = self.path.exists()
-            tables = table_file.parse(self.path, users_file.read_bytes(self.path)).tables if is_there else {}
+    def _changed(self, *, creates: bool = False) -> Iterator[Tables]:
+        # A link stays one, and all editors of its file have the same lock.
+        target = Path(os.path.realpath(self.path))
+        # Also before the lock, which is a file: a wrong path must not leave one.
+        self._read(target, creates=creates)
+        with self._locked(target):
+            tables = self._read(target, creates=creates)
             yield tables
             data = written(tables).encode()
             # What would be refused is not written.
             users_file.parse(self.path, data)
-            _replace(self.path, data)
+            _replace(target, data)
+
+    def _read(self, target: Path, *, creates: bool) -> Tables:
+        if not creates or os.path.lexists(target):
+            return table_file.parse(self.path, users_file.read_bytes(self.path)).tables
+        if not target.parent.is_dir():
+            raise BadConfig([f"{target.parent} is not a directory: create it for {target.name}"])
+        return {}
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, target: Path) -> Iterator[None]:
         """Let one editor change the file at a time."""
-        lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = target.with_name(f".{target.name}.lock")
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BadConfig([f"{path}: {error.strerror}"]) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

@@ -41,6 +41,8 @@ Tables = dict[str, Any]
 _Path = tuple[str | int, ...]
 
 NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,128}")
+# Stands for a value that may be a secret.
+_HIDDEN: Final = "not that"
 _SIZE: Final = re.compile(r"(\d{1,15}) ?(kB|KB|MB|GB|TB|KiB|MiB|GiB|TiB|B)?")
 _FACTORS: Final = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", start=1)
@@ -60,8 +62,12 @@ _USER: Final = ("password", "roles", "tokens", "nkeys", "certificates", "enabled
 def read_bytes(path: Path) -> bytes:
     """Return the content of the file. Raise BadConfig, also if others may read it."""
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        # Without waiting for the writer of a FIFO.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(found):
+                raise BadConfig([f"{path} is not a regular file"])
+            mode = stat.S_IMODE(found)
             if mode & 0o077:
                 raise BadConfig([f"{path} has the mode {mode:04o}: others can read it, run chmod 600 {path}"])
             return file.read()
@@ -116,11 +122,11 @@ class _Reader:
             permissions=permissions,
             quotas=self._quotas(at, table) | role_quotas,
             roles=tuple(known),
-            password_hash=self._checked((*at, "password"), table.get("password"), check_hash, is_secret=True),
+            password_hash=self._checked((*at, "password"), table.get("password"), check_hash),
             tokens=tuple(self._tokens((*at, "tokens"), table.get("tokens", []))),
             nkeys=tuple(
                 key
-                for key in self._texts((*at, "nkeys"), table.get("nkeys", []))
+                for key in self._texts((*at, "nkeys"), table.get("nkeys", []), is_secret=True)
                 if self._checked((*at, "nkeys"), key, read_public_key) is not None
             ),
             certificates=tuple(self._texts((*at, "certificates"), table.get("certificates", []))),
@@ -201,7 +207,7 @@ class _Reader:
 
     def _tokens(self, at: _Path, value: Any) -> Iterator[Token]:
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            self._wrong(at, "not that", "a list of tables with id and hash: `penstock user token` makes one")
+            self._wrong(at, _HIDDEN, "a list of tables with id and hash: `penstock user token` makes one")
             return
         for number, table in enumerate(value):
             place = (*at, number)
@@ -217,18 +223,20 @@ class _Reader:
 
     def _tables(self, tables: Tables, name: str) -> Iterator[tuple[str, Tables]]:
         found = tables.get(name, {})
+        # There may be passwords in it.
+        is_secret = name == "users"
         if not isinstance(found, dict):
-            self._wrong((name,), found, "a table")
+            self._wrong((name,), _HIDDEN if is_secret else found, "a table")
             return
         for key, table in found.items():
             if isinstance(table, dict):
                 yield str(key), table
             else:
-                self._wrong((name, key), table, "a table")
+                self._wrong((name, key), _HIDDEN if is_secret else table, "a table")
 
-    def _texts(self, at: _Path, value: Any) -> list[str]:
+    def _texts(self, at: _Path, value: Any, *, is_secret: bool = False) -> list[str]:
         if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
-            self._wrong(at, value, "a list of texts")
+            self._wrong(at, _HIDDEN if is_secret else value, "a list of texts")
             return []
         return value
 
@@ -253,7 +261,8 @@ class _Reader:
             return None
         return round(value.timestamp() * 1_000_000)
 
-    def _checked(self, at: _Path, value: Any, check: Callable[[str], object], *, is_secret: bool = False) -> str | None:
+    def _checked(self, at: _Path, value: Any, check: Callable[[str], object]) -> str | None:
+        """Return a credential. It is not shown if it is wrong: it may be the secret itself."""
         if value is None:
             return None
         try:
@@ -261,8 +270,7 @@ class _Reader:
                 raise ValueError("not text")
             check(value)
         except ValueError as error:
-            what = "its value" if is_secret else shown(value)
-            self._problems.append(f"{self._file.where(at)}: {_dotted(at)}: {what} is {error}")
+            self._problems.append(f"{self._file.where(at)}: {_dotted(at)}: its value is {error}")
             return None
         return value
 
@@ -273,7 +281,7 @@ class _Reader:
                 self._problems.append(f"{place} is unknown: there are {', '.join(allowed)}")
 
     def _wrong(self, at: _Path, value: Any, allowed: str, what: str | None = None) -> None:
-        text = value if value == "not that" else shown(value)
+        text = value if value is _HIDDEN else shown(value)
         self._problems.append(f"{self._file.where(at)}: {what or _dotted(at)} is {text}: it must be {allowed}")
 
 
