@@ -1,4 +1,4 @@
-"""Mistakes in the file of users, in and in the paths that name it."""
+"""Mistakes in the file of users, in the paths that name it, and in what is asked about users."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,3 +169,31 @@ def test_a_seed_is_told_from_a_public_key(path: Path) -> None:
     assert SEED not in done.stderr.decode()
     assert "is a seed, which must stay private: give the public key, which begins with U" in done.stderr.decode()
     assert penstock("add", "ann", "--no-password", "--nkey", Nkey().public, "--file", path).returncode == 0
+
+
+# Requests.
+
+
+def test_the_ttl_of_a_token_has_a_limit(server: Serve, path: Path) -> None:
+    def http(ttl_s: int) -> Any:
+        return ask(server, "POST", "/admin/users/root/tokens", {"ttl_s": ttl_s}, headers=basic("root", PASSWORD))
+
+    answer = http(10**12)
+    assert (answer.status, "ttl_s is 1000000000000: it must be" in answer.body.decode()) == (400, True)
+    assert http(100 * 365 * 86_400).status == 201
+    with root(server) as administrator:
+        refused = administrator.refused("create_token", name="root", ttl_s=10**12)
+        assert (refused["code"], "ttl_s is 1000000000000: it must be" in refused["text"]) == ("BAD_REQUEST", True)
+        # The connection is still there.
+        assert administrator.call("create_token", name="root", ttl_s=60)["token"]
+    done = penstock("token", "root", "--ttl", "999999999999d", "--file", path)
+    assert done.returncode == 1
+    assert "error: ttl_s is 86399999999913600: it must be at most 3153600000, 100 years" in done.stderr.decode()
+
+
+def test_a_change_of_no_user_is_refused_also_without_fields(server: Serve) -> None:
+    answer = ask(server, "PATCH", "/admin/users/nope", {}, headers=basic("root", PASSWORD))
+    assert (answer.status, "there is no user nope" in answer.body.decode()) == (400, True)
+    with root(server) as administrator:
+        assert administrator.refused("change_user", name="ghost")["text"] == "there is no user ghost"
+    assert ask(server, "PATCH", "/admin/users/root", {}, headers=basic("root", PASSWORD)).json["name"] == "root"

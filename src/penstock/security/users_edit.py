@@ -21,6 +21,8 @@ from penstock.security.users import new_token, token_hash
 
 Tables = dict[str, Any]
 
+TOKEN_TTL_MAX_S: Final = 100 * 365 * 86_400
+
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -63,6 +65,8 @@ class UsersEditor:
     def add_token(self, name: str, *, about: str = "", ttl_s: float | None = None) -> tuple[str, str]:
         """Give a user a new token. Return it and its ID; only its hash is stored."""
         text, number = new_token()
+        if ttl_s is not None and ttl_s > TOKEN_TTL_MAX_S:
+            raise BadRequest(f"ttl_s is {ttl_s:.0f}: it must be at most {TOKEN_TTL_MAX_S}, 100 years")
         row: Tables = {"id": number, "hash": token_hash(text)}
         if about:
             row["about"] = about

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
+from msgspec import Meta
+
 from penstock.broker.broker import Broker
 from penstock.errors import BadConfig, BadRequest
-from penstock.schema import Form, Positive, Text, about
+from penstock.schema import Form, Text, about
 from penstock.security.permissions import Permissions, Rule
 from penstock.security.quotas import NAMES
 from penstock.security.users import User
-from penstock.security.users_edit import UsersEditor
+from penstock.security.users_edit import TOKEN_TTL_MAX_S, UsersEditor
 from penstock.server import requests
 
 Json = dict[str, Any]
@@ -37,7 +39,10 @@ class ChangeUser:
 class CreateToken:
     name: Annotated[Text, about("the name of the user")]
     about: Annotated[str, about("what it is for")] = ""
-    ttl_s: Annotated[Positive | None, about("how long it is valid; for ever, if it is not given")] = None
+    ttl_s: Annotated[
+        Annotated[int, Meta(ge=1, le=TOKEN_TTL_MAX_S)] | None,
+        about("how long it is valid; for ever, if it is not given"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,8 @@ async def change_user(broker: Broker, asked: ChangeUser) -> Json:
     def change(editor: UsersEditor) -> None:
         if asked.password is not None:
             editor.set_password(asked.name, asked.password)
-        if asked.fields:
+        # Without anything to change, it still tells that there is no such user.
+        if asked.fields or asked.password is None:
             editor.change(asked.name, asked.fields)
 
     await _change(broker, change)
