@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from penstock.wire import binary
-from penstock.wire.binary import Append, StageTarget
+from penstock.wire.binary import Append, StageTarget, Type
 from tests.support.frames import Frames, batch
 from tests.support.server import Raw, Serve
 from tests.support.users import PASSWORD, write_users
@@ -27,10 +27,15 @@ allow_responses = true
 password = "{password}"
 subscribe = { allow = ["open.>"], deny = ["open.secret"] }
 groups = { join = ["*"], reset = ["*"] }
+[users.undertaker]
+password = "{password}"
+subscribe = { allow = ["DLQ.>"], deny = ["vault.>"] }
 [users.forger]
 password = "{password}"
 publish = ["orders.>", "DLQ.orders.>"]
 """
+
+DEAD_LETTERS: Final = {"call": "dead_letters", "pattern": "attic.>"}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +106,19 @@ def test_a_forged_dead_letter_is_not_redriven_elsewhere(server: Serve) -> None:
         assert listed == ["orders.own", long]
         assert admin.call("redrive", pattern=">")["redriven"] == 2
         assert "secret" not in {row["name"] for row in admin.call("topics")["topics"]}
+
+
+def test_dead_letters_are_read_by_their_own_subjects_except_what_is_denied(server: Serve) -> None:
+    with Frames(server, user="undertaker", password=PASSWORD) as reader:
+        reader.open(1, "DLQ.>")
+        for kind, asked in ((Type.OPEN, {"subscription": 2, "pattern": "DLQ.vault.x"}), (Type.CALL, DEAD_LETTERS)):
+            assert reader.error(kind, asked)["code"] == "PERMISSION_DENIED"
+        with Frames(server, user="admin", password=PASSWORD) as admin:
+            admin.publish("DLQ.vault.x", b"denied")
+            admin.publish("DLQ.attic.x", b"allowed")
+        assert [message.value for message in reader.delivered(1)] == [b"allowed"]
+    with Frames(server, user="forger", password=PASSWORD) as other:
+        assert other.open_refused(1, "DLQ.orders.>")["code"] == "PERMISSION_DENIED"
 
 
 def test_a_group_is_neither_shown_nor_moved_without_the_right_to_read(server: Serve) -> None:
