@@ -102,6 +102,8 @@ def of_certificates(certificates: Certificates) -> dict[str, str]:
 def some(setting: str) -> str:
     """What may be set where nothing is by default."""
     known = SETTINGS[setting]
+    if known.choices:
+        return str(known.choices[0]).lower()
     return "http://127.0.0.1:1" if getattr(known.base, "pattern", None) else str(known.low or 1)
 
 

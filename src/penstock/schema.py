@@ -192,7 +192,7 @@ class Field:
             case inspect.FloatType():
                 return _number(value)
             case inspect.BoolType():
-                return {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+                return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
             case inspect.EnumType() | inspect.LiteralType():
                 return self._choice(value)
             case inspect.ListType() if isinstance(value, str):

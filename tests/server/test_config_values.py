@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import BadConfig
 from penstock.schema import shown
+from penstock.server.config import load
 from penstock.server.settings import SETTINGS
 from tests.support.configs import MIB, Place, changed, value_of
 
@@ -103,6 +105,7 @@ def test_a_choice_that_is_nearly_right_is_suggested(place: Place) -> None:
         ("topic.durability", "fsync or flush"),
         ("topic.dedup", "off, id or payload"),
         ("topic.dead_letters", "true or false"),
+        ("auth.audit", "true or false, or none"),
         ("dlq.prefix", "non-empty text (a number needs quotes): a subject without wildcards"),
     ],
 )
@@ -192,3 +195,8 @@ def test_a_registry_that_is_no_url_is_refused(place: Place, url: str) -> None:
 
 def test_every_number_is_in_the_table_of_bounds() -> None:
     assert [key for key, _, _ in BOUNDS] == [key for key, setting in SETTINGS.items() if setting.low is not None]
+
+
+def test_a_word_that_is_no_switch_is_not_taken_for_none() -> None:
+    with pytest.raises(BadConfig, match=r"auth\.audit .*is '1': it must be true or false, or none"):
+        load(path=None, environ={"PENSTOCK_AUTH_AUDIT": "1"}, flags={})
