@@ -7,6 +7,7 @@ import urllib.request
 from typing import Any, Final
 
 from penstock.wire.binary import Type
+from tests.support import web
 from tests.support.frames import Frames
 from tests.support.server import Serve
 
@@ -19,8 +20,8 @@ def http(server: Serve, path: str) -> dict[str, Any]:
     return found
 
 
-def counted(server: Serve, name: str) -> int:
-    found: int = http(server, "varz")["since_start"][name]
+def counted(server: Serve, name: str, **headers: str) -> int:
+    found: int = web.get(server, "/varz", **headers).json["since_start"][name]
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.wire import binary
 from penstock.wire.binary import HEAD, Settle, Type, Verb
+from tests.support import web
 from tests.support.binary_door import MIB, OURS, PROVIDERS, codes, counted, http, stored_values
 from tests.support.frames import Bare, Frames, batch, messages, read_json
 from tests.support.server import Flux, Serve, in_pieces
@@ -140,14 +141,15 @@ def test_who_is_known_comes_in(guarded: tuple[Serve, Any], topic: str) -> None:
 def test_who_is_not_known_is_told_so_and_the_connection_ends(
     guarded: tuple[Serve, Any], options: dict[str, object]
 ) -> None:
-    server, _ = guarded
-    before = counted(server, "unauthorized")
+    server, credentials = guarded
+    allowed = web.basic("ann", "secret") if "user" in credentials else {"Authorization": "Bearer secret"}
+    before = counted(server, "unauthorized", **allowed)
     with Bare(server) as client:
         client.send(binary.json_frame(Type.HELLO, 9, {"version": 1} | options))
         frames = client.frames_until_end()
     assert [(frame.type, frame.id) for frame in frames] == [(Type.ERROR, 9)]
     assert read_json(frames[0])["code"] == "UNAUTHORIZED"
-    assert counted(server, "unauthorized") == before + 1
+    assert counted(server, "unauthorized", **allowed) == before + 1
 
 
 def test_what_comes_behind_a_refused_hello_is_not_done(guarded: tuple[Serve, Any], topic: str) -> None:
