@@ -272,8 +272,8 @@ def _subject(block: bytes) -> bytes | None:
 
 
 def _is_letter(prefix: bytes, at: bytes, subject: bytes) -> bool:
-    """Return whether a message that was published at a subject is a dead letter of another. Whoever may publish dead
-    letters of some subjects cannot make up those of others."""
+    """Return whether a message that was published at a subject is a dead letter of another. A client that may
+    publish dead letters of some subjects cannot forge those of others."""
     full = b"%b.%b" % (prefix, subject)
     # Pipelines shorten a subject that is too long to that of its topic.
     return at == full or (len(full) > SUBJECT_BYTES_MAX and at != prefix and owns(at, full))

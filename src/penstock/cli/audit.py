@@ -51,9 +51,7 @@ def _events(client: Client, limit: int | None, *, follow: bool) -> Iterator[dict
     try:
         [position] = client.topic(_TOPIC).positions
     except UnknownTopic:
-        raise PenstockError(
-            "there is no audit trail: nothing was recorded yet, or it is off (auth.audit, auth.users)"
-        ) from None
+        raise PenstockError("the audit trail is empty or off: set auth.users, or auth.audit") from None
     offset = position.start if limit is None else max(position.start, position.committed - limit)
     while True:
         for message in client.fetch(_TOPIC, 0, offset):

@@ -86,7 +86,7 @@ class ServerConfig:
         Text | None, about("origins of web pages that may connect by WebSocket, separated by commas; *: any")
     ] = None
     insecure: Annotated[
-        bool, about("serve other machines without credentials, or without TLS: whoever can reach it can misuse it")
+        bool, about("serve other machines without credentials or without TLS; unsafe on an open network")
     ] = False
     subscriptions_max: Annotated[Positive, about("subscriptions of all connections")] = 100_000
     groups_max: Annotated[NonNegative, about("groups with a name")] = 10_000
